@@ -1,0 +1,206 @@
+"""A family's table bound to one model: every tensor with its axes, and the arithmetic that follows from it.
+
+Zeroing, slicing, counting, moving optimizer moments and exporting all iterate over ``Anatomy.rows``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy.families import Family, family_of
+from dwindle.anatomy.structure import Structure
+from dwindle.errors import UserError
+
+_LAYER_PREFIX = "model.layers."
+
+FIXED = ("vocab", "dim")
+"""Units that pruning never touches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor. ``axes[i]`` is the concatenation of units along axis i, such as ``("query", "kv", "kv")``."""
+
+    name: str
+    layer: int | None
+    axes: tuple[tuple[str, ...], ...]
+    full_shape: tuple[int, ...]
+
+    @property
+    def is_embedding(self) -> bool:
+        return ("vocab",) in self.axes
+
+    @property
+    def is_norm(self) -> bool:
+        """An RMSNorm gain whose width can shrink (per-head norms of fixed size are not)."""
+        return self.name.endswith("norm.weight") and self.axes != (("dim",),)
+
+    @property
+    def module(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    total: int
+    embedding: int
+
+    @property
+    def non_embedding(self) -> int:
+        return self.total - self.embedding
+
+
+class Anatomy:
+    """The table of one model, in the source's sizes; it stays valid after pruning and compaction."""
+
+    def __init__(self, family: Family, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.family = family
+        self.head_dim: int = head_dim_of(config)
+        self.num_layers: int = config.num_hidden_layers
+        self.source = source_structure(config)
+        self.rows = tuple(self._rows(shapes))
+        self._by_name = {row.name: row for row in self.rows}
+        matrices = [row for row in self.rows if row.layer is not None and len(row.axes) == 2]
+        self._outputs = {(row.layer, row.axes[1][0]): row for row in matrices if row.axes[0] == ("hidden",)}
+        for row in self.rows:
+            if self.shape(row, self.source) != row.full_shape:
+                raise UserError(
+                    f"tensor {row.name} has shape {row.full_shape}, the configuration says "
+                    f"{self.shape(row, self.source)}: the weights and config.json do not belong together"
+                )
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Anatomy:
+        """From a live model; only names and shapes are read."""
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        config: Any = model.config
+        return cls(family_of(config.model_type), config, shapes)
+
+    @classmethod
+    def of_config(cls, config: Any) -> Anatomy:
+        """Without weights: the model is built on the meta device."""
+        from dwindle.anatomy.build import build_on_meta
+
+        family_of(config.model_type)
+        return cls.of(build_on_meta(config))
+
+    def __getitem__(self, name: str) -> Row:
+        return self._by_name[name]
+
+    def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Row]:
+        for name, shape in shapes.items():
+            layer: int | None = None
+            key, table = name, self.family.stem
+            if name.startswith(_LAYER_PREFIX):
+                number, _, key = name.removeprefix(_LAYER_PREFIX).partition(".")
+                layer, table = int(number), self.family.layer
+            if key not in table:
+                raise UserError(f"tensor {name} is not in this family's anatomy table: the model is not a plain one")
+            axes = tuple(tuple(axis.split("+")) for axis in table[key].split())
+            yield Row(name, layer, axes, shape)
+
+    def width(self, unit: str, layer: int | None, structure: Structure) -> int:
+        """How many entries one unit of an axis has in ``structure`` (not for vocab and dim, which never change)."""
+        return len(structure.unit(unit, layer)) * self.stretch(unit)
+
+    def stretch(self, unit: str) -> int:
+        """How many neighbouring entries one index of a unit stands for."""
+        return self.head_dim if unit in ("query", "kv") else 1
+
+    def shape(self, row: Row, structure: Structure) -> tuple[int, ...]:
+        """The tensor's shape when the model has this structure."""
+        return tuple(
+            full if axis[0] in FIXED else sum(self.width(unit, row.layer, structure) for unit in axis)
+            for axis, full in zip(row.axes, row.full_shape, strict=True)
+        )
+
+    def count(self, structure: Structure) -> ParameterCount:
+        """Exact parameters, from the table alone; tied tensors are one tensor."""
+        total = embedding = 0
+        for row in self.rows:
+            size = 1
+            for length in self.shape(row, structure):
+                size *= length
+            total += size
+            embedding += size if row.is_embedding else 0
+        return ParameterCount(total, embedding)
+
+    def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor | None:
+        """Where the kept entries of one axis lie in a tensor that has the structure ``within``; None: all of it."""
+        units = row.axes[axis]
+        if units[0] in FIXED:
+            return None
+        pieces, offset = [], 0
+        for unit in units:
+            where = _find(keep.unit(unit, row.layer), within.unit(unit, row.layer))
+            stretch = self.stretch(unit)
+            pieces.append((where[:, None] * stretch + torch.arange(stretch)).flatten() + offset)
+            offset += self.width(unit, row.layer, within)
+        return torch.cat(pieces)
+
+    def spans(self, row: Row, before: Structure, after: Structure, within: Structure) -> Iterator[tuple[int, int, int]]:
+        """(axis, start, length) of what a tensor with structure ``within`` loses when ``before`` becomes ``after``."""
+        for axis, units in enumerate(row.axes):
+            offset = 0
+            for unit in units:
+                if unit in FIXED:
+                    break
+                gone = lost(before.unit(unit, row.layer), after.unit(unit, row.layer))
+                stretch = self.stretch(unit)
+                for place in places(gone, within.unit(unit, row.layer)):
+                    yield axis, offset + place * stretch, stretch
+                offset += self.width(unit, row.layer, within)
+
+    def slice(self, row: Row, tensor: Tensor, keep: Structure, within: Structure) -> Tensor:
+        """The tensor of a model with structure ``keep``, cut out of one with structure ``within``."""
+        for axis in range(len(row.axes)):
+            where = self.positions(row, axis, keep, within)
+            if where is not None and len(where) != tensor.shape[axis]:
+                tensor = tensor.index_select(axis, where.to(tensor.device))
+        return tensor
+
+    def output_row(self, layer: int, kind: str) -> Row:
+        """The output projection of a layer: ``o`` for heads, ``down`` for FFN channels."""
+        return self._outputs[layer, "query" if kind == "attn" else "ffn"]
+
+
+def head_dim_of(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def source_structure(config: Any) -> Structure:
+    """Everything that a configuration describes, numbered from zero."""
+    from dwindle.anatomy.modeling_dwindle import layer_shapes
+
+    shapes = layer_shapes(config)
+    return Structure.full(
+        hidden=config.hidden_size,
+        ffn=[shape["intermediate_size"] for shape in shapes],
+        kv_of_query=[[kv for kv, n in enumerate(shape["queries_per_kv"]) for _ in range(n)] for shape in shapes],
+    )
+
+
+def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
+    """The indices of ``before`` that are not in ``after``."""
+    if before is after or len(before) == len(after):
+        return []
+    kept = set(after)
+    return [index for index in before if index not in kept]
+
+
+def places(indices: Iterable[int], present: tuple[int, ...]) -> list[int]:
+    """Where each index stands in a sorted tuple."""
+    return [bisect_left(present, index) for index in indices]
+
+
+def _find(kept: tuple[int, ...], present: tuple[int, ...]) -> Tensor:
+    haystack, needles = torch.tensor(present, dtype=torch.long), torch.tensor(kept, dtype=torch.long)
+    where = torch.searchsorted(haystack, needles)
+    assert torch.equal(haystack[where.clamp(max=len(present) - 1)], needles), "indices are not in the model"
+    return where

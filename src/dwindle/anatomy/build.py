@@ -1,0 +1,102 @@
+"""Configurations and empty models for a structure: stock classes when they can express it, ours when not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from dwindle.anatomy.anatomy import Anatomy, head_dim_of
+from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.modeling_dwindle import classes_for
+from dwindle.anatomy.structure import Structure
+
+_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_name_or_path", "model_type")
+
+
+def config_for(config: Any, structure: Structure) -> Any:
+    """The configuration of a model with this structure, derived from its source's configuration.
+
+    Uniform structures get a stock configuration. ``LlamaConfig`` refuses hidden sizes that are not a multiple of the
+    heads; a Llama without biases is exactly a Mistral without a sliding window, so that is written instead.
+    """
+    family = config.model_type.removeprefix(CUSTOM_PREFIX)
+    first = structure.layers[0]
+    values: dict[str, Any] = {k: v for k, v in config.to_dict().items() if k not in _DROP}
+    values |= {
+        "hidden_size": len(structure.hidden),
+        "head_dim": head_dim_of(config),
+        "num_attention_heads": max(len(la.query_heads) for la in structure.layers),
+        "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
+        "intermediate_size": max(len(la.ffn) for la in structure.layers),
+    }
+    if not structure.is_uniform:
+        return _custom_config(family, values, structure)
+    if family == "llama" and len(structure.hidden) % len(first.query_heads):
+        if values["attention_bias"] or values["mlp_bias"]:
+            return _custom_config(family, values, structure)
+        known = set(MistralConfig().to_dict())
+        return MistralConfig(**{k: v for k, v in values.items() if k in known} | {"sliding_window": None})
+    return _stock_class(family)(**values)
+
+
+def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
+    shapes = [{"intermediate_size": len(la.ffn), "queries_per_kv": list(la.queries_per_kv)} for la in structure.layers]
+    config_class, model_class = classes_for(CUSTOM_PREFIX + family)
+    config = config_class(**values, layer_shapes=shapes)
+    config.auto_map = {
+        "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
+        "AutoModelForCausalLM": f"modeling_dwindle.{model_class.__name__}",
+    }
+    config.architectures = [model_class.__name__]
+    return config
+
+
+def _stock_class(family: str) -> Any:
+    from transformers import AutoConfig
+
+    return type(AutoConfig.for_model(family))
+
+
+def is_custom(config: Any) -> bool:
+    """Whether the model needs dwindle's modelling file."""
+    return bool(config.model_type.startswith(CUSTOM_PREFIX))
+
+
+def build_on_meta(config: Any) -> nn.Module:
+    """The model without storage."""
+    with torch.device("meta"):
+        if is_custom(config):
+            model: nn.Module = classes_for(config.model_type)[1](config)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
+    """The model around the given tensors, which it takes over (no copy)."""
+    model = build_on_meta(config)
+    sample = next(iter(tensors.values()))
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    backbone: Any = model.model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(sample.device)
+    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not left, f"tensors without values: {left}"
+    model.config.dtype = sample.dtype
+    return model.eval()
+
+
+def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
+    """A new model with the structure ``keep``, its tensors sliced out of a model that has ``within``."""
+    tensors = {
+        name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
+        for name, parameter in model.named_parameters()
+    }
+    smaller = build(config_for(model.config, keep), tensors)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        smaller.generation_config = generation
+    return smaller

@@ -1,0 +1,114 @@
+"""The supported model families, each one table.
+
+A row gives, for one tensor, what every axis counts:
+
+    vocab    tokens (never pruned)
+    hidden   hidden channels, shared by the whole model
+    query    query heads x head size
+    kv       key/value heads x head size
+    ffn      intermediate channels of this layer
+    dim      the head size itself (never pruned)
+
+``a+b`` means that the axis is a concatenation (fused projections). Rows for tensors that a given model
+does not have (biases, an untied head) are passed over; a tensor without a row is an error, so that nothing
+is ever pruned around. Adding a family is adding a table here and a line in the parity test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dwindle.errors import UserError
+
+CUSTOM_PREFIX = "dwindle_"
+"""Model types that dwindle writes itself: ``dwindle_llama`` has the tensors of ``llama``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One table: tensors outside the layers, and tensors of a layer (names below ``model.layers.N.``)."""
+
+    stem: Mapping[str, str]
+    layer: Mapping[str, str]
+    gain_in_float32: bool = False
+    """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
+
+
+_STEM = {
+    "model.embed_tokens.weight": "vocab hidden",
+    "lm_head.weight": "vocab hidden",
+    "model.norm.weight": "hidden",
+}
+_NORMS = {
+    "input_layernorm.weight": "hidden",
+    "post_attention_layernorm.weight": "hidden",
+}
+_ATTENTION = {
+    "self_attn.q_proj.weight": "query hidden",
+    "self_attn.q_proj.bias": "query",
+    "self_attn.k_proj.weight": "kv hidden",
+    "self_attn.k_proj.bias": "kv",
+    "self_attn.v_proj.weight": "kv hidden",
+    "self_attn.v_proj.bias": "kv",
+    "self_attn.o_proj.weight": "hidden query",
+    "self_attn.o_proj.bias": "hidden",
+}
+_FFN = {
+    "mlp.gate_proj.weight": "ffn hidden",
+    "mlp.gate_proj.bias": "ffn",
+    "mlp.up_proj.weight": "ffn hidden",
+    "mlp.up_proj.bias": "ffn",
+    "mlp.down_proj.weight": "hidden ffn",
+    "mlp.down_proj.bias": "hidden",
+}
+
+_LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
+
+_QWEN3 = Family(
+    stem=_STEM,
+    layer={**_LLAMA.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+)
+
+_OLMO2 = Family(
+    stem=_STEM,
+    layer={
+        "post_attention_layernorm.weight": "hidden",
+        "post_feedforward_layernorm.weight": "hidden",
+        "self_attn.q_norm.weight": "query",
+        "self_attn.k_norm.weight": "kv",
+        **_ATTENTION,
+        **_FFN,
+    },
+    gain_in_float32=True,
+)
+
+_PHI3 = Family(
+    stem=_STEM,
+    layer={
+        **_NORMS,
+        "self_attn.qkv_proj.weight": "query+kv+kv hidden",
+        "self_attn.o_proj.weight": "hidden query",
+        "mlp.gate_up_proj.weight": "ffn+ffn hidden",
+        "mlp.down_proj.weight": "hidden ffn",
+    },
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
+    "qwen3": _QWEN3,  # per-head norms of the head size
+    "smollm3": _LLAMA,
+    "olmo2": _OLMO2,  # norms after the blocks, q/k norms over all heads
+    "granite": _LLAMA,
+    "phi3": _PHI3,  # fused projections
+}
+
+
+def family_of(model_type: str) -> Family:
+    """The table for a configuration's ``model_type``."""
+    family = FAMILIES.get(model_type.removeprefix(CUSTOM_PREFIX))
+    if family is None:
+        raise UserError(f"model type {model_type!r} is not supported: supported are {', '.join(sorted(FAMILIES))}")
+    return family

@@ -1,0 +1,121 @@
+# Copyright the dwindle authors. Licensed under the Apache License, Version 2.0.
+"""Decoder models whose layers have different sizes, or query heads that share key/value heads irregularly.
+
+This file is written beside the weights of every model that stock transformers classes cannot express; it needs
+torch and transformers only. A model type ``dwindle_llama`` is transformers' own ``llama`` with each layer
+built at its own size: tensors keep their names, and everything but the key/value gather is the stock code.
+
+``config.layer_shapes[l]`` is ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``: the first two query heads
+of layer l read key/value head 0, the next one head 1, and so on. The cache holds key/value heads before the gather.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+PREFIX = "dwindle_"
+ATTENTION = "dwindle_cluster"
+
+
+def layer_shapes(config: Any) -> list[dict[str, Any]]:
+    """The sizes of every layer, for stock configurations too."""
+    shapes: list[dict[str, Any]] | None = getattr(config, "layer_shapes", None)
+    if shapes is not None:
+        return shapes
+    kv_heads = config.num_key_value_heads or config.num_attention_heads
+    per_kv = [config.num_attention_heads // kv_heads] * kv_heads
+    return [
+        {"intermediate_size": config.intermediate_size, "queries_per_kv": per_kv}
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
+    """[batch, kv heads, length, dim] to one key (or value) for each query head."""
+    if all(n == 1 for n in queries_per_kv):
+        return states
+    parts = [states[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(queries_per_kv)]
+    return torch.cat(parts, dim=1)
+
+
+def cluster_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    per_kv: list[int] = module.queries_per_kv  # type: ignore[assignment]
+    key, value = gather_heads(key, per_kv), gather_heads(value, per_kv)
+    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return attended
+
+
+AttentionInterface.register(ATTENTION, cluster_attention)
+
+
+def _resize_layers(model: Any) -> None:
+    """Replace every decoder layer by one of its own size."""
+    layers: nn.ModuleList = model.model.layers
+    for index, shape in enumerate(layer_shapes(model.config)):
+        config = copy.copy(model.config)
+        # The setter of a copied configuration would run the checks of the family; these sizes are ours.
+        config.__dict__.update(
+            intermediate_size=shape["intermediate_size"],
+            num_attention_heads=sum(shape["queries_per_kv"]),
+            num_key_value_heads=len(shape["queries_per_kv"]),
+            _attn_implementation_internal=ATTENTION,
+        )
+        layer: Any = type(layers[index])(config, index)
+        layer.self_attn.queries_per_kv = list(shape["queries_per_kv"])
+        layer.self_attn.num_key_value_groups = 1
+        layers[index] = layer
+
+
+@cache
+def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
+    """The configuration and model class of ``dwindle_<family>``."""
+    family = model_type.removeprefix(PREFIX)
+    base_config = type(AutoConfig.for_model(family))
+    base_model = AutoModelForCausalLM._model_mapping[base_config]
+    title = "".join(part.capitalize() for part in family.split("_"))
+
+    def validate_architecture(self: Any) -> None:
+        """Layer sizes come from ``layer_shapes``; the head size is always explicit."""
+
+    config_class = type(
+        f"Dwindle{title}Config",
+        (base_config,),
+        {
+            "__module__": __name__,
+            "__annotations__": {"layer_shapes": "list | None"},
+            "layer_shapes": None,
+            "model_type": PREFIX + family,
+            "validate_architecture": validate_architecture,
+        },
+    )
+    config_class = strict(config_class)
+
+    def __init__(self: Any, config: Any) -> None:
+        base_model.__init__(self, config)
+        _resize_layers(self)
+        self.post_init()
+
+    model_class = type(
+        f"Dwindle{title}ForCausalLM",
+        (base_model,),
+        {"__module__": __name__, "__init__": __init__, "config_class": config_class},
+    )
+    return config_class, model_class
+
+
+def __getattr__(name: str) -> Any:
+    """``DwindleLlamaConfig``, ``DwindleLlamaForCausalLM``, …: made when asked for, as ``auto_map`` does."""
+    for suffix, which in (("Config", 0), ("ForCausalLM", 1)):
+        if name.startswith("Dwindle") and name.endswith(suffix):
+            return classes_for(PREFIX + name.removeprefix("Dwindle").removesuffix(suffix).lower())[which]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

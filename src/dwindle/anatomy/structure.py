@@ -1,0 +1,136 @@
+"""Which heads, channels and hidden indices a model has, in the numbering of its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from dwindle.errors import UserError
+
+Kind = Literal["attn", "ffn", "stem"]
+KINDS: tuple[Kind, ...] = ("attn", "ffn", "stem")
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: its query heads, the key/value head that each of them reads, its FFN channels."""
+
+    query_heads: tuple[int, ...]
+    kv_of_query: tuple[int, ...]
+    ffn: tuple[int, ...]
+
+    @cached_property
+    def kv_heads(self) -> tuple[int, ...]:
+        """A key/value head lives as long as one of its queries does."""
+        return tuple(sorted(set(self.kv_of_query)))
+
+    @property
+    def queries_per_kv(self) -> tuple[int, ...]:
+        return tuple(self.kv_of_query.count(kv) for kv in self.kv_heads)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether stock grouped-query attention (equal, contiguous groups) computes this layer."""
+        return len(set(self.queries_per_kv)) == 1 and tuple(sorted(self.kv_of_query)) == self.kv_of_query
+
+    def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
+        """The rest; parts that lose nothing stay the same objects, which makes differences cheap to find."""
+        gone_heads, gone_ffn = set(query_heads), set(ffn)
+        heads, kv_of_query, channels = self.query_heads, self.kv_of_query, self.ffn
+        if gone_heads:
+            kept = [place for place, q in enumerate(heads) if q not in gone_heads]
+            heads = tuple(self.query_heads[place] for place in kept)
+            kv_of_query = tuple(self.kv_of_query[place] for place in kept)
+        if gone_ffn:
+            channels = tuple(c for c in channels if c not in gone_ffn)
+        return Layer(heads, kv_of_query, channels)
+
+    def unit(self, name: str) -> tuple[int, ...]:
+        """The indices that one unit of an anatomy table counts."""
+        return {"query": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What leaves together in one event.
+
+    ``attn`` and ``ffn``: ``members[l]`` are the query heads (channels) of layer l;
+    ``stem``: ``members[0]`` are the hidden indices, the same in every tensor.
+    """
+
+    kind: Kind
+    members: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The hidden indices and layers that are present; immutable, every index in the source's numbering, sorted."""
+
+    hidden: tuple[int, ...]
+    layers: tuple[Layer, ...]
+
+    @classmethod
+    def full(cls, *, hidden: int, ffn: list[int], kv_of_query: list[list[int]]) -> Structure:
+        """A model with nothing removed yet; irregular key/value maps (an earlier cluster model) are allowed."""
+        layers = tuple(
+            Layer(tuple(range(len(kv))), tuple(kv), tuple(range(n))) for kv, n in zip(kv_of_query, ffn, strict=True)
+        )
+        return cls(tuple(range(hidden)), layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every layer has the same sizes and regular grouped-query attention: a stock model."""
+        first = self.layers[0]
+        sizes = {(len(la.query_heads), len(la.kv_heads), len(la.ffn)) for la in self.layers}
+        return len(sizes) == 1 and first.is_regular and all(la.is_regular for la in self.layers)
+
+    def without(self, group: Group) -> Structure:
+        if group.kind == "stem":
+            gone = set(group.members[0])
+            return replace(self, hidden=tuple(i for i in self.hidden if i not in gone))
+        key = "query_heads" if group.kind == "attn" else "ffn"
+        layers = tuple(la.without(**{key: gone}) for la, gone in zip(self.layers, group.members, strict=True))
+        return replace(self, layers=layers)
+
+    def unit(self, name: str, layer: int | None) -> tuple[int, ...]:
+        """The indices that one unit of an anatomy table counts, in one layer or (hidden) everywhere."""
+        if name == "hidden":
+            return self.hidden
+        assert layer is not None, name
+        return self.layers[layer].unit(name)
+
+    def contains(self, other: Structure) -> bool:
+        """Whether ``other`` can be cut out of this one."""
+        return (
+            len(self.layers) == len(other.layers)
+            and set(other.hidden) <= set(self.hidden)
+            and all(
+                set(b.query_heads) <= set(a.query_heads) and set(b.ffn) <= set(a.ffn)
+                for a, b in zip(self.layers, other.layers, strict=True)
+            )
+        )
+
+    def to_json(self, source: str) -> dict[str, Any]:
+        layers = [
+            {
+                "query_heads": list(la.query_heads),
+                "kv_heads": list(la.kv_heads),
+                "kv_of_query": list(la.kv_of_query),
+                "ffn": list(la.ffn),
+            }
+            for la in self.layers
+        ]
+        return {"format": FORMAT, "source": source, "hidden": list(self.hidden), "layers": layers}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str = "structure.json") -> Self:
+        if data.get("format") != FORMAT:
+            raise UserError(f"{where}: format {data.get('format')!r} is not {FORMAT}: written by another version?")
+        layers = tuple(
+            Layer(tuple(la["query_heads"]), tuple(la["kv_of_query"]), tuple(la["ffn"])) for la in data["layers"]
+        )
+        return cls(tuple(data["hidden"]), layers)

@@ -1,0 +1,1 @@
+"""Writing models for other tools to load; every writer verifies what it wrote."""

@@ -1,0 +1,146 @@
+"""What a model is made of, and what a group of each type weighs (``dwindle inspect``)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.table import Table
+
+from dwindle.anatomy import Anatomy, Group, Structure
+from dwindle.anatomy.build import is_custom
+from dwindle.sizes import format_count
+from dwindle.sources import load_config
+
+PARTS = ("embedding", "attention", "ffn", "norms")
+
+
+@dataclass(slots=True)
+class Inspection:
+    """A model's sizes, from its configuration alone."""
+
+    source: str
+    model_type: str
+    stock: bool
+    """Whether plain transformers loads it."""
+    hidden: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    layers: list[dict[str, int]]
+    """For each layer: query_heads, kv_heads, ffn, parameters."""
+    parameters: dict[str, int]
+    """total, embedding, non_embedding, and by part."""
+    groups: dict[str, int]
+    """Parameters that leave with one group of each type."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self) -> RenderableType:
+        """Tables for a terminal."""
+        return Stack(self._sizes(), self._parts(), self._groups())
+
+    def _sizes(self) -> Table:
+        kind = "stock transformers" if self.stock else "needs its modelling file"
+        table = Table(title=f"{self.source}: {self.model_type}, {kind}", title_justify="left")
+        for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
+            table.add_column(column, justify="right")
+        for first, last in self._runs():
+            layer = self.layers[first]
+            name = f"{first}" if first == last else f"{first}-{last}"
+            sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
+            table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
+        return table
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """First and last of every stretch of equal layers."""
+        runs: list[tuple[int, int]] = []
+        for number, layer in enumerate(self.layers):
+            if runs and self.layers[runs[-1][0]] == layer:
+                runs[-1] = (runs[-1][0], number)
+            else:
+                runs.append((number, number))
+        return runs
+
+    def _parts(self) -> Table:
+        table = Table("part", title="parameters", title_justify="left")
+        table.add_column("parameters", justify="right")
+        table.add_column("share", justify="right")
+        total = self.parameters["total"]
+        for part in (*PARTS, "non_embedding", "total"):
+            label = {"embedding": f"embedding (vocabulary {self.vocab:,}, {'tied' if self.tied else 'untied'})"}
+            name = label.get(part, part.replace("_", "-"))
+            table.add_row(name, f"{self.parameters[part]:,}", f"{self.parameters[part] / total:.1%}")
+        return table
+
+    def _groups(self) -> Table:
+        names = {
+            "attn": "attn: one query head in every layer",
+            "attn_kv": "attn: one key/value head with its queries in every layer",
+            "ffn": "ffn: one channel in every layer",
+            "stem": "stem: one hidden channel everywhere",
+        }
+        table = Table("group", title="what one group weighs", title_justify="left")
+        table.add_column("parameters", justify="right")
+        table.add_column("share", justify="right")
+        for key, size in self.groups.items():
+            table.add_row(names[key], f"{format_count(size)} ({size:,})", f"{size / self.parameters['total']:.2%}")
+        return table
+
+
+def inspect(source: str | PathLike[str]) -> Inspection:
+    """Read a model's configuration and count; no weights are loaded."""
+    config = load_config(source)
+    anatomy = Anatomy.of_config(config)
+    structure = anatomy.source
+    count = anatomy.count(structure)
+    by_part = dict.fromkeys(PARTS, 0)
+    by_layer = [0] * anatomy.num_layers
+    for row in anatomy.rows:
+        size = 1
+        for length in row.full_shape:
+            size *= length
+        units = {unit for axis in row.axes for unit in axis}
+        part = "embedding" if "vocab" in units else "ffn" if "ffn" in units else "attention"
+        if row.name.endswith("norm.weight"):
+            part = "norms"
+        by_part[part] += size
+        if row.layer is not None:
+            by_layer[row.layer] += size
+    layers = [
+        {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn), "parameters": size}
+        for la, size in zip(structure.layers, by_layer, strict=True)
+    ]
+    totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
+    return Inspection(
+        source=str(source),
+        model_type=config.model_type,
+        stock=not is_custom(config),
+        hidden=len(structure.hidden),
+        head_dim=anatomy.head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        layers=layers,
+        parameters=totals | by_part,
+        groups=_group_sizes(anatomy, structure),
+    )
+
+
+def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
+    def weigh(group: Group) -> int:
+        return anatomy.count(structure).total - anatomy.count(structure.without(group)).total
+
+    last_kv = [
+        tuple(q for q, kv in zip(la.query_heads, la.kv_of_query, strict=True) if kv == la.kv_heads[-1])
+        for la in structure.layers
+    ]
+    sizes = {"attn": weigh(Group("attn", tuple(la.query_heads[-1:] for la in structure.layers)))}
+    if any(len(queries) > 1 for queries in last_kv):
+        sizes["attn_kv"] = weigh(Group("attn", tuple(last_kv)))
+    sizes["ffn"] = weigh(Group("ffn", tuple(la.ffn[-1:] for la in structure.layers)))
+    sizes["stem"] = weigh(Group("stem", (structure.hidden[-1:],)))
+    return sizes

@@ -1,0 +1,95 @@
+"""The architecture's history: append-only JSON lines, one for each event, indices in the source's numbering.
+
+    {"event": "source", "format": 1, "source": …, "parameters": …, …}
+    {"event": "prune", "step": …, "tokens": …, "type": "ffn", "indices": [[…], …],
+     "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
+    {"event": "compact", …}
+
+``indices`` has one list for each layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is what is left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dwindle.anatomy import KINDS, Group, Structure
+from dwindle.errors import UserError
+from dwindle.pruning.selection import Choice
+from dwindle.sizes import parse_count
+
+FORMAT = 1
+
+Event = dict[str, Any]
+
+
+def source_event(source: str, num_parameters: int, options: Mapping[str, Any]) -> Event:
+    """The first line: what everything after it refers to."""
+    return {
+        "event": "source",
+        "format": FORMAT,
+        "source": source,
+        "parameters": num_parameters,
+        "options": dict(options),
+    }
+
+
+def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
+    return {
+        "event": "prune",
+        "step": step,
+        "tokens": tokens,
+        "type": choice.group.kind,
+        "indices": [list(members) for members in choice.group.members],
+        "saliency": {kind: choice.saliency.get(kind) for kind in KINDS},
+        "parameters": choice.num_parameters,
+    }
+
+
+def to_line(event: Event) -> str:
+    return json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def read_ledger(path: str | PathLike[str]) -> list[Event]:
+    """All events; a half-written last line (a run that is being written, or was killed) is left out."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "ledger.jsonl"
+    if not path.is_file():
+        raise UserError(f"ledger {path} does not exist: give a ledger.jsonl or a directory that holds one")
+    events: list[Event] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise UserError(f"{path}:{number}: not a JSON line ({error.msg}): the ledger is damaged") from error
+    if not events or events[0].get("event") != "source" or events[0].get("format") != FORMAT:
+        raise UserError(f"{path}: does not begin with a source line of format {FORMAT}: not a dwindle ledger")
+    return events
+
+
+def replay_structure(source: Structure, events: Iterable[Event], at: int | str | None = None) -> Structure:
+    """The structure after ``at`` prune events, at the first point of at most a size (``"100M"``), or at the end."""
+    limit = at if isinstance(at, int) else None
+    size = parse_count(at, "at") if isinstance(at, str) else None
+    structure, done = source, 0
+    for event in events:
+        if event["event"] != "prune":
+            continue
+        if limit is not None and done >= limit:
+            break
+        structure = structure.without(Group(event["type"], tuple(tuple(m) for m in event["indices"])))
+        done += 1
+        if size is not None and event["parameters"] <= size:
+            return structure
+    if limit is not None and done < limit:
+        raise UserError(f"at {limit}: the ledger has only {done} prune events")
+    if size is not None:
+        raise UserError(f"at {at}: the ledger never gets that small")
+    return structure

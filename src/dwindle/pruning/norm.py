@@ -1,0 +1,39 @@
+"""RMSNorm that divides by the number of living channels.
+
+Zeroed channels add nothing to the sum of squares, so dividing by the *active* width makes a masked model equal to
+the sliced one. Folding the factor into the gain instead would drift, because Adam is not scale-equivariant.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ActiveRMSNorm(nn.Module):
+    """Takes over the gain of a stock RMSNorm; ``active_width`` is a tensor, so compiled graphs survive its change."""
+
+    active_width: Tensor
+
+    def __init__(self, stock: Any, *, gain_in_float32: bool) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = stock.weight
+        self.variance_epsilon: float = stock.variance_epsilon
+        self.gain_in_float32 = gain_in_float32
+        width = torch.tensor(float(self.weight.numel()), device=self.weight.device)
+        self.register_buffer("active_width", width, persistent=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        dtype = x_BLD.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        x_BLD = x_BLD.to(wide)
+        mean_square = x_BLD.pow(2).sum(-1, keepdim=True) / self.active_width
+        x_BLD = x_BLD * torch.rsqrt(mean_square + self.variance_epsilon)
+        if self.gain_in_float32:
+            return (self.weight * x_BLD).to(dtype)
+        return self.weight * x_BLD.to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, active={int(self.active_width)}"

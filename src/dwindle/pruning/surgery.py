@@ -1,0 +1,185 @@
+"""Removing groups: logically (zero in place) and physically (compact to new shapes).
+
+Zeroing a group's weights and its Adam moments is a fixed point of training, with two things to see to:
+
+- every RMSNorm divides by the living width (``ActiveRMSNorm``);
+- under grouped-query attention a dead query head whose key/value head still lives attends uniformly, so its columns
+  of ``o`` would receive a gradient although they are zero. ``mask_gradients`` clears those before clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
+from dwindle.anatomy.anatomy import lost, places
+from dwindle.anatomy.build import cut
+from dwindle.pruning.norm import ActiveRMSNorm
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Prunable:
+    """A model under pruning: what it physically holds, and what of that is alive.
+
+    Both structures are in the source's numbering; ``alive`` is always contained in ``physical``.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy | None = None, physical: Structure | None = None) -> None:
+        self.anatomy = anatomy or Anatomy.of(model)
+        self.physical = physical or self.anatomy.source
+        self.alive = self.physical
+        self.model = model
+        self._norms = _install_norms(model, self.anatomy)
+        self._idle_columns: list[tuple[nn.Parameter, int, int]] = []
+        self.dead = _nothing_dead(self.physical)
+
+    @property
+    def num_parameters(self) -> int:
+        """Living parameters."""
+        return self.anatomy.count(self.alive).total
+
+    @property
+    def dead_share(self) -> float:
+        """The part of the physical parameters that does nothing."""
+        return 1.0 - self.num_parameters / self.anatomy.count(self.physical).total
+
+    def kill(self, keep: Structure, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Zero everything that is alive now and not in ``keep``: weights, moments and pending gradients."""
+        assert self.alive.contains(keep)
+        with torch.no_grad():
+            for row, parameter in self._parameters():
+                views = list(self.anatomy.spans(row, self.alive, keep, self.physical))
+                for tensor in _with_state(parameter, optimizer):
+                    for axis, start, length in views:
+                        tensor.narrow(axis, start, length).zero_()
+        self._bury(keep)
+
+    def prune(self, group: Group, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """One event."""
+        self.kill(self.alive.without(group), optimizer)
+
+    def mask_gradients(self) -> None:
+        """Clear gradients of columns that must stay zero; call after backward, before clipping."""
+        for parameter, start, length in self._idle_columns:
+            if parameter.grad is not None:
+                parameter.grad.narrow(1, start, length).zero_()
+
+    def compacted(self, keep: Structure | None = None) -> nn.Module:
+        """A new plain model (stock modules) of the living parts, or of any structure between alive and physical."""
+        keep = keep or self.alive
+        assert self.physical.contains(keep) and keep.contains(self.alive)
+        return cut(self.model, self.anatomy, keep, self.physical)
+
+    def compact(
+        self,
+        keep: Structure | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        rebuild: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    ) -> torch.optim.Optimizer | None:
+        """Rebuild the model at the shapes of ``keep``; the optimizer made by ``rebuild`` gets the sliced moments."""
+        keep = keep or self.alive
+        alive, old_model, old_physical = self.alive, self.model, self.physical
+        fresh = self.compacted(keep)
+        fresh.train(old_model.training)
+        moved = None
+        if optimizer is not None:
+            assert rebuild is not None, "an optimizer can only move with the model if it can be rebuilt"
+            moved = rebuild(fresh)
+            _move_moments(self.anatomy, old_model, optimizer, fresh, moved, keep, old_physical)
+        self.__init__(fresh, self.anatomy, keep)  # type: ignore[misc]
+        self._bury(alive)
+        return moved
+
+    def _parameters(self) -> Iterator[tuple[Row, nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            yield self.anatomy[name], parameter
+
+    def _bury(self, keep: Structure) -> None:
+        """Book-keeping of an event: ``keep`` is what is alive from now on."""
+        self._mark_dead(keep)
+        self.alive = keep
+        self._refresh_norms()
+        self._refresh_idle_columns()
+
+    def _mark_dead(self, keep: Structure) -> None:
+        def mark(flags: Tensor, unit: str, layer: int | None) -> None:
+            gone = lost(self.alive.unit(unit, layer), keep.unit(unit, layer))
+            flags[places(gone, self.physical.unit(unit, layer))] = True
+
+        mark(self.dead["stem"][0], "hidden", None)
+        for layer in range(self.anatomy.num_layers):
+            mark(self.dead["attn"][layer], "query", layer)
+            mark(self.dead["ffn"][layer], "ffn", layer)
+
+    def _refresh_norms(self) -> None:
+        for row, norm in self._norms:
+            norm.active_width.fill_(float(self.anatomy.shape(row, self.alive)[0]))
+
+    def _refresh_idle_columns(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        size = self.anatomy.head_dim
+        self._idle_columns = []
+        for index, (here, alive) in enumerate(zip(self.physical.layers, self.alive.layers, strict=True)):
+            living, living_kv = set(alive.query_heads), set(alive.kv_heads)
+            weight = parameters[self.anatomy.output_row(index, "attn").name]
+            for place, (query, kv) in enumerate(zip(here.query_heads, here.kv_of_query, strict=True)):
+                if query not in living and kv in living_kv:
+                    self._idle_columns.append((weight, place * size, size))
+
+
+def _nothing_dead(structure: Structure) -> dict[Kind, list[Tensor]]:
+    """For every head, channel and hidden index that is physically there: whether it is dead."""
+    return {
+        "attn": [torch.zeros(len(la.query_heads), dtype=torch.bool) for la in structure.layers],
+        "ffn": [torch.zeros(len(la.ffn), dtype=torch.bool) for la in structure.layers],
+        "stem": [torch.zeros(len(structure.hidden), dtype=torch.bool)],
+    }
+
+
+def _with_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+    yield parameter
+    if parameter.grad is not None:
+        yield parameter.grad
+    state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+    yield from (state[key] for key in MOMENTS if key in state)
+
+
+def _install_norms(model: nn.Module, anatomy: Anatomy) -> list[tuple[Row, ActiveRMSNorm]]:
+    installed = []
+    for row in anatomy.rows:
+        if not row.is_norm:
+            continue
+        parent = model.get_submodule(row.module.rpartition(".")[0])
+        name = row.module.rpartition(".")[2]
+        norm: Any = getattr(parent, name)
+        if not isinstance(norm, ActiveRMSNorm):
+            norm = ActiveRMSNorm(norm, gain_in_float32=anatomy.family.gain_in_float32)
+            setattr(parent, name, norm)
+        installed.append((row, norm))
+    return installed
+
+
+def _move_moments(
+    anatomy: Anatomy,
+    old_model: nn.Module,
+    old: torch.optim.Optimizer,
+    new_model: nn.Module,
+    new: torch.optim.Optimizer,
+    keep: Structure,
+    within: Structure,
+) -> None:
+    fresh = dict(new_model.named_parameters())
+    for name, parameter in old_model.named_parameters():
+        state = old.state.get(parameter)
+        if not state:
+            continue
+        row = anatomy[name]
+        new.state[fresh[name]] = {
+            key: anatomy.slice(row, value, keep, within).clone() if key in MOMENTS else value
+            for key, value in state.items()
+        }

@@ -1,0 +1,77 @@
+"""How small: ``100M``, ``0.6``, ``60%``, ``50%nonemb`` or ``hidden=512,heads=8,ffn=1280``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from dwindle.anatomy import Anatomy, Structure
+from dwindle.errors import UserError
+from dwindle.sizes import format_count, parse_count
+
+_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?")
+_SHAPE_KEYS = ("hidden", "heads", "ffn")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes that every layer shares."""
+
+    hidden: int
+    heads: int
+    ffn: int
+
+    @classmethod
+    def of(cls, structure: Structure) -> Shape:
+        """Of a non-uniform structure: the smallest of each."""
+        return cls(
+            len(structure.hidden),
+            min(len(la.query_heads) for la in structure.layers),
+            min(len(la.ffn) for la in structure.layers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """At most ``num_parameters``; with ``shape``, exactly those sizes."""
+
+    num_parameters: int
+    shape: Shape | None = None
+
+
+def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
+    """A target for a model; shares are of what is kept, of all parameters or of those outside the embeddings."""
+    text = text.strip()
+    count = anatomy.count(anatomy.source)
+    if "=" in text:
+        return _parse_shape(text, anatomy, option)
+    share = _SHARE.fullmatch(text)
+    if share is not None:
+        kept = float(share[1]) / 100
+        wanted = count.embedding + kept * count.non_embedding if share[2] else kept * count.total
+    elif re.fullmatch(r"0?\.\d+", text):
+        wanted = float(text) * count.total
+    else:
+        wanted = parse_count(text, option)
+    if wanted >= count.total:
+        raise UserError(
+            f"{option} {text}: the source has {count.total:,} parameters ({format_count(count.total)}): "
+            "choose a target below it"
+        )
+    return Target(int(wanted))
+
+
+def _parse_shape(text: str, anatomy: Anatomy, option: str) -> Target:
+    source = Shape.of(anatomy.source)
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key not in _SHAPE_KEYS or not value.isdigit():
+            raise UserError(f"{option} {text}: {part.strip()!r} is not hidden=N, heads=N or ffn=N")
+        sizes[key] = int(value)
+        if not 0 < sizes[key] <= getattr(source, key):
+            raise UserError(f"{option} {text}: {key} must lie between 1 and the source's {getattr(source, key)}")
+    shape = replace(source, **sizes)
+    if shape == source:
+        raise UserError(f"{option} {text}: these are the source's own sizes: choose a smaller one")
+    return Target(0, shape)

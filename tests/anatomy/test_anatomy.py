@@ -1,0 +1,94 @@
+"""Counts and slices from the tables equal what torch says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import FAMILIES, random_group, tiny_model, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+import dwindle.anatomy.families as tables
+from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.build import config_for, cut
+from dwindle.errors import UserError
+
+
+def test_every_family_has_a_parity_line() -> None:
+    assert set(FAMILIES) == set(tables.FAMILIES)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_counts_equal_torch(family: str, tied: bool) -> None:
+    model = tiny_model(family, tie_word_embeddings=tied)
+    anatomy = Anatomy.of(model)
+    assert anatomy.count(anatomy.source).total == sum(p.numel() for p in model.parameters())
+    embedding = model.get_input_embeddings().weight.numel() * (1 if tied else 2)
+    assert anatomy.count(anatomy.source).embedding == embedding
+    assert Anatomy.of_config(model.config).count(anatomy.source) == anatomy.count(anatomy.source)
+    structure = anatomy.source
+    for seed, kind in enumerate(["attn", "ffn", "stem", "attn", "attn", "stem"]):
+        structure = structure.without(random_group(kind, structure, seed))
+        smaller = cut(model, anatomy, structure, anatomy.source)
+        assert anatomy.count(structure).total == sum(p.numel() for p in smaller.parameters())
+        again = Anatomy.of(smaller)
+        assert again.count(again.source) == anatomy.count(structure)
+
+
+def test_fused_rows_are_cut_by_segment() -> None:
+    """phi3's qkv is query rows, then keys, then values; gate_up is gate rows, then up rows."""
+    model = tiny_model("phi3")
+    anatomy = Anatomy.of(model)
+    keep = anatomy.source.without(random_group("attn", anatomy.source, 5))
+    keep = keep.without(random_group("ffn", keep, 6))
+    smaller = dict(cut(model, anatomy, keep, anatomy.source).named_parameters())
+    big = dict(model.named_parameters())
+    for number, layer in enumerate(keep.layers):
+        name = f"model.layers.{number}.self_attn.qkv_proj.weight"
+        heads = [f"q{h}" for h in layer.query_heads] + [f"k{h}" for h in layer.kv_heads]
+        heads += [f"v{h}" for h in layer.kv_heads]
+        start = {"q": 0, "k": 8 * 4, "v": 12 * 4}
+        rows = [start[h[0]] + int(h[1:]) * 4 + i for h in heads for i in range(4)]
+        assert torch.equal(smaller[name], big[name][rows])
+        name = f"model.layers.{number}.mlp.gate_up_proj.weight"
+        assert torch.equal(smaller[name], big[name][[*layer.ffn, *(40 + c for c in layer.ffn)]])
+
+
+def test_llama_with_odd_hidden_becomes_an_equal_mistral() -> None:
+    model = tiny_model("llama", dtype=torch.float32, attention_bias=False, mlp_bias=False)
+    anatomy = Anatomy.of(model)
+    keep = anatomy.source.without(random_group("stem", anatomy.source))
+    smaller = cut(model, anatomy, keep, anatomy.source)
+    assert smaller.config.model_type == "mistral" and smaller.config.sliding_window is None
+    # The independent computation: the llama code, made to accept the sizes, with the same weights.
+    values = smaller.config.to_dict() | {"hidden_size": 32}
+    config = LlamaConfig(**{key: value for key, value in values.items() if key != "model_type"})
+    config.__dict__["hidden_size"] = 31
+    llama = AutoModelForCausalLM.from_config(config).eval()
+    llama.load_state_dict(smaller.state_dict())
+    batch = tokens(2, 20)
+    assert torch.equal(llama(input_ids=batch).logits, smaller(input_ids=batch).logits)
+
+
+def test_llama_with_biases_and_odd_hidden_keeps_its_biases() -> None:
+    model = tiny_model("llama")
+    anatomy = Anatomy.of(model)
+    keep = anatomy.source.without(random_group("stem", anatomy.source))
+    assert config_for(model.config, keep).model_type == "dwindle_llama"
+
+
+def test_structure_round_trips_through_json() -> None:
+    anatomy = Anatomy.of(tiny_model("llama"))
+    structure = anatomy.source
+    for seed, kind in enumerate(["attn", "ffn", "stem"]):
+        structure = structure.without(random_group(kind, structure, seed))
+    data = structure.to_json("somewhere")
+    assert Structure.from_json(data) == structure
+    assert data["layers"][0]["kv_heads"] == sorted(set(data["layers"][0]["kv_of_query"]))
+    with pytest.raises(UserError, match="format 99"):
+        Structure.from_json({**data, "format": 99})
+
+
+def test_unknown_family_is_named() -> None:
+    with pytest.raises(UserError, match=r"'gpt2' is not supported: supported are .*llama"):
+        Anatomy.of_config(AutoConfig.for_model("gpt2"))

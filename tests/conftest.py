@@ -1,0 +1,23 @@
+"""Shared fixtures: tiny models built from configs in code; the optional data folder beside the checkout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The data folder that some tests use when it is there (see docs/development.md)."""
+    folder = Path(os.environ.get("DWINDLE_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data"
+    if not folder.is_dir():
+        pytest.skip(f"optional data folder {folder.name!r} is not beside the checkout")
+    return folder

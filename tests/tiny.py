@@ -1,0 +1,70 @@
+"""Tiny models of every supported family, built from configurations in code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dwindle.anatomy import Group, Structure
+
+VOCAB = 61
+
+# One line per family in the parity tests; the options switch on every optional tensor of the family.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "smollm3": {"attention_bias": True, "mlp_bias": True},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
+    "phi3": {},
+}
+
+
+def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Any:
+    """Three layers, 8 query and 4 key/value heads of 4, random (not only initial) values in every tensor."""
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 128,
+    }
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **options})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(hash_name(name) + seed))
+            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+    return model.to(dtype).eval()
+
+
+def hash_name(name: str) -> int:
+    return sum((place + 1) * ord(letter) for place, letter in enumerate(name))
+
+
+def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_group(kind: str, structure: Structure, seed: int = 0) -> Group:
+    """One head (channel) in every layer, or one hidden index, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(items: tuple[int, ...]) -> tuple[int, ...]:
+        return (items[int(torch.randint(len(items), (1,), generator=generator))],)
+
+    if kind == "stem":
+        return Group("stem", (pick(structure.hidden),))
+    if kind == "attn":
+        return Group("attn", tuple(pick(layer.query_heads) for layer in structure.layers))
+    return Group("ffn", tuple(pick(layer.ffn) for layer in structure.layers))
