@@ -68,3 +68,27 @@ def random_group(kind: str, structure: Structure, seed: int = 0) -> Group:
     if kind == "attn":
         return Group("attn", tuple(pick(layer.query_heads) for layer in structure.layers))
     return Group("ffn", tuple(pick(layer.ffn) for layer in structure.layers))
+
+
+def tiny_tokenizer() -> Any:
+    """Bytes as tokens, and ``<|endoftext|>``: 257 entries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|endoftext|>": 0} | {letter: number + 1 for number, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
+
+
+def tiny_directory(path: Any, family: str = "llama", **options: Any) -> Any:
+    """A Hugging Face directory with a byte tokenizer, as a user would have one."""
+    defaults = {"vocab_size": 257, "attention_bias": False, "mlp_bias": False}
+    if family != "llama":
+        defaults = {"vocab_size": 257}
+    model = tiny_model(family, dtype=torch.float32, **{**defaults, **options})
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path

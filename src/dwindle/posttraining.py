@@ -126,10 +126,11 @@ def prune(
         raise UserError(f"round-to {round_to}: give a multiple of at least 1, such as 64")
     if out is not None:
         check_output(out, overwrite=overwrite)
+    anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
+    target = parse_target(to, anatomy)
+    Selector(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
-    target = parse_target(to, prunable.anatomy)
-    Selector(prunable.anatomy, target, options)  # refuses impossible targets before the work starts
     windows = _windows(loaded, scoring, data, num_sequences, seq_len, seed)
 
     job = _Job(prunable, metric, options, target, windows, round_to, seed)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import FAMILIES, random_group, tiny_model, tokens
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dwindle.anatomy.families as tables
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import config_for, cut
 from dwindle.errors import UserError
+from tiny import FAMILIES, random_group, tiny_model, tokens
 
 
 def test_every_family_has_a_parity_line() -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import FAMILIES, random_group, tiny_model, tokens
 from torch import nn
 
 from dwindle.pruning.surgery import Prunable
+from tiny import FAMILIES, random_group, tiny_model, tokens
 
 PATTERNS = {
     "attn": ["attn"] * 3,

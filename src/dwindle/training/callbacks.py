@@ -1,0 +1,160 @@
+"""What happens around the steps of the loop: small classes with their own state, called in list order.
+
+A callback that must survive a restart returns JSON from ``state_dict`` and named tensors from ``tensors``;
+the checkpoint keeps both under the callback's ``name``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor
+
+from dwindle.errors import UserError
+from dwindle.training.checkpoint import sync_directory, write_checkpoint
+from dwindle.training.loss import evaluate_loss
+
+if TYPE_CHECKING:
+    from dwindle.training.loop import Trainer
+
+
+class Callback:
+    """Base of all callbacks; every hook does nothing by default."""
+
+    must_be_last: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """Key of this callback's state in a checkpoint: unique in a run, the same after a restart."""
+        return type(self).__name__
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Before the first step of this process, after a checkpoint was loaded: open files here."""
+
+    def after_backward(self, trainer: Trainer) -> None:
+        """Gradients of the whole step are there, finite and not yet clipped; they may be read or edited.
+
+        Not called for a step that is skipped because its loss or gradient is not finite.
+        """
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Weights are updated, gradients gone; ``trainer.last`` describes the step, ``step`` counts it."""
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """Right before state is collected for a checkpoint: flush what is buffered."""
+
+    def on_end(self, trainer: Trainer) -> None:
+        """After the last step of this process, also on an error; may come without ``on_start``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensor state by name."""
+        return {}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Inverse of ``tensors``; given CPU tensors."""
+
+
+class Validator(Callback):
+    """Loss on held-out windows every so many steps and after the last: ``valid_loss`` in the metrics."""
+
+    def __init__(self, windows_NT: Tensor, every: int, *, batch: int = 8) -> None:
+        self.windows_NT = windows_NT
+        self.every = every
+        self.batch = batch
+        self.last: float | None = None
+
+    def after_step(self, trainer: Trainer) -> None:
+        at_end = trainer.step == trainer.options.num_steps
+        if at_end or (self.every and trainer.step % self.every == 0):
+            self.last = evaluate_loss(
+                trainer.model,
+                self.windows_NT,
+                batch=self.batch,
+                chunk_tokens=trainer.options.ce_chunk_tokens,
+                precision=trainer.options.precision,
+            )
+            trainer.extra_metrics["valid_loss"] = self.last
+            trainer.notes["valid loss"] = f"{self.last:.4f}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = state["last"]
+
+
+class Checkpointer(Callback):
+    """Saves the whole run every so many steps and whenever the loop is about to end.
+
+    Append-only files (metrics, ledger) are not copied into the checkpoint: they are synced, and their length
+    is recorded. Loading a checkpoint cuts them back to it, so a restarted run writes each line exactly once.
+    """
+
+    must_be_last: ClassVar[bool] = True
+
+    def __init__(self, run_dir: Path, every: int, keep_last: int = 2, extra_files: Sequence[Path | str] = ()) -> None:
+        self.run_dir = Path(run_dir)
+        self.every = every
+        self.keep_last = keep_last
+        self.extra_files = [Path(path) for path in extra_files]
+        """Paths inside the run directory, absolute or relative to it."""
+        self._lengths: dict[str, int] = {}
+
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.status != "running" or (self.every and trainer.step % self.every == 0):
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> Path:
+        """Write a checkpoint of this moment; only between steps."""
+        for callback in trainer.callbacks:
+            callback.on_checkpoint(trainer)
+        self._lengths = {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
+        return write_checkpoint(
+            self.run_dir, trainer.step, trainer.state_dict(), trainer.tensors(), keep_last=self.keep_last
+        )
+
+    def _key(self, path: Path) -> str:
+        return (self.run_dir / path).relative_to(self.run_dir).as_posix()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lengths": self._lengths}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._lengths = {str(name): int(length) for name, length in state["lengths"].items()}
+        for name, length in self._lengths.items():
+            truncate_to(self.run_dir / name, length)
+
+
+def synced_length(path: Path) -> int:
+    """Length in bytes of an append-only file once all of it is on disk; 0 when it is not there yet."""
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            length = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return 0
+    sync_directory(path.parent)
+    return length
+
+
+def truncate_to(path: Path, length: int) -> None:
+    """Cut an append-only file back to a recorded length; a shorter file has lost data and is refused."""
+    size = path.stat().st_size if path.exists() else 0
+    if size < length:
+        raise UserError(
+            f"{path}: has {size} bytes and the checkpoint expects at least {length}: restore the file from a copy"
+        )
+    if size > length:
+        with path.open("r+b") as file:
+            file.truncate(length)
+            os.fsync(file.fileno())

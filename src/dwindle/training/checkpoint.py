@@ -1,0 +1,256 @@
+"""Checkpoints: directories that are either whole or not there.
+
+``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files, ``state.json`` and ``checksums.json``
+(the sha256 of each of the others). It is written under a temporary name, synced and renamed, so a process
+may be killed anywhere; older ones go only after the new one is safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.errors import UserError
+from dwindle.sizes import format_bytes
+from dwindle.training.tensorfile import read_tensors, write_tensors
+
+STATE_FILE = "state.json"
+CHECKSUMS_FILE = "checksums.json"
+_PREFIX = "step-"
+_TEMPORARY = ".tmp-"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over."""
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Oldest first, damaged ones included; empty for a run that was killed before its first."""
+    folder = checkpoints_dir(run_dir)
+    found = [p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=checkpoint_step)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def write_checkpoint(
+    run_dir: Path,
+    step: int,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    *,
+    keep_last: int = 2,
+) -> Path:
+    """Write one checkpoint atomically, then drop all but the last ``keep_last``; returns its directory.
+
+    ``state`` must be JSON without NaN, ``tensors`` maps a group (a file) to named tensors. A run has one
+    writer, so temporary directories found here were left by a killed one and are removed first.
+    """
+    assert keep_last >= 1
+    folder = checkpoints_dir(run_dir)
+    final = folder / f"{_PREFIX}{step:08d}"
+    temporary = folder / f"{_TEMPORARY}{final.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        _write_files(temporary, state, tensors)
+        _set_aside(final)
+        temporary.rename(final)
+        sync_directory(folder)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _write_failure(error, run_dir, final, tensors) from error
+        raise
+    _apply_keep_last(folder, final, keep_last)
+    return final
+
+
+def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    checksums = {
+        f"{group}.safetensors": write_tensors(folder / f"{group}.safetensors", named)
+        for group, named in tensors.items()
+    }
+    checksums[STATE_FILE] = _write_json(folder / STATE_FILE, state)
+    _write_json(folder / CHECKSUMS_FILE, checksums)
+    sync_directory(folder)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> str:
+    content = json.dumps(data, indent=1, allow_nan=False).encode()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashlib.sha256(content).hexdigest()
+
+
+def _write_failure(
+    error: OSError, run_dir: Path, final: Path, tensors: Mapping[str, Mapping[str, Tensor]]
+) -> UserError:
+    size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+    good = [path for path in list_checkpoints(run_dir) if path != final]
+    survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
+    reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
+    remedy = f"free {format_bytes(size)}" if error.errno in _FULL else "make it writable"
+    advice = f"{remedy}, then run `dwindle resume {run_dir}`"
+    return UserError(f"{final}: could not be written, {reason}; {survivor}: {advice}")
+
+
+def sync_directory(folder: Path) -> None:
+    """Make renames and new names in a directory durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> None:
+    """Take a directory out of the list in one rename, so that no half-deleted checkpoint is ever listed."""
+    if checkpoint.exists():
+        aside = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+
+
+def _apply_keep_last(folder: Path, newest: Path, keep_last: int) -> None:
+    """Drop the oldest, and any later than the one just written: a damaged one that was passed over."""
+    existing = list_checkpoints(folder.parent)
+    until_now = [path for path in existing if checkpoint_step(path) <= checkpoint_step(newest)]
+    for path in set(existing) - set(until_now[-keep_last:]):
+        _set_aside(path)
+    _remove_leftovers(folder)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, naming the file; ``None`` when every checksum holds."""
+    try:
+        checksums = json.loads((checkpoint / CHECKSUMS_FILE).read_bytes())
+        expected = {str(name): str(digest) for name, digest in checksums.items()}
+    except (OSError, ValueError, AttributeError):
+        return f"{CHECKSUMS_FILE} is missing or unreadable"
+    if STATE_FILE not in expected:
+        return f"{CHECKSUMS_FILE} does not list {STATE_FILE}"
+    for name, digest in expected.items():
+        try:
+            with (checkpoint / name).open("rb") as file:
+                actual = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return f"{name} is missing or unreadable"
+        if actual != digest:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def latest_checkpoint(run_dir: Path) -> Path:
+    """The newest checkpoint whose checksums hold; damaged newer ones are passed over with a warning each."""
+    existing = list_checkpoints(run_dir)
+    if not existing:
+        raise UserError(f"{checkpoints_dir(run_dir)}: holds no checkpoint: start the run with `dwindle pretrain`")
+    for path in reversed(existing):
+        problem = damage(path)
+        if problem is None:
+            return path
+        warnings.warn(
+            f"checkpoint {path} is damaged ({problem}): using the one before it",
+            CheckpointWarning,
+            stacklevel=2,
+        )
+    raise UserError(
+        f"{checkpoints_dir(run_dir)}: all {len(existing)} checkpoints are damaged: "
+        "restore one from a copy, or start the run again"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint opened for reading; tensors are read group by group, when asked for."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return checkpoint_step(self.path)
+
+    def tensors(self, group: str) -> dict[str, Tensor]:
+        """The tensors of one group; empty when the group has no file."""
+        file = self.path / f"{group}.safetensors"
+        return read_tensors(file) if file.exists() else {}
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open one checkpoint directory (usually from ``latest_checkpoint``) and read its JSON state."""
+    try:
+        state = json.loads((path / STATE_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / STATE_FILE}: cannot be read ({error}): choose another checkpoint") from error
+    return Checkpoint(path, state)
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state by parameter name: ``exp_avg/<name>``, ``exp_avg_sq/<name>``, ``step/<name>``.
+
+    Names rather than positions, so that moments can be sliced together with the weights they belong to. A
+    parameter that was never updated has no entry.
+    """
+    return {
+        f"{key}/{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Exact inverse of ``optimizer_tensors``: replaces all state, step counters included."""
+    parameters = dict(model.named_parameters())
+    step_on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    for full_name, tensor in tensors.items():
+        key, name = full_name.split("/", 1)
+        parameter = parameters[name]
+        assert key == "step" or tensor.shape == parameter.shape, f"{full_name}: {tuple(tensor.shape)}"
+        on_device = key != "step" or step_on_device[parameter]
+        optimizer.state[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy weights and buffers into a model of exactly these names, shapes and types."""
+    own = model.state_dict()
+    assert own.keys() == tensors.keys(), f"names differ: {sorted(own.keys() ^ tensors.keys())[:5]}"
+    with torch.no_grad():
+        for name, target in own.items():
+            source = tensors[name]
+            assert target.shape == source.shape, f"{name}: {tuple(source.shape)} into {tuple(target.shape)}"
+            assert target.dtype == source.dtype, f"{name}: {source.dtype} into {target.dtype}"
+            target.copy_(source)

@@ -1,0 +1,111 @@
+"""A directory that appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dwindle.errors import UserError
+
+
+@contextmanager
+def atomic_directory(
+    target: Path, *, marker: str, overwrite: bool = False, keep_existing: bool = False
+) -> Iterator[Path]:
+    """Yields a temporary directory beside ``target`` that takes its place at the end.
+
+    An existing target is refused without ``overwrite``, and even then replaced only if it holds ``marker`` (or
+    nothing), so that a mistyped path cannot delete anything else. With ``keep_existing`` a target that appeared
+    meanwhile wins. What killed processes left behind is removed.
+    """
+    if not keep_existing:
+        _refuse_existing(target, marker, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
+        temporary = target.parent / f".{target.name}.writing-{_owner(os.getpid())}"
+        temporary.mkdir()
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror or error}): choose another place") from error
+    try:
+        yield temporary
+        _sync(temporary)
+        _put_in_place(temporary, target, keep_existing)
+    except OSError as error:
+        raise UserError(
+            f"{target} could not be written ({error.strerror or error}): nothing was changed, free space or "
+            "choose another place"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _refuse_existing(target: Path, marker: str, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not overwrite:
+        raise UserError(f"{target} already exists: choose another directory or pass --overwrite")
+    if not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file()):
+        raise UserError(f"{target} is not a directory of this kind and is left alone: choose another one")
+
+
+def _put_in_place(temporary: Path, target: Path, keep_existing: bool) -> None:
+    if target.exists():
+        if keep_existing:
+            return
+        old = temporary.with_name(temporary.name + "-old")
+        os.rename(target, old)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            if not (keep_existing and target.exists()):
+                raise
+    _sync(target.parent)
+
+
+def _sync(directory: Path) -> None:
+    if os.name != "posix":  # elsewhere a directory cannot be opened
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _owner(pid: int) -> str:
+    return f"{socket.gethostname()}-{pid}"
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Temporary directories of processes of this machine that no longer run."""
+    prefix = f".{target.name}.writing-{socket.gethostname()}-"
+    for path in list(target.parent.iterdir()):
+        pid = path.name.removeprefix(prefix)
+        if path.name.startswith(prefix) and pid.isdigit() and not _is_running(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    if os.name != "posix":  # there a signal 0 is not a harmless question
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

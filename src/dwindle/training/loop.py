@@ -1,0 +1,275 @@
+"""The training loop. It knows nothing of pruning: that is a callback like validation and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dwindle.errors import UserError
+from dwindle.training.callbacks import Callback
+from dwindle.training.checkpoint import (
+    Checkpoint,
+    load_model_tensors,
+    load_optimizer_tensors,
+    optimizer_tensors,
+)
+from dwindle.training.loss import Precision, autocast_for, language_model_loss, weights_dtype
+from dwindle.training.optim import LRSchedule
+from dwindle.training.rng import load_rng, rng_state, rng_tensors
+from dwindle.training.stop import StopSignal
+
+Status = Literal["running", "finished", "stopped", "diverged"]
+
+
+class TrainingDiverged(UserError):
+    """Too many steps in a row had a loss or gradient that is not finite; the state was saved first."""
+
+
+class Batches(Protocol):
+    """Where token windows come from; its state is the position in the data."""
+
+    def next_step(self) -> list[Tensor]:
+        """The micro-batches of one step, each int64 ``[sequences, seq_len + 1]``."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerOptions:
+    """How steps are computed; what is trained, and on what, is given to the trainer itself."""
+
+    num_steps: int
+    """Steps of the whole run, skipped ones included."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 = no clipping."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition term that keeps logits small; 0 = off."""
+    ce_chunk_tokens: int = 1024
+    """Tokens whose logits exist at the same time."""
+    precision: Precision = "fp32"
+    """``bf16`` is autocast over fp32 weights and moments."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    max_bad_steps: int = 10
+    """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
+    device: str = "cpu"
+    """Where batches are sent; the model must be there already."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats:
+    """One finished step. The loss is the mean cross-entropy per token, without z-loss, before the update."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    skipped: bool
+    seconds: float
+
+
+class Trainer:
+    """Owns the model, the optimizer and the counters, and calls everybody else at the right moment."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: LRSchedule,
+        batches: Batches,
+        *,
+        options: TrainerOptions,
+        callbacks: Sequence[Callback] = (),
+        stop: StopSignal | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.batches = batches
+        self.options = options
+        self.callbacks = list(callbacks)
+        self.stop = stop or StopSignal()
+        self.step = 0
+        """Steps done, skipped ones included: they use up data and schedule like any other."""
+        self.tokens = 0
+        """Tokens seen."""
+        self.last: StepStats | None = None
+        """The step just done."""
+        self.bad_steps = 0
+        """Steps skipped in the whole run."""
+        self.bad_steps_in_a_row = 0
+        self.status: Status = "running"
+        """Set before ``after_step`` is called: anything but ``running`` means that no step follows."""
+        self.extra_metrics: dict[str, Any] = {}
+        """Numbers of the current step for the metrics line; emptied before every step."""
+        self.notes: dict[str, str] = {}
+        """Texts for the display, kept until replaced."""
+        names = [callback.name for callback in self.callbacks]
+        assert len(set(names)) == len(names), f"callback names must differ: {names}"
+        assert not any(callback.must_be_last for callback in self.callbacks[:-1]), "the checkpointer comes last"
+        self._gradient_callbacks = [
+            callback for callback in self.callbacks if type(callback).after_backward is not Callback.after_backward
+        ]
+        self.replace_model(model, optimizer)
+
+    def run(self) -> Status:
+        """Train to the last step (``finished``) or until asked to stop (``stopped``)."""
+        self.status = "running" if self.step < self.options.num_steps else "finished"
+        try:
+            self._call_all("on_start")
+            while self.status == "running":
+                started = time.perf_counter()
+                self.extra_metrics.clear()
+                loss, num_tokens = self.forward_backward(self.batches.next_step())
+                grad_norm = self._grad_norm()
+                healthy = math.isfinite(loss) and math.isfinite(grad_norm)
+                if healthy and self._gradient_callbacks:
+                    self._call_all("after_backward")
+                    grad_norm = self._grad_norm()
+                lr = self.update(grad_norm, healthy)
+                self._count(
+                    StepStats(
+                        loss=loss,
+                        grad_norm=float(grad_norm),
+                        lr=lr,
+                        num_tokens=num_tokens,
+                        skipped=not healthy,
+                        seconds=time.perf_counter() - started,
+                    )
+                )
+                self._call_all("after_step")
+        finally:
+            self._call_all("on_end")
+        self._raise_if_diverged()
+        return self.status
+
+    def _raise_if_diverged(self) -> None:
+        if self.status == "diverged":
+            raise TrainingDiverged(
+                f"training.lr: step {self.step} was number {self.bad_steps_in_a_row} in a row whose loss or "
+                "gradient is not finite: use a lower rate, or look at the data there; the state is saved"
+            )
+
+    def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[float, int]:
+        """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches."""
+        num_tokens = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in micro_batches)
+        total: Tensor | None = None
+        for tokens in micro_batches:
+            with autocast_for(self.options.precision, self.options.device):
+                objective, cross_entropy = language_model_loss(
+                    self.model,
+                    tokens.to(self.options.device, non_blocking=True),
+                    chunk_tokens=self.options.ce_chunk_tokens,
+                    scale=1.0 / num_tokens,
+                    z_loss=self.options.z_loss,
+                )
+            objective.backward()  # type: ignore[no-untyped-call]
+            total = cross_entropy if total is None else total + cross_entropy
+        assert total is not None, "a step without data"
+        return float(total / num_tokens), num_tokens
+
+    def update(self, grad_norm: Tensor, healthy: bool) -> float:
+        """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step."""
+        lr = self.schedule.apply(self.optimizer, self.step)
+        if healthy:
+            if self.options.clip > 0:
+                clip_grads_with_norm_(self.model.parameters(), self.options.clip, grad_norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return lr
+
+    def _grad_norm(self) -> Tensor:
+        return get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def _count(self, stats: StepStats) -> None:
+        self.last = stats
+        self.step += 1
+        self.tokens += stats.num_tokens
+        self.bad_steps += stats.skipped
+        self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if stats.skipped else 0
+        if self.bad_steps_in_a_row > self.options.max_bad_steps:
+            self.status = "diverged"
+        elif self.step >= self.options.num_steps:
+            self.status = "finished"
+        elif self.stop.requested:
+            self.status = "stopped"
+
+    def _call_all(self, hook: str) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self)
+
+    def replace_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with a model of other shapes and the optimizer of its parameters; only between steps."""
+        live = {id(p) for p in model.parameters() if p.requires_grad}
+        optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        assert live == optimised, "the optimizer must hold exactly the model's own parameters"
+        assert all(id(p) in live for p in optimizer.state), "optimizer state of a parameter that is gone"
+        expected = weights_dtype(self.options.precision)
+        assert all(p.dtype == expected for p in model.parameters()), f"weights must be {expected}"
+        if self.options.activation_checkpointing:
+            cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but tensors, as JSON: counters, schedule, data position, callbacks, generators."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "bad_steps": self.bad_steps,
+            "bad_steps_in_a_row": self.bad_steps_in_a_row,
+            "schedule": self.schedule.state_dict(),
+            "batches": self.batches.state_dict(),
+            "callbacks": {callback.name: callback.state_dict() for callback in self.callbacks},
+            "rng": rng_state(),
+        }
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Tensor state by group: one file of the checkpoint each."""
+        groups = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": optimizer_tensors(self.model, self.optimizer),
+            "rng": rng_tensors(),
+        }
+        own = {f"{c.name}/{name}": tensor for c in self.callbacks for name, tensor in c.tensors().items()}
+        return groups | ({"callbacks": own} if own else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Inverse of ``state_dict``, but for the random generators: ``load_checkpoint`` sets them last."""
+        self.schedule.load_state_dict(state["schedule"])
+        self.batches.load_state_dict(state["batches"])
+        self.step = int(state["step"])
+        self.tokens = int(state["tokens"])
+        self.bad_steps = int(state["bad_steps"])
+        self.bad_steps_in_a_row = int(state["bad_steps_in_a_row"])
+        by_name = {callback.name: callback for callback in self.callbacks}
+        for name, own in state["callbacks"].items():
+            if name in by_name:
+                by_name[name].load_state_dict(own)
+            elif own:
+                raise UserError(
+                    f"checkpoint: holds the state of {name}, which this run does not use: "
+                    "resume with the run's own recipe"
+                )
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint; the model must already have its shapes."""
+        self.load_state_dict(checkpoint.state)
+        load_model_tensors(self.model, checkpoint.tensors("model"))
+        load_optimizer_tensors(self.model, self.optimizer, checkpoint.tensors("optimizer"))
+        own = checkpoint.tensors("callbacks")
+        for callback in self.callbacks:
+            mine = {
+                name: t for full, t in own.items() for owner, name in [full.split("/", 1)] if owner == callback.name
+            }
+            if mine:
+                callback.load_tensors(mine)
+        load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))

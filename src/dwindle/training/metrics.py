@@ -1,0 +1,123 @@
+"""Metrics of a run: one JSON line per step, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from dwindle.errors import UserError
+from dwindle.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from dwindle.training.loop import Trainer
+
+
+class JsonLinesFile:
+    """An append-only file of JSON lines; each line reaches the operating system before ``append`` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._file: IO[bytes] | None = None
+
+    def append(self, record: dict[str, Any]) -> None:
+        line = json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab")
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be written ({error.strerror}): free space on its disk, then run `dwindle resume`"
+            ) from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become ``null``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+class MetricsWriter(Callback):
+    """``metrics.jsonl``: one line per step, with what callbacks before this one put into ``extra_metrics``.
+
+    Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLinesFile(path)
+
+    def after_step(self, trainer: Trainer) -> None:
+        last = trainer.last
+        assert last is not None
+        self._lines.append(
+            {
+                "step": trainer.step,
+                "tokens": trainer.tokens,
+                "loss": last.loss,
+                "grad_norm": last.grad_norm,
+                "lr": last.lr,
+                "skipped": last.skipped,
+                **trainer.extra_metrics,
+                "time": {
+                    "tokens_per_s": last.num_tokens / max(last.seconds, 1e-9),
+                    "seconds": last.seconds,
+                    "wall": time.time(),
+                },
+            }
+        )
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._lines.close()
+
+
+def tensorboard_installed() -> bool:
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+class TensorBoardWriter(Callback):
+    """The same numbers for TensorBoard; a resumed run hides what the killed one wrote past its checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        if not tensorboard_installed():
+            raise UserError("tensorboard is not installed: run `pip install tensorboard`")
+        self.folder = Path(folder)
+        self._writer: Any = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1 if trainer.step else None)
+
+    def after_step(self, trainer: Trainer) -> None:
+        last = trainer.last
+        assert last is not None
+        numbers = {"loss": last.loss, "grad_norm": last.grad_norm, "lr": last.lr, **trainer.extra_metrics}
+        numbers["tokens_per_s"] = last.num_tokens / max(last.seconds, 1e-9)
+        for name, value in numbers.items():
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                self._writer.add_scalar(name, value, trainer.step)
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def on_end(self, trainer: Trainer) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,127 @@
+"""AdamW and learning-rate schedules; the rate is a pure function of the step, so it cannot drift."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from dwindle.errors import UserError
+
+ScheduleKind = Literal["cosine", "wsd", "constant"]
+
+
+def build_adamw(
+    model: nn.Module,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    fused: bool | None = None,
+) -> torch.optim.AdamW:
+    """AdamW with decay on matrices (embeddings included) and none on norm gains and biases.
+
+    ``fused`` defaults to CUDA only. On a CPU the plain loop over tensors has the same bits as ``foreach``, is
+    faster from a few million parameters on and needs no temporary copy of all weights. The fused kernel is
+    about four times faster again, but rounds differently from the default of ``torch.optim.AdamW``.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    on_cuda = all(p.device.type == "cuda" for p in parameters)
+    use_fused = on_cuda if fused is None else fused
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        fused=use_fused or None,
+        foreach=None if use_fused or on_cuda else False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSchedule:
+    """Linear warm-up, then one of three shapes. Steps count from 0."""
+
+    kind: ScheduleKind
+    """``cosine``: half a cosine to the floor; ``wsd``: flat, then linear to the floor; ``constant``: flat."""
+    lr: float
+    """The full rate."""
+    num_steps: int
+    """Steps of the whole run."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up, the first at ``lr / warmup_steps``."""
+    decay_steps: int = 0
+    """``wsd`` only: steps of the final decay."""
+    min_lr_ratio: float = 0.1
+    """The floor as a share of the full rate; approached by the step after the last."""
+
+    def lr_at(self, step: int) -> float:
+        """The rate of step ``step``: a pure function, so that resuming needs no history."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        return self.lr * self._factor(min(step, self.num_steps))
+
+    def _factor(self, step: int) -> float:
+        if self.kind == "cosine":
+            done = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+            return self.min_lr_ratio + (1 - self.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * done))
+        decay_start = self.num_steps - self.decay_steps
+        if self.kind == "wsd" and step > decay_start:
+            return 1 - (1 - self.min_lr_ratio) * (step - decay_start) / self.decay_steps
+        return 1.0
+
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Set the rate of step ``step`` in every parameter group and return it."""
+        lr = self.lr_at(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Refuse another schedule: half of one curve and half of another is never what was meant."""
+        for key, now in asdict(self).items():
+            if state[key] != now:
+                raise UserError(
+                    f"training schedule: {key} was {state[key]} when the run began and is {now} now: "
+                    "resume with the run's own recipe, or start a new run"
+                )
+
+
+def build_schedule(
+    kind: str,
+    *,
+    lr: float,
+    num_steps: int,
+    warmup: float = 0.0,
+    decay: float = 0.1,
+    min_lr_ratio: float = 0.1,
+) -> LRSchedule:
+    """A schedule from a recipe: ``warmup`` is steps, or their share when below 1; ``decay`` is a share."""
+    if kind not in get_args(ScheduleKind):
+        raise UserError(f"training.schedule: {kind!r} is unknown: choose {', '.join(get_args(ScheduleKind))}")
+    warmup_steps = round(warmup * num_steps) if warmup < 1 else round(warmup)
+    decay_steps = max(1, round(decay * num_steps)) if kind == "wsd" else 0
+    if warmup_steps + decay_steps > num_steps:
+        raise UserError(
+            f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "
+            f"into {num_steps} steps: choose a smaller share or more training.tokens"
+        )
+    return LRSchedule(
+        kind=kind,  # type: ignore[arg-type]
+        lr=lr,
+        num_steps=num_steps,
+        warmup_steps=warmup_steps,
+        decay_steps=decay_steps,
+        min_lr_ratio=min_lr_ratio,
+    )

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM ask the loop to finish its step, save and leave; a second Ctrl-C leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_MESSAGE = b"\nstopping after this step and a checkpoint (Ctrl-C again: abort now)\n"
+
+
+class StopSignal:
+    """``with StopSignal() as stop: Trainer(..., stop=stop).run()``
+
+    Python delivers signals to the main thread only, so elsewhere this is just a flag that ``request()`` sets.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous: dict[int, Any] = {}
+
+    def request(self) -> None:
+        self.requested = True
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.requested:
+            self.requested = True
+            os.write(2, _MESSAGE)  # a buffered stream might be in the middle of a write of its own
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt

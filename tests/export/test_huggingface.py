@@ -1,0 +1,121 @@
+"""What is written loads anywhere, to the bit; nothing is ever half there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import dwindle
+from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.build import cut
+from dwindle.errors import UserError
+from dwindle.export.huggingface import save_model
+from dwindle.pruning.selection import _one_query_each
+from tiny import FAMILIES, random_group, tiny_model, tokens
+
+
+def pruned(family: str, style: str) -> tuple[Any, Structure]:
+    model = tiny_model(family, dtype=torch.float32, attention_bias=False, mlp_bias=False)
+    anatomy = Anatomy.of(model)
+    structure = anatomy.source
+    for seed, kind in enumerate(["ffn", "stem", "ffn"]):
+        structure = structure.without(random_group(kind, structure, seed))
+    if style == "cluster":
+        for seed in range(3):
+            structure = structure.without(random_group("attn", structure, seed))
+    else:
+        values = {q: float(q % 3) for q in range(8)}
+        group = random_group("attn", structure)
+        members = tuple(tuple(_one_query_each(la, values)) for la in structure.layers)
+        structure = structure.without(type(group)("attn", members))
+    return cut(model, anatomy, structure, anatomy.source), structure
+
+
+def save(model: Any, structure: Structure, out: Path, **options: Any) -> None:
+    save_model(model, None, out, structure=structure, source="tiny", ledger=[{"event": "source"}], **options)
+
+
+@pytest.mark.parametrize("style", ["stock", "cluster"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_models_load_bit_equal_and_generate_with_cache(family: str, style: str, tmp_path: Path) -> None:
+    model, structure = pruned(family, style)
+    save(model, structure, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"].startswith("dwindle_") == (style == "cluster")
+    batch = tokens(2, 12)
+    expected = model(input_ids=batch).logits
+    ours = dwindle.load(tmp_path / "out").model
+    assert torch.equal(ours(input_ids=batch).logits, expected)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=style == "cluster", dtype=torch.float32
+    )
+    assert torch.equal(theirs(input_ids=batch).logits, expected)
+    greedy = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with_cache = theirs.generate(batch, use_cache=True, **greedy)
+    assert torch.equal(with_cache, theirs.generate(batch, use_cache=False, **greedy))
+    cache = theirs(input_ids=batch, use_cache=True).past_key_values
+    for number, layer in enumerate(structure.layers):
+        assert cache.layers[number].keys.shape[1] == len(layer.kv_heads)
+
+
+def test_cluster_output_needs_nothing_of_dwindle(tmp_path: Path) -> None:
+    """Stock transformers in a process that cannot import dwindle loads it with trust_remote_code."""
+    model, structure = pruned("llama", "cluster")
+    save(model, structure, tmp_path / "out")
+    batch = tokens(1, 6)
+    script = (
+        "import sys; sys.modules['dwindle'] = None\n"
+        "import torch; from transformers import AutoModelForCausalLM\n"
+        f"folder = {str(tmp_path / 'out')!r}\n"
+        "m = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype='float32')\n"
+        f"print(m(input_ids=torch.tensor({batch.tolist()})).logits.double().sum().item())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == model(input_ids=batch).logits.double().sum().item()
+
+
+def test_a_saved_cluster_model_can_be_pruned_again(tmp_path: Path) -> None:
+    model, structure = pruned("llama", "cluster")
+    save(model, structure, tmp_path / "out")
+    again = dwindle.prune(tmp_path / "out", "90%", metric="magnitude", attention="cluster", out=tmp_path / "again")
+    assert again.after.total == sum(p.numel() for p in dwindle.load(tmp_path / "again").model.parameters())
+    with pytest.raises(UserError, match="cluster attention already"):
+        dwindle.prune(tmp_path / "out", "90%", metric="magnitude")
+
+
+def test_an_existing_output_is_refused_and_replaced_only_when_asked(tmp_path: Path) -> None:
+    model, structure = pruned("llama", "stock")
+    save(model, structure, tmp_path / "out")
+    (tmp_path / "out" / "mark").touch()
+    with pytest.raises(UserError, match="exists: choose another --out, or give --overwrite"):
+        save(model, structure, tmp_path / "out")
+    save(model, structure, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "mark").exists()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").touch()
+    with pytest.raises(UserError, match="is not a model directory"):
+        save(model, structure, tmp_path / "notes", overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, structure = pruned("llama", "stock")
+    save(model, structure, tmp_path / "out")
+    before = sorted(p.name for p in (tmp_path / "out").iterdir())
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(model), "save_pretrained", full)
+    for place in ("out", "new"):
+        with pytest.raises(UserError, match="No space left on device"):
+            save(model, structure, tmp_path / place, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before

@@ -1,0 +1,116 @@
+"""``dwindle.prune`` and ``dwindle.replay`` on a tiny model: exact sizes, checkable slices, faithful ledgers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dwindle
+from dwindle.anatomy import Structure
+from dwindle.pruning.ledger import read_ledger
+from tiny import tiny_directory
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tiny_directory(tmp_path_factory.mktemp("source") / "model"))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one shot": {},
+    "cluster": {"attention": "cluster"},
+    "three rounds": {"rounds": 3},
+    "rounded": {"round_to": 8},
+    "only heads and channels": {"groups": ["attn", "ffn"]},
+    "random": {"metric": "random", "seed": 3},
+    "magnitude": {"metric": "magnitude"},
+    "first order": {"metric": "taylor1", "compare": "sum"},
+    "shape": {"to": "hidden=24,heads=4,ffn=20"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path) -> None:
+    options = {"to": "70%", "num_sequences": 4, "seq_len": 32, **OPTIONS[name]}
+    result = dwindle.prune(source, out=tmp_path / "out", **options)
+    structure = json.loads((tmp_path / "out" / "structure.json").read_text())
+    assert structure["source"] == str(source)
+    assert Structure.from_json(structure) == result.structure
+    for layer in structure["layers"]:
+        assert all(layer[key] == sorted(layer[key]) for key in layer)
+    # The slices, by hand, from the two safetensors files and structure.json alone.
+    big, small = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    hidden = structure["hidden"]
+    for number, layer in enumerate(structure["layers"]):
+        prefix = f"model.layers.{number}."
+        rows = {key: [h * 4 + i for h in layer[key] for i in range(4)] for key in ("query_heads", "kv_heads")}
+        expected = {
+            "self_attn.q_proj.weight": (rows["query_heads"], hidden),
+            "self_attn.k_proj.weight": (rows["kv_heads"], hidden),
+            "self_attn.v_proj.weight": (rows["kv_heads"], hidden),
+            "self_attn.o_proj.weight": (hidden, rows["query_heads"]),
+            "mlp.gate_proj.weight": (layer["ffn"], hidden),
+            "mlp.up_proj.weight": (layer["ffn"], hidden),
+            "mlp.down_proj.weight": (hidden, layer["ffn"]),
+        }
+        for key, (out_rows, in_columns) in expected.items():
+            assert torch.equal(small[prefix + key], big[prefix + key][out_rows][:, in_columns]), key
+    assert result.after.total == sum(p.numel() for p in dwindle.load(tmp_path / "out").model.parameters())
+    replayed = dwindle.replay(source, tmp_path / "out" / "ledger.jsonl")
+    assert replayed.structure.to_json(str(source)) == structure
+    batch = torch.arange(1, 20)[None]
+    assert torch.equal(replayed.model(input_ids=batch).logits, result.model(input_ids=batch).logits)
+    if name == "rounded":
+        assert len(hidden) % 8 == 0 and len(structure["layers"][0]["ffn"]) % 8 == 0
+
+
+def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
+    dwindle.prune(source, "60%", out=tmp_path / "out", metric="magnitude")
+    events = [event for event in read_ledger(tmp_path / "out") if event["event"] == "prune"]
+    for at in (0, 1, len(events) // 2, len(events)):
+        replayed = dwindle.replay(source, tmp_path / "out", at=at)
+        expected = replayed.before.total if at == 0 else events[at - 1]["parameters"]
+        assert sum(p.numel() for p in replayed.model.parameters()) == replayed.after.total == expected
+    first = next(event["parameters"] for event in events if event["parameters"] <= 30_000)
+    assert dwindle.replay(source, tmp_path / "out", at="30k").after.total == first
+    with pytest.raises(dwindle.UserError, match="only"):
+        dwindle.replay(source, tmp_path / "out", at=10_000)
+    with pytest.raises(dwindle.UserError, match="never gets that small"):
+        dwindle.replay(source, tmp_path / "out", at="1k")
+
+
+def test_the_ledger_says_what_happened(source: Path) -> None:
+    result = dwindle.prune(source, "80%", num_sequences=2, seq_len=16)
+    left = result.before.total
+    for event in result.ledger[1:]:
+        assert set(event) == {"event", "step", "tokens", "type", "indices", "saliency", "parameters"}
+        assert event["parameters"] < left
+        left = event["parameters"]
+        assert len(event["indices"]) == (1 if event["type"] == "stem" else 3)
+        assert set(event["saliency"]) == {"attn", "ffn", "stem"}
+    assert left == result.after.total
+
+
+def test_a_loaded_model_is_not_touched(source: Path) -> None:
+    loaded = dwindle.load(source)
+    batch = torch.arange(1, 20)[None]
+    before = loaded.model(input_ids=batch).logits
+    dwindle.prune(loaded, "80%", metric="magnitude")
+    assert torch.equal(loaded.model(input_ids=batch).logits, before)
+
+
+def test_the_same_seed_gives_the_same_model(source: Path) -> None:
+    runs = [dwindle.prune(source, "75%", num_sequences=3, seq_len=24, seed=seed).structure for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_the_written_dtype_is_the_stored_one(tmp_path: Path) -> None:
+    directory = tiny_directory(tmp_path / "model")
+    dwindle.load(directory, dtype=torch.bfloat16).model.save_pretrained(directory)
+    dwindle.prune(directory, "80%", metric="magnitude", out=tmp_path / "out")
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}

@@ -1,0 +1,88 @@
+"""The metrics file, the display and TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_run import RandomBatches, make_trainer, tiny_llama
+
+from dwindle.errors import UserError
+from dwindle.training import display as display_module
+from dwindle.training.callbacks import Callback, Validator
+from dwindle.training.display import Display
+from dwindle.training.loop import Trainer
+from dwindle.training.metrics import JsonLinesFile, MetricsWriter, TensorBoardWriter, tensorboard_installed
+
+
+class Extra(Callback):
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == 2:
+            trainer.extra_metrics["parameters"] = 123
+        trainer.notes["parameters"] = "123 of 100"
+
+
+def run_with_metrics(path: Path) -> list[dict[str, object]]:
+    windows = RandomBatches((2,)).step_tokens(50)
+    callbacks = [Extra(), Validator(windows, every=3), MetricsWriter(path)]
+    make_trainer(tiny_llama(), callbacks, num_steps=5).run()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_everything_outside_time_is_deterministic(tmp_path: Path) -> None:
+    first, second = (run_with_metrics(tmp_path / name) for name in ("a.jsonl", "b.jsonl"))
+    for line in first + second:
+        assert line.pop("time")
+    assert first == second
+    assert list(first[0]) == ["step", "tokens", "loss", "grad_norm", "lr", "skipped"]
+    assert first[1]["parameters"] == 123 and "parameters" not in first[2]
+    assert [line["step"] for line in first if "valid_loss" in line] == [3, 5]
+    assert [line["tokens"] for line in first] == [48, 96, 144, 192, 240]
+
+
+def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:
+    lines = JsonLinesFile(tmp_path / "new" / "m.jsonl")
+    lines.append({"loss": math.nan, "deep": [{"x": math.inf}], "text": "größer"})
+    lines.close()
+    lines.append({"step": 2})
+    content = (tmp_path / "new" / "m.jsonl").read_text(encoding="utf-8")
+    assert content == '{"loss": null, "deep": [{"x": null}], "text": "größer"}\n{"step": 2}\n'
+
+
+def test_a_full_disk_is_named() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with pytest.raises(UserError, match=r"/dev/full: cannot be written \(No space left on device\)"):
+        JsonLinesFile(Path("/dev/full")).append({"a": 1})
+
+
+def test_plain_lines_elsewhere_than_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    make_trainer(tiny_llama(), [Extra(), Display(Console(file=out))], num_steps=4).run()
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("step 4/4  tokens 192  loss ") and "parameters 123 of 100" in line
+    monkeypatch.setattr(display_module, "_PLAIN_LINE_EVERY_S", 0.0)
+    make_trainer(tiny_llama(), [Display(Console(file=out))], num_steps=4).run()
+    assert len(out.getvalue().splitlines()) == 5
+
+
+def test_a_live_panel_on_a_terminal() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200)
+    make_trainer(tiny_llama(), [Extra(), Display(console)], num_steps=3).run()
+    text = out.getvalue()
+    assert "3/3" in text and "123 of 100" in text and "tokens/s" in text
+    assert text.endswith("\x1b[?25h"), "the cursor must come back"
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    if not tensorboard_installed():
+        with pytest.raises(UserError, match="pip install tensorboard"):
+            TensorBoardWriter(tmp_path)
+        return
+    make_trainer(tiny_llama(), [Extra(), TensorBoardWriter(tmp_path)], num_steps=3).run()
+    assert list(tmp_path.glob("events.out.tfevents.*"))

@@ -1,0 +1,80 @@
+"""Parameter groups and the shapes of the schedules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_run import tiny_llama
+
+from dwindle.errors import UserError
+from dwindle.training.optim import LRSchedule, build_adamw, build_schedule
+
+
+def test_matrices_decay_and_gains_do_not() -> None:
+    model = tiny_llama(tied=False)
+    optimizer = build_adamw(model, lr=1e-3, weight_decay=0.2)
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    for name, p in model.named_parameters():
+        assert decay[id(p)] == (0.0 if "norm" in name else 0.2), name
+    assert len(decay) == len(list(model.parameters()))
+
+
+def test_the_cpu_update_has_the_bits_of_the_default_adamw() -> None:
+    results = []
+    for build in (
+        lambda m: build_adamw(m, lr=1e-3, weight_decay=0.0),
+        lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ):
+        model = tiny_llama()
+        optimizer = build(model)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        results.append(model.state_dict())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_cosine() -> None:
+    schedule = LRSchedule(kind="cosine", lr=2.0, num_steps=110, warmup_steps=10, min_lr_ratio=0.1)
+    rates = [schedule.lr_at(s) for s in range(110)]
+    assert rates[:10] == pytest.approx([0.2 * (s + 1) for s in range(10)])
+    assert rates[10] == 2.0
+    assert rates[60] == pytest.approx(1.1)
+    assert all(a > b for a, b in pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(0.2, rel=0.01) and schedule.lr_at(110) == pytest.approx(0.2)
+
+
+def test_wsd() -> None:
+    schedule = LRSchedule(kind="wsd", lr=1.0, num_steps=100, warmup_steps=5, decay_steps=20, min_lr_ratio=0.0)
+    rates = [schedule.lr_at(s) for s in range(100)]
+    assert rates[4:81] == [1.0] * 77
+    assert rates[90] == pytest.approx(0.5) and rates[99] == pytest.approx(0.05)
+
+
+def test_constant_and_apply() -> None:
+    schedule = build_schedule("constant", lr=0.5, num_steps=40, warmup=0.1)
+    assert schedule.warmup_steps == 4
+    assert [schedule.lr_at(s) for s in range(5)] == [0.125, 0.25, 0.375, 0.5, 0.5]
+    optimizer = build_adamw(tiny_llama(), lr=9.0)
+    assert schedule.apply(optimizer, 1) == 0.25
+    assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_builder_and_its_messages() -> None:
+    schedule = build_schedule("wsd", lr=1.0, num_steps=50, warmup=7, decay=0.2)
+    assert (schedule.warmup_steps, schedule.decay_steps) == (7, 10)
+    with pytest.raises(UserError, match=r"training.schedule: 'linear' is unknown: choose cosine, wsd, constant"):
+        build_schedule("linear", lr=1.0, num_steps=50)
+    with pytest.raises(UserError, match=r"training.warmup: 45 steps"):
+        build_schedule("wsd", lr=1.0, num_steps=50, warmup=45, decay=0.2)
+
+
+def test_another_schedule_is_refused_on_load() -> None:
+    schedule = build_schedule("cosine", lr=1.0, num_steps=50)
+    schedule.load_state_dict(schedule.state_dict())
+    with pytest.raises(UserError, match=r"lr was 2.0 when the run began and is 1.0 now"):
+        schedule.load_state_dict(build_schedule("cosine", lr=2.0, num_steps=50).state_dict())
