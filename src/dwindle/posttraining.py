@@ -21,7 +21,7 @@ from dwindle.progress import Bar
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.ledger import Event, prune_event, read_ledger, replay_structure, source_event
 from dwindle.pruning.saliency import ElementScores, Metric, metric_named
-from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, rounded_shape, smallest
+from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from dwindle.sources import Loaded, load, load_config
@@ -165,7 +165,7 @@ class _Job:
 
     def run(self, rounds: int, source: str) -> list[Event]:
         anatomy = self.prunable.anatomy
-        start, goal = anatomy.count(anatomy.source).total, self._final_count()
+        start, goal = anatomy.count(anatomy.source).total, final_count(anatomy, self.target)
         settings = {"metric": self.metric, "rounds": rounds, "seed": self.seed, **asdict(self.options)}
         events = [source_event(source, start, settings)]
         for number in range(1, rounds + 1):
@@ -182,12 +182,6 @@ class _Job:
             if choices:
                 self.prunable.kill(choices[-1].rest)
         return events
-
-    def _final_count(self) -> int:
-        anatomy, shape = self.prunable.anatomy, self.target.shape
-        if shape is None:
-            return self.target.num_parameters
-        return anatomy.count(smallest(anatomy.source, shape)).total
 
     def _choices(self, aim: Target, found: Calibration, metric: Metric) -> list[Choice]:
         """Group after group from the same scores, until the aim."""

@@ -86,10 +86,22 @@ class Scores:
                 value.masked_fill_(flags, float("inf"))
         return self
 
+    def restricted(self, structure: Structure) -> Scores:
+        """The same scores for a model that was compacted to ``structure``."""
+
+        def pick(values: list[Tensor], unit: str) -> list[Tensor]:
+            layers = range(len(values))
+            where = [places(structure.unit(unit, la), self.structure.unit(unit, la)) for la in layers]
+            return [value[place] for value, place in zip(values, where, strict=True)]
+
+        stem = self.stem[places(structure.hidden, self.structure.hidden)]
+        return Scores(structure, pick(self.attn, "query"), pick(self.ffn, "ffn"), stem)
+
     def smoothed(self, previous: Scores | None, factor: float) -> Scores:
-        """``factor``·previous + (1 − factor)·this; after a compaction it starts anew."""
-        if previous is None or factor == 0.0 or previous.structure != self.structure:
+        """``factor``·previous + (1 − factor)·this."""
+        if previous is None or factor == 0.0:
             return self
+        assert previous.structure == self.structure
 
         def mix(now: list[Tensor], before: list[Tensor]) -> list[Tensor]:
             return [factor * b + (1 - factor) * n for n, b in zip(now, before, strict=True)]

@@ -200,6 +200,13 @@ def smallest(source: Structure, floor: Shape) -> Structure:
     return Structure(source.hidden[: floor.hidden], layers)
 
 
+def final_count(anatomy: Anatomy, target: Target) -> int:
+    """Parameters at a target; for an exact shape, an estimate while the key/value heads are not known."""
+    if target.shape is None:
+        return target.num_parameters
+    return anatomy.count(smallest(anatomy.source, target.shape)).total
+
+
 def rounded_shape(
     anatomy: Anatomy, natural: Structure, alive: Structure, target: Target, options: SelectionOptions, multiple: int
 ) -> Shape:

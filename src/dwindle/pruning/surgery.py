@@ -10,6 +10,7 @@ Zeroing a group's weights and its Adam moments is a fixed point of training, wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import lost, places
-from dwindle.anatomy.build import cut
+from dwindle.anatomy.build import build, config_for, cut
 from dwindle.pruning.norm import ActiveRMSNorm
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -31,12 +32,14 @@ class Prunable:
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None, physical: Structure | None = None) -> None:
         self.anatomy = anatomy or Anatomy.of(model)
-        self.physical = physical or self.anatomy.source
-        self.alive = self.physical
-        self.model = model
+        self._adopt(model, physical or self.anatomy.source)
+
+    def _adopt(self, model: nn.Module, physical: Structure) -> None:
+        self.model: Any = model
+        self.physical = self.alive = physical
+        self.dead = _nothing_dead(physical)
         self._norms = _install_norms(model, self.anatomy)
         self._idle_columns: list[tuple[nn.Parameter, int, int]] = []
-        self.dead = _nothing_dead(self.physical)
 
     @property
     def num_parameters(self) -> int:
@@ -58,6 +61,10 @@ class Prunable:
                     for axis, start, length in views:
                         tensor.narrow(axis, start, length).zero_()
         self._bury(keep)
+
+    def restore(self, alive: Structure) -> None:
+        """Take note that everything outside ``alive`` is already zero (a checkpoint)."""
+        self._bury(alive)
 
     def prune(self, group: Group, optimizer: torch.optim.Optimizer | None = None) -> None:
         """One event."""
@@ -81,19 +88,38 @@ class Prunable:
         optimizer: torch.optim.Optimizer | None = None,
         rebuild: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     ) -> torch.optim.Optimizer | None:
-        """Rebuild the model at the shapes of ``keep``; the optimizer made by ``rebuild`` gets the sliced moments."""
-        keep = keep or self.alive
-        alive, old_model, old_physical = self.alive, self.model, self.physical
-        fresh = self.compacted(keep)
-        fresh.train(old_model.training)
-        moved = None
-        if optimizer is not None:
-            assert rebuild is not None, "an optimizer can only move with the model if it can be rebuilt"
-            moved = rebuild(fresh)
-            _move_moments(self.anatomy, old_model, optimizer, fresh, moved, keep, old_physical)
-        self.__init__(fresh, self.anatomy, keep)  # type: ignore[misc]
+        """Rebuild the model at the shapes of ``keep``; the optimizer made by ``rebuild`` gets the sliced moments.
+
+        Each old tensor is released as soon as it is cut, so that two models never exist at the same time.
+        """
+        keep, alive, training = keep or self.alive, self.alive, self.model.training
+        assert self.physical.contains(keep) and keep.contains(alive)
+        weights: dict[str, Tensor] = {}
+        states: dict[str, dict[str, Any]] = {}
+        with torch.no_grad():
+            for row, parameter in self._parameters():
+                weights[row.name] = self._cut(row, parameter.detach(), keep)
+                state = optimizer.state.pop(parameter, {}) if optimizer is not None else {}
+                states[row.name] = {
+                    key: self._cut(row, state.pop(key), keep) if key in MOMENTS else state[key] for key in [*state]
+                }
+                parameter.data = parameter.new_empty(0)
+        fresh = build(config_for(self.model.config, keep), weights)
+        fresh.generation_config = self.model.generation_config
+        fresh.train(training)
+        self._adopt(fresh, keep)
         self._bury(alive)
+        if optimizer is None:
+            return None
+        assert rebuild is not None, "an optimizer can only move with the model if it can be rebuilt"
+        moved = rebuild(fresh)
+        for name, parameter in fresh.named_parameters():
+            if states[name]:
+                moved.state[parameter] = states[name]
         return moved
+
+    def _cut(self, row: Row, tensor: Tensor, keep: Structure) -> Tensor:
+        return self.anatomy.slice(row, tensor, keep, self.physical)
 
     def _parameters(self) -> Iterator[tuple[Row, nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -115,6 +141,18 @@ class Prunable:
         for layer in range(self.anatomy.num_layers):
             mark(self.dead["attn"][layer], "query", layer)
             mark(self.dead["ffn"][layer], "ffn", layer)
+
+    def rounded(self, multiple: int) -> Structure:
+        """The living parts, widths filled up to multiples with dead channels that are still physically there."""
+        alive, here = self.alive, self.physical
+
+        def fill(living: tuple[int, ...], present: tuple[int, ...]) -> tuple[int, ...]:
+            wanted = min(-(-len(living) // multiple) * multiple, len(present))
+            spare = lost(present, living)[: wanted - len(living)]
+            return tuple(sorted((*living, *spare)))
+
+        layers = tuple(replace(a, ffn=fill(a.ffn, h.ffn)) for a, h in zip(alive.layers, here.layers, strict=True))
+        return Structure(fill(alive.hidden, here.hidden), layers)
 
     def _refresh_norms(self) -> None:
         for row, norm in self._norms:
@@ -162,24 +200,3 @@ def _install_norms(model: nn.Module, anatomy: Anatomy) -> list[tuple[Row, Active
             setattr(parent, name, norm)
         installed.append((row, norm))
     return installed
-
-
-def _move_moments(
-    anatomy: Anatomy,
-    old_model: nn.Module,
-    old: torch.optim.Optimizer,
-    new_model: nn.Module,
-    new: torch.optim.Optimizer,
-    keep: Structure,
-    within: Structure,
-) -> None:
-    fresh = dict(new_model.named_parameters())
-    for name, parameter in old_model.named_parameters():
-        state = old.state.get(parameter)
-        if not state:
-            continue
-        row = anatomy[name]
-        new.state[fresh[name]] = {
-            key: anatomy.slice(row, value, keep, within).clone() if key in MOMENTS else value
-            for key, value in state.items()
-        }

@@ -22,6 +22,7 @@ from dwindle.errors import UserError
 from dwindle.sources.common import check_loading_info, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ANSWERS_WITHIN_S = 8.0
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
@@ -34,22 +35,39 @@ def looks_like_hub_id(source: str) -> bool:
 
 
 def fetch(repo_id: str, *, weights: bool) -> Path:
-    """The hub's files for ``repo_id`` in the local cache; one attempt, so that a dead network fails at once.
+    """The hub's files for ``repo_id`` in the local cache.
 
-    Everything after this works on a plain directory, so hub ids and directories share every check.
+    The hub is asked once, with a short limit, before any download: the download itself retries a silent hub for
+    minutes. Where it does not answer, a complete copy in the cache is used. Everything after this works on a
+    plain directory, so hub ids and directories share every check.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
 
     patterns = [*_CONFIG_FILES, *_TOKENIZER_FILES, *_CHAT_FILES]
     if weights:
         patterns += _SAFETENSORS_FILES
     try:
+        HfApi().model_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
         folder = Path(snapshot_download(repo_id, allow_patterns=patterns))
         if weights and _weight_file(folder) is None:
             folder = Path(snapshot_download(repo_id, allow_patterns=[*patterns, *_PICKLE_FILES]))
     except Exception as error:
+        cached = _cached(repo_id, weights=weights)
+        if cached is not None:
+            return cached
         raise UserError(f"source {repo_id}: {_hub_reason(error)}; a local directory can be given instead") from error
     return folder
+
+
+def _cached(repo_id: str, *, weights: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(repo_id, local_files_only=True))
+    except Exception:
+        return None
+    complete = (folder / "config.json").is_file() and (not weights or _weight_file(folder) is not None)
+    return folder if complete else None
 
 
 def _hub_reason(error: Exception) -> str:
@@ -72,10 +90,11 @@ def _hub_reason(error: Exception) -> str:
         return "it is not in the local cache and HF_HUB_OFFLINE=1 forbids downloads: unset it"
     if any_is(errors.HFValidationError):
         return "it is not a valid hub id: write org/name"
-    if any_is(errors.LocalEntryNotFoundError, ConnectionError, TimeoutError):
+    silent = ("ConnectError", "TimeoutException", "NetworkError", "TransportError")
+    if any_is(errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) or any(
+        kind.__name__ in silent for item in chain for kind in type(item).__mro__
+    ):
         return "the hub cannot be reached and it is not in the local cache: check the network"
-    if any(type(item).__name__ in ("ConnectError", "ConnectTimeout", "NetworkError") for item in chain):
-        return "the hub cannot be reached: check the network"
     return f"the download failed ({_first_line(error)}): try again"
 
 
@@ -188,11 +207,11 @@ def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
 
 
 def _weight_file(folder: Path) -> Path | None:
-    names = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
-    # The plain file wins over an index beside it, as in transformers.
-    for name in (names[1], names[0], names[3], names[2]):
-        if (folder / name).is_file():
-            return folder / name
+    """The file transformers would start from: safetensors before pickle, a whole file before an index."""
+    for stem in ("model.safetensors", "pytorch_model.bin"):
+        for name in (stem, f"{stem}.index.json"):
+            if (folder / name).is_file():
+                return folder / name
     return None
 
 

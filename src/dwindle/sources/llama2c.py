@@ -1,4 +1,4 @@
-"""The llama2.c formats: the original headerless-looking one and version 1 ("ak42"), both float32.
+"""The llama2.c formats: the original one without a magic number and version 1 ("ak42"), both float32.
 
 File layout and tokenizer behaviour follow karpathy/llama2.c (``export.py``, ``run.c``).
 """

@@ -54,11 +54,8 @@ _SPLITS: dict[str, _Split] = {
 }
 
 DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b"})
-"""Vocabularies whose own tokenizer cuts every digit off before GPT-2's pattern; transformers' GGUF conversion
-does not, which only shows where two or more blanks stand before a digit (``"\\n\\n1."``)."""
-
-SPLIT_DIGITS_FIRST = False
-"""False gives the ids of ``AutoTokenizer.from_pretrained(…, gguf_file=…)``, True those of the original model."""
+"""Vocabularies whose own tokenizer cuts every digit off before GPT-2's pattern, as llama.cpp does; transformers' GGUF
+conversion does not, which only shows where two or more blanks stand before a digit (``"\\n\\n1."``)."""
 
 
 def gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> PreTrainedTokenizerBase | None:
@@ -165,7 +162,7 @@ def _pre_tokenizer(pre: str, split: _Split) -> PreTokenizer:
         words = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if SPLIT_DIGITS_FIRST and pre in DIGITS_FIRST:
+    if pre in DIGITS_FIRST:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     return gpt2
 

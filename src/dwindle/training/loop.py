@@ -109,6 +109,8 @@ class Trainer:
         """Set before ``after_step`` is called: anything but ``running`` means that no step follows."""
         self.extra_metrics: dict[str, Any] = {}
         """Numbers of the current step for the metrics line; emptied before every step."""
+        self.extra_times: dict[str, float] = {}
+        """Seconds of the current step beside the step itself, such as a pause; emptied before every step."""
         self.notes: dict[str, str] = {}
         """Texts for the display, kept until replaced."""
         names = [callback.name for callback in self.callbacks]
@@ -127,6 +129,7 @@ class Trainer:
             while self.status == "running":
                 started = time.perf_counter()
                 self.extra_metrics.clear()
+                self.extra_times.clear()
                 loss, num_tokens = self.forward_backward(self.batches.next_step())
                 grad_norm = self._grad_norm()
                 healthy = math.isfinite(loss) and math.isfinite(grad_norm)

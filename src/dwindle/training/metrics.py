@@ -78,6 +78,7 @@ class MetricsWriter(Callback):
                     "tokens_per_s": last.num_tokens / max(last.seconds, 1e-9),
                     "seconds": last.seconds,
                     "wall": time.time(),
+                    **trainer.extra_times,
                 },
             }
         )

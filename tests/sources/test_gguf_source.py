@@ -397,10 +397,9 @@ def test_byte_level_tokenizer_round_trips(pre: str, tmp_path: Path) -> None:
     assert (tokenizer("a")["input_ids"][0] == 1) == (pre in ("llama-bpe", "tekken"))
 
 
-def test_digits_first_is_one_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digits_are_cut_off_first(tmp_path: Path) -> None:
+    """As in the original tokenizer and in llama.cpp (``tokenizer.ggml.pre = smollm``)."""
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), vocabulary=byte_level_vocabulary)
-    assert load_tokenizer(path).tokenize("\n\n1") == ["Ċ", "Ċ", "1"]
-    monkeypatch.setattr("dwindle.sources.tokenizers_built.SPLIT_DIGITS_FIRST", True)
     assert load_tokenizer(path).tokenize("\n\n1") == ["ĊĊ", "1"]
 
 

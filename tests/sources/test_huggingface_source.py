@@ -219,6 +219,7 @@ def test_hub_failures_say_which(name: str, words: str, monkeypatch: pytest.Monke
     def refuse(*_: Any, **__: Any) -> str:
         raise hub_error(name)
 
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     fails("some-org/some-model", "some-org/some-model", words, "local directory")
 
@@ -237,11 +238,28 @@ def test_hub_id_is_loaded_from_what_the_hub_gives(folder: Path, monkeypatch: pyt
         asked.append(allow_patterns)
         return str(folder)
 
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert load("org/name").kind == "huggingface"
     assert load_config("org/name").hidden_size == 32
     assert "model.safetensors" in asked[0] and "model.safetensors" not in asked[1]
     assert not any("bin" in pattern for pattern in asked[0])
+
+
+def test_a_complete_cached_copy_serves_without_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    def cached(repo_id: str, local_files_only: bool = False, **_: Any) -> str:
+        assert local_files_only
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", cached)
+    assert torch.equal(load("org/name").model(IDS).logits, tiny()(IDS).logits)
+    (folder / "model.safetensors").unlink()
+    assert load_config("org/name").hidden_size == 32
+    fails("org/name", "cannot be reached")
 
 
 def test_an_existing_path_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,284 @@
+"""Pruning-aware pretraining as a callback: scores from the training gradients, events after the step.
+
+After the backward pass of a step after which groups are due, the groups are chosen (one small transfer from the
+device); after the optimizer's step they are zeroed with their moments and written to the ledger. Now and then the
+model is rebuilt at smaller shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy import Structure
+from dwindle.anatomy.anatomy import places
+from dwindle.pruning.ledger import prune_event, source_event
+from dwindle.pruning.pacing import Pacing
+from dwindle.pruning.saliency import Scores, metric_named, score_model
+from dwindle.pruning.selection import Choice, SelectionOptions, Selector, final_count, rounded_shape
+from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import Shape, Target
+from dwindle.sizes import format_count
+from dwindle.training.callbacks import Callback
+from dwindle.training.metrics import JsonLinesFile
+
+if TYPE_CHECKING:
+    from dwindle.training.loop import Trainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrunerOptions:
+    """How a pruner scores and when it compacts; what may leave is in ``SelectionOptions``."""
+
+    metric: str = "taylor"
+    fisher: Literal["step", "adam"] = "step"
+    """The squared gradient of the step, or Adam's (bias-corrected) second moment."""
+    smoothing: float = 0.0
+    """Factor of the running average of scores over steps; 0 scores only the steps after which groups leave."""
+    round_to: int = 1
+    compact_threshold: float = 0.2
+    """Dead share that triggers a compaction; 1: only at the end."""
+    compact_multiple: int = 64
+    seed: int = 0
+
+
+class Pruner(Callback):
+    """Removes groups while the model trains, until the target; then only keeps dead parts dead."""
+
+    def __init__(
+        self,
+        prunable: Prunable,
+        target: Target,
+        pacing: Pacing,
+        *,
+        selection: SelectionOptions,
+        options: PrunerOptions,
+        ledger: Path,
+        source: str,
+        rebuild: Callable[[nn.Module], torch.optim.Optimizer],
+        milestones: Sequence[tuple[str, int]] = (),
+        on_milestone: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.prunable = prunable
+        self.target = target
+        self.pacing = pacing
+        self.selection = selection
+        self.options = options
+        self.source = source
+        self.rebuild = rebuild
+        self.milestones = sorted(milestones, key=lambda item: -item[1])
+        self.on_milestone = on_milestone
+        self.num_events = 0
+        self._ledger = JsonLinesFile(ledger)
+        self._smoothed: Scores | None = None
+        self._choices: list[Choice] = []
+        self._selector = Selector(prunable.anatomy, target, selection)
+        self._shape_chosen = options.round_to <= 1 or target.shape is not None
+
+    @property
+    def end_count(self) -> int:
+        """Parameters at the target."""
+        return final_count(self.prunable.anatomy, self.target)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will leave."""
+        return self._shape_chosen and self.prunable.num_parameters <= self.end_count
+
+    def on_start(self, trainer: Trainer) -> None:
+        assert trainer.model is self.prunable.model
+        if trainer.step == 0:
+            anatomy = self.prunable.anatomy
+            settings = asdict(self.selection) | asdict(self.options) | {"pacing": asdict(self.pacing)}  # type: ignore[call-overload]
+            self._ledger.append(source_event(self.source, anatomy.count(anatomy.source).total, settings))
+        self._report(trainer)
+
+    def after_backward(self, trainer: Trainer) -> None:
+        self.prunable.mask_gradients()
+        if self.finished:
+            return
+        due = self.pacing.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
+        if not due and not self.options.smoothing:
+            return
+        scores = self._score(trainer)
+        if due:
+            self._choices = self._choose(scores, trainer.step + 1)
+
+    def after_step(self, trainer: Trainer) -> None:
+        choices, self._choices = self._choices, []
+        assert trainer.last is not None
+        if choices and not trainer.last.skipped:
+            self.prunable.kill(choices[-1].rest, trainer.optimizer)
+            for choice in choices:
+                self._ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
+            self.num_events += len(choices)
+            self._forget_dead_scores()
+            self._save_milestones()
+        self._maybe_compact(trainer)
+        trainer.extra_metrics["parameters"] = self.prunable.num_parameters
+        trainer.extra_metrics["events"] = len(choices)
+        self._report(trainer)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._ledger.close()
+
+    def _score(self, trainer: Trainer) -> Scores:
+        metric = metric_named(self.options.metric, seed=self.options.seed * 1_000_003 + trainer.step)
+        gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
+        fishers = Fishers(trainer, self.options.fisher, gradients)
+        scores = score_model(self.prunable, gradients, fishers, metric)
+        if self.options.smoothing:
+            scores = self._smoothed = scores.smoothed(self._smoothed, self.options.smoothing)
+        return scores
+
+    def _choose(self, scores: Scores, step: int) -> list[Choice]:
+        """Every group that is due by now, from the same gradients; sums of one group ignore the others' leaving."""
+        if not self._shape_chosen:
+            self._choose_shape(scores)
+        working = copy_of(scores)
+        alive, choices = self.prunable.alive, []
+        count, events = self.prunable.num_parameters, self.num_events
+        while self.pacing.due(step, count, events):
+            choice = self._selector.choose(working, alive)
+            if choice is None:
+                break
+            choices.append(choice)
+            alive, count, events = choice.rest, choice.num_parameters, events + 1
+            exclude(working, choice)
+        return choices
+
+    def _choose_shape(self, scores: Scores) -> None:
+        """With rounding, the final shape follows from the first scores, so that all types can land on multiples."""
+        working = copy_of(scores)
+        alive = self.prunable.alive
+        while (choice := self._selector.choose(working, alive)) is not None:
+            alive = choice.rest
+            exclude(working, choice)
+        anatomy, now = self.prunable.anatomy, self.prunable.alive
+        shape = rounded_shape(anatomy, alive, now, self.target, self.selection, self.options.round_to)
+        self._aim_at(shape)
+
+    def _aim_at(self, shape: Shape) -> None:
+        self.target = Target(0, shape)
+        self._selector = Selector(self.prunable.anatomy, self.target, self.selection)
+        self._shape_chosen = True
+
+    def _forget_dead_scores(self) -> None:
+        if self._smoothed is not None:
+            self._smoothed.mask(self.prunable.dead)
+
+    def _save_milestones(self) -> None:
+        while self.milestones and self.prunable.num_parameters <= self.milestones[0][1]:
+            self.on_milestone(self.milestones.pop(0)[0])
+
+    def _maybe_compact(self, trainer: Trainer) -> None:
+        """To round sizes on the way, when enough is dead."""
+        keep = self.prunable.rounded(self.options.compact_multiple)
+        threshold = self.options.compact_threshold
+        if threshold >= 1 or keep == self.prunable.physical:
+            return
+        if self.prunable.dead_share < threshold and not self.finished:
+            return
+        self.compact(trainer, keep)
+
+    def compact(self, trainer: Trainer, keep: Structure) -> None:
+        """Go on with a smaller model; the pause is in the metrics."""
+        started = time.perf_counter()
+        optimizer = self.prunable.compact(keep, trainer.optimizer, self.rebuild)
+        assert optimizer is not None
+        trainer.replace_model(self.prunable.model, optimizer)
+        if self._smoothed is not None:
+            self._smoothed = self._smoothed.restricted(keep)
+        shape = asdict(Shape.of(keep))
+        self._ledger.append({"event": "compact", "step": trainer.step, "tokens": trainer.tokens, **shape})
+        trainer.extra_metrics["compacted"] = shape
+        trainer.extra_times["compaction"] = time.perf_counter() - started
+
+    def _report(self, trainer: Trainer) -> None:
+        now, end = self.prunable.num_parameters, self.end_count
+        if self.finished:
+            trainer.notes["parameters"] = format_count(now)
+            trainer.notes["next event"] = "none, target reached"
+            return
+        following = self.pacing.next_step(trainer.step + 1, now, self.num_events)
+        trainer.notes["parameters"] = f"{format_count(now)} → {format_count(end)}"
+        trainer.notes["next event"] = f"step {following}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "physical": self.prunable.physical.to_json(self.source),
+            "alive": self.prunable.alive.to_json(self.source),
+            "num_events": self.num_events,
+            "shape": asdict(self.target.shape) if self.target.shape else None,
+            "milestones": [name for name, _ in self.milestones],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The model was already rebuilt at the physical shapes (``physical_structure``)."""
+        assert physical_structure(state) == self.prunable.physical
+        self.prunable.restore(Structure.from_json(state["alive"]))
+        self.num_events = int(state["num_events"])
+        self.milestones = [item for item in self.milestones if item[0] in state["milestones"]]
+        if state["shape"] is not None:
+            self._aim_at(Shape(**state["shape"]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        if self._smoothed is None:
+            return {}
+        named = {f"attn.{i}": t for i, t in enumerate(self._smoothed.attn)}
+        return named | {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        layers = range(self.prunable.anatomy.num_layers)
+        attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
+        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"])
+
+
+class Fishers(Mapping[str, Tensor]):
+    """The diagonal Fisher by tensor name, formed only when asked for: one tensor at a time."""
+
+    def __init__(self, trainer: Trainer, kind: str, gradients: Mapping[str, Tensor]) -> None:
+        self._trainer, self._kind, self._gradients = trainer, kind, gradients
+        self._parameters = dict(trainer.model.named_parameters())
+
+    def __getitem__(self, name: str) -> Tensor:
+        state = self._trainer.optimizer.state.get(self._parameters[name], {}) if self._kind == "adam" else {}
+        if "exp_avg_sq" not in state:  # before Adam's first step there is only the gradient
+            return self._gradients[name].square()
+        beta = self._trainer.optimizer.param_groups[0]["betas"][1]
+        moment: Tensor = state["exp_avg_sq"] / (1 - beta ** float(state["step"]))
+        return moment
+
+    def __iter__(self) -> Any:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+
+def physical_structure(state: Mapping[str, Any]) -> Structure:
+    """The shapes that a pruner's state was saved with."""
+    return Structure.from_json(state["physical"])
+
+
+def copy_of(scores: Scores) -> Scores:
+    return Scores(
+        scores.structure, [t.clone() for t in scores.attn], [t.clone() for t in scores.ffn], scores.stem.clone()
+    )
+
+
+def exclude(scores: Scores, choice: Choice) -> None:
+    """Never choose this group again."""
+    group, structure = choice.group, scores.structure
+    if group.kind == "stem":
+        scores.stem[places(group.members[0], structure.hidden)] = float("inf")
+        return
+    values, unit = (scores.attn, "query") if group.kind == "attn" else (scores.ffn, "ffn")
+    for layer, members in enumerate(group.members):
+        values[layer][places(members, structure.unit(unit, layer))] = float("inf")
