@@ -81,7 +81,7 @@ BAD = {
     "empty data": (["prune", "model", "--to", "50%", "--data", "empty.txt"], "empty.txt"),
     "missing data": (["prune", "model", "--to", "50%", "--data", "nowhere.txt"], "nowhere.txt"),
     "short text": (["prune", "model", "--to", "50%", "--data", "short.txt"], "--data"),
-    "output exists": (["prune", "model", "--to", "50%", "--out", "existing"], "output existing exists"),
+    "output exists": (["prune", "model", "--to", "50%", "--out", "existing"], "--out existing already exists"),
     "unknown metric": (["prune", "model", "--to", "50%", "--metric", "wonder"], "metric 'wonder' is unknown"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "hub without network": (["prune", "someone/model", "--to", "50%"], "someone/model"),

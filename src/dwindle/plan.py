@@ -216,4 +216,4 @@ def _memory(recipe: Recipe, config: Any, parameters: int, device: str) -> int:
     layers = 1 if recipe.training.activation_checkpointing else config.num_hidden_layers
     activations = tokens * wide * (per_layer * layers + config.hidden_size * config.num_hidden_layers)
     logits = 3 * 4 * min(tokens, recipe.training.ce_chunk_tokens) * config.vocab_size
-    return parameters * _ADAM_BYTES + activations + logits
+    return int(parameters * _ADAM_BYTES + activations + logits)

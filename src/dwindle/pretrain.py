@@ -20,7 +20,7 @@ from dwindle.anatomy.build import build, config_for
 from dwindle.config import write_toml
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
-from dwindle.plan import device_of, micro_batch_of, plan_pruning, precision_of
+from dwindle.plan import PruningPlan, device_of, micro_batch_of, plan_pruning, precision_of
 from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
@@ -177,14 +177,14 @@ class Job:
             physical = physical_structure(saved) if saved else physical
             tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
             model = build(config_for(config, physical), tensors)
-        self.pruner = None
-        if recipe.prune.enabled:
-            self.pruner = self._pruner(Prunable(model, self.anatomy, physical))
+        self.pruner: Pruner | None = None
+        plan = plan_pruning(recipe, self.anatomy)
+        if plan is not None:
+            self.pruner = self._pruner(Prunable(model, self.anatomy, physical), plan)
         return model
 
-    def _pruner(self, prunable: Prunable) -> Pruner:
+    def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
         prune = self.recipe.prune
-        plan = plan_pruning(self.recipe, self.anatomy)
         return Pruner(
             prunable,
             plan.target,

@@ -94,13 +94,13 @@ def test_an_existing_output_is_refused_and_replaced_only_when_asked(tmp_path: Pa
     model, structure = pruned("llama", "stock")
     save(model, structure, tmp_path / "out")
     (tmp_path / "out" / "mark").touch()
-    with pytest.raises(UserError, match="exists: choose another --out, or give --overwrite"):
+    with pytest.raises(UserError, match="already exists: choose another directory or pass --overwrite"):
         save(model, structure, tmp_path / "out")
     save(model, structure, tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "mark").exists()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "diary.txt").touch()
-    with pytest.raises(UserError, match="is not a model directory"):
+    with pytest.raises(UserError, match="left alone"):
         save(model, structure, tmp_path / "notes", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
 

@@ -49,10 +49,6 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
     }
 
 
-def to_line(event: Event) -> str:
-    return json.dumps(event, separators=(",", ":"), allow_nan=False) + "\n"
-
-
 def read_ledger(path: str | PathLike[str]) -> list[Event]:
     """All events; a half-written last line (a run that is being written, or was killed) is left out."""
     path = Path(path)

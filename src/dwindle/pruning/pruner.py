@@ -89,6 +89,8 @@ class Pruner(Callback):
     @property
     def finished(self) -> bool:
         """Whether nothing more will leave."""
+        if self.target.shape is not None:
+            return Shape.of(self.prunable.alive) == self.target.shape
         return self._shape_chosen and self.prunable.num_parameters <= self.end_count
 
     def on_start(self, trainer: Trainer) -> None:

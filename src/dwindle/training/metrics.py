@@ -24,7 +24,7 @@ class JsonLinesFile:
         self._file: IO[bytes] | None = None
 
     def append(self, record: dict[str, Any]) -> None:
-        line = json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False) + "\n"
+        line = json_line(record)
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +40,11 @@ class JsonLinesFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One record as every append-only file of ours holds it."""
+    return json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _without_nan(value: Any) -> Any:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from dwindle.directories import atomic_directory
 from dwindle.errors import UserError
 from dwindle.progress import Bar
-from dwindle.training.data.directories import atomic_directory
 from dwindle.training.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.training.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens, tokenizer_fingerprint
 

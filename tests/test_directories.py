@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dwindle.directories import atomic_directory
 from dwindle.errors import UserError
-from dwindle.training.data.directories import atomic_directory
 
 
 def names(folder: Path) -> list[str]:

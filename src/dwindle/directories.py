@@ -23,34 +23,42 @@ def atomic_directory(
     meanwhile wins. What killed processes left behind is removed.
     """
     if not keep_existing:
-        _refuse_existing(target, marker, overwrite)
+        refuse_existing(target, marker=marker, overwrite=overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
         temporary = target.parent / f".{target.name}.writing-{_owner(os.getpid())}"
         temporary.mkdir()
     except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror or error}): choose another place") from error
+        raise UserError(
+            f"--out {target} cannot be written ({error.strerror or error}): choose another place"
+        ) from error
     try:
         yield temporary
+        for path in temporary.rglob("*"):
+            _sync(path)
         _sync(temporary)
         _put_in_place(temporary, target, keep_existing)
     except OSError as error:
         raise UserError(
-            f"{target} could not be written ({error.strerror or error}): nothing was changed, free space or "
+            f"--out {target} could not be written ({error.strerror or error}): nothing was changed, free space or "
             "choose another place"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _refuse_existing(target: Path, marker: str, overwrite: bool) -> None:
+def refuse_existing(target: Path, *, marker: str, overwrite: bool) -> None:
+    """Refuse an existing target, and a place that cannot be written; long work calls this before it starts."""
     if not target.exists():
+        nearest = next(parent for parent in target.resolve().parents if parent.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise UserError(f"--out {target} cannot be written: {nearest} is not a directory that may be written to")
         return
     if not overwrite:
-        raise UserError(f"{target} already exists: choose another directory or pass --overwrite")
+        raise UserError(f"--out {target} already exists: choose another directory or pass --overwrite")
     if not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file()):
-        raise UserError(f"{target} is not a directory of this kind and is left alone: choose another one")
+        raise UserError(f"--out {target} is not a directory of this kind and is left alone: choose another one")
 
 
 def _put_in_place(temporary: Path, target: Path, keep_existing: bool) -> None:
@@ -74,10 +82,10 @@ def _put_in_place(temporary: Path, target: Path, keep_existing: bool) -> None:
     _sync(target.parent)
 
 
-def _sync(directory: Path) -> None:
+def _sync(path: Path) -> None:
     if os.name != "posix":  # elsewhere a directory cannot be opened
         return
-    handle = os.open(directory, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -1,0 +1,72 @@
+"""``dwindle inspect`` and ``dwindle prune``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.errors import UserError
+
+
+@app.command()
+def inspect(model: Model, as_json: Json = False) -> None:
+    """Show layers, heads, widths, parameters by part, and what a group of each type weighs."""
+    from dwindle.inspection import inspect
+
+    found = inspect(model)
+    print_result(found.to_json() if as_json else found.render(), as_json)
+
+
+@app.command()
+def prune(
+    model: Model,
+    to: Annotated[str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, or hidden=512,heads=8,ffn=1280.")],
+    out: Annotated[str, typer.Option(help="Directory to write.")],
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's own documentation (pydoc).")
+    ] = None,
+    more_data: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    metric: Annotated[str, typer.Option(help="taylor, taylor1, magnitude or random.")] = "taylor",
+    groups: Annotated[str, typer.Option(help="The types that may leave.")] = "attn,ffn,stem",
+    attention: Annotated[str, typer.Option(help="regular (stock everywhere) or cluster (the paper's).")] = "regular",
+    compare: Annotated[str, typer.Option(help="How types are compared: mean or sum of element scores.")] = "mean",
+    rounds: Annotated[int, typer.Option(help="Score anew this many times on the way.")] = 1,
+    round_to: Annotated[int | None, typer.Option(help="Make the final widths multiples of this.")] = None,
+    min_heads: Annotated[int, typer.Option(help="Query heads that stay in every layer.")] = 1,
+    min_ffn: Annotated[int, typer.Option(help="FFN channels that stay in every layer.")] = 8,
+    min_hidden: Annotated[int, typer.Option(help="Hidden channels that stay.")] = 8,
+    sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 64,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a calibration sequence.")] = 256,
+    seed: Annotated[int, typer.Option(help="For the calibration sample and the random metric.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prune without training: one-shot, or in rounds with new scores."""
+    from dwindle.posttraining import DEFAULT_TEXT, prune
+
+    if more_data and not data:
+        raise UserError(f"unexpected argument {more_data[0]!r}: calibration files follow --data")
+    result = prune(
+        model,
+        to,
+        out=out,
+        data=[*(data or [DEFAULT_TEXT]), *(more_data or [])],
+        metric=metric,
+        groups=[part.strip() for part in groups.split(",") if part.strip()],  # type: ignore[misc]
+        attention=attention,  # type: ignore[arg-type]
+        compare=compare,  # type: ignore[arg-type]
+        rounds=rounds,
+        round_to=round_to,
+        min_heads=min_heads,
+        min_ffn=min_ffn,
+        min_hidden=min_hidden,
+        num_sequences=sequences,
+        seq_len=seq_len,
+        seed=seed,
+        device=device,
+        overwrite=overwrite,
+    )
+    print_result(result.summary(out) if as_json else result.render(out), as_json)

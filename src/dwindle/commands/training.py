@@ -1,0 +1,87 @@
+"""``dwindle pretrain``, ``dwindle resume`` and ``dwindle tokenize``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from dwindle.commands.app import Json, app, print_result
+
+
+@app.command()
+def pretrain(
+    recipe: Annotated[str, typer.Argument(help="A recipe, such as recipes/demo.toml.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value …, such as prune.target=70M training.lr=3e-4.")
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<recipe's name>.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing run.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue pretraining a model while it is pruned to a target size."""
+    from pathlib import Path
+
+    from dwindle.pretrain import pretrain
+    from dwindle.recipe import load_recipe
+
+    chosen = load_recipe(recipe, overrides or [])
+    if dry_run:
+        from dwindle.plan import make_plan
+
+        plan = make_plan(chosen)
+        print_result(plan.to_json() if as_json else plan.render(), as_json)
+        return
+    run = Path(out) if out is not None else Path("runs") / Path(recipe).stem
+    _print_run(pretrain(chosen, run, overwrite=overwrite), as_json)
+
+
+@app.command()
+def resume(run: Annotated[str, typer.Argument(help="Directory of a run.")], as_json: Json = False) -> None:
+    """Continue a run from its newest good checkpoint."""
+    from dwindle.pretrain import resume
+
+    _print_run(resume(run), as_json)
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
+    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
+    out: Annotated[str, typer.Option(help="Directory to write.")],
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines or column that holds the text.")] = "text",
+    overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write text as memory-mapped token files, which recipes can name in place of the text."""
+    from dwindle.sources import load_tokenizer
+    from dwindle.training.data import write_token_files
+
+    files = write_token_files(
+        inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"
+    )
+    found = {"out": out, "tokens": files.num_tokens, "documents": files.num_documents}
+    print_result(
+        found if as_json else f"{out}: {files.num_tokens:,} tokens of {files.num_documents:,} documents", as_json
+    )
+
+
+def _print_run(result: Any, as_json: bool) -> None:
+    """How a run ended, and the command that continues or uses it."""
+    from dataclasses import asdict
+
+    if as_json:
+        print(json.dumps(asdict(result), default=str))
+        return
+    if result.status == "stopped":
+        print(f"stopped after step {result.step:,}; continue with: dwindle resume {result.run}")
+        return
+    if not result.target_reached:
+        print(f"warning: the target was not reached: {result.parameters:,} parameters are left", file=sys.stderr)
+    losses = f"loss {result.loss:.4f}" if result.loss is not None else ""
+    if result.valid_loss is not None:
+        losses += f", validation {result.valid_loss:.4f}"
+    print(f"finished: {result.parameters:,} parameters, {result.tokens:,} tokens, {losses}\nmodel: {result.model}")
