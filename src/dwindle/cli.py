@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+import pkgutil
 import sys
 
+from dwindle import commands
 from dwindle.commands.app import app
 from dwindle.errors import UserError
-
-_ROOMS = ("models", "training")
-
 
 def main() -> None:
     """Run one command."""
     _quiet_libraries()
-    for room in _ROOMS:
-        importlib.import_module(f"dwindle.commands.{room}")
+    for room in pkgutil.iter_modules(commands.__path__):
+        importlib.import_module(f"dwindle.commands.{room.name}")
     try:
         app()
     except UserError as error:
