@@ -4,28 +4,81 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dwindle import cli
+from dwindle.sources import load_tokenizer
+from dwindle.training.data import write_token_files
 from tiny import tiny_directory
 
 
-def dwindle(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
+    """A new interpreter, as from a shell, with the network allowed."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dwindle", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+class Shell:
+    """Runs commands in this process, in a folder."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+        monkeypatch.chdir(folder)
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
+        self.capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        out, err = self.capsys.readouterr()
+        return code, out, err
+
+
+@pytest.fixture
+def shell(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(place, monkeypatch, capsys)
+
+
+RECIPE = """
+[source]
+model = "model"
+[data]
+train = ["pydoc:train"]
+valid = ["pydoc:valid"]
+seq_len = 24
+valid_tokens = 240
+cache_dir = "cache"
+[training]
+tokens = 2400
+tokens_per_step = 240
+micro_batch = 5
+[prune]
+target = "70%"
+horizon = 0.8
+[checkpoint]
+every = 3
+"""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, texts and everything that can be wrong with them."""
+    """A folder with a model, texts, a recipe, and everything that can be wrong with them."""
     place = tmp_path_factory.mktemp("place")
     tiny_directory(place / "model")
+    (place / "recipe.toml").write_text(RECIPE)
     (place / "text.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 40)
     (place / "short.txt").write_text("Too short.")
     (place / "empty.txt").write_text("")
@@ -42,66 +95,149 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(tensors, place / "poisoned" / "model.safetensors", metadata={"format": "pt"})
     (place / "gpt2").mkdir()
     (place / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    _token_files(place)
     return place
 
 
-def test_inspect(place: Path) -> None:
-    done = dwindle("inspect", "model", "--json", cwd=place)
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and done.stderr == ""
+def _token_files(place: Path) -> None:
+    tokenizer = load_tokenizer(place / "model")
+    write_token_files([str(place / "text.txt")], tokenizer, place / "good-tokens")
+    write_token_files([str(place / "text.txt")], tokenizer, place / "bad-tokens")
+    shard = place / "bad-tokens" / "tokens-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[10] ^= 1
+    shard.write_bytes(bytes(data))
+    index = json.loads((place / "good-tokens" / "index.json").read_text())
+    write_token_files([str(place / "text.txt")], tokenizer, place / "other-tokens")
+    index["tokenizer"] = "0" * len(index["tokenizer"])
+    (place / "other-tokens" / "index.json").write_text(json.dumps(index))
+
+
+def test_inspect(shell: Shell) -> None:
+    code, out, err = shell("inspect", "model", "--json")
+    found = json.loads(out)
+    assert code == 0 and err == ""
     assert found["hidden"] == 32 and found["layers"][0]["kv_heads"] == 4
-    total = sum(t.numel() for t in load_file(place / "model" / "model.safetensors").values())
+    total = sum(t.numel() for t in load_file(shell.folder / "model" / "model.safetensors").values())
     assert found["parameters"]["total"] == total
     parts = ("embedding", "attention", "ffn", "norms")
     assert sum(found["parameters"][part] for part in parts) == total
     assert found["groups"]["ffn"] == 3 * 3 * 32
-    table = dwindle("inspect", "model", cwd=place).stdout
+    table = shell("inspect", "model")[1]
     assert "what one group weighs" in table and "0-2" in table
 
 
-def test_prune_and_inspect_the_result(place: Path) -> None:
+def test_prune_and_inspect_the_result(shell: Shell) -> None:
     command = ["prune", "model", "--to", "80%", "--out", "smaller", "--data", "text.txt", "short.txt"]
-    done = dwindle(*command, "--seq-len", "32", "--sequences", "4", "--json", cwd=place)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    code, out, err = shell(*command, "--seq-len", "32", "--sequences", "4", "--json")
+    assert code == 0, err
+    result = json.loads(out)
     assert result["stock"] and result["parameters"]["after"] <= 0.8 * result["parameters"]["before"]
-    found = json.loads(dwindle("inspect", "smaller", "--json", cwd=place).stdout)
+    found = json.loads(shell("inspect", "smaller", "--json")[1])
     assert found["parameters"]["total"] == result["parameters"]["after"]
-    files = {path.name for path in (place / "smaller").iterdir()}
+    files = {path.name for path in (shell.folder / "smaller").iterdir()}
     assert files >= {"model.safetensors", "config.json", "tokenizer.json", "generation_config.json"}
     assert files >= {"structure.json", "ledger.jsonl"}
 
 
+def test_tokenize_then_pretrain_on_the_token_files(shell: Shell) -> None:
+    code, out, _ = shell("tokenize", "text.txt", "short.txt", "--model", "model", "--out", "tokens", "--json")
+    assert code == 0 and json.loads(out)["documents"] == 2
+    overrides = ["data.train=tokens", "data.valid=[]", "training.tokens=960"]
+    code, out, err = shell("pretrain", "recipe.toml", *overrides, "--out", "on-tokens", "--json")
+    assert code == 0, err
+    assert json.loads(out)["status"] == "finished"
+
+
+def test_a_dry_run_trains_nothing(shell: Shell) -> None:
+    before = sorted(shell.folder.iterdir())
+    code, out, _ = shell("pretrain", "recipe.toml", "prune.target=60%", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert code == 0 and sorted(shell.folder.iterdir()) == before
+    assert plan["steps"] == 10 and plan["tokens"] == 2400 and plan["events_estimate"] > 3
+    assert plan["parameters_target"] == int(0.6 * plan["parameters_before"])
+    assert "shape expected" in shell("pretrain", "recipe.toml", "--dry-run")[1]
+
+
+def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
+    assert shell("pretrain", "recipe.toml", "training.lr=2e-4", "training.tokens=720", "--out", "resolved")[0] == 0
+    saved = (shell.folder / "resolved" / "recipe.toml").read_text()
+    assert "lr = 0.0002" in saved and str(shell.folder / "model") in saved
+    code, out, _ = shell("resume", "resolved", "--json")  # a finished run: nothing to do but say so
+    assert code == 0 and json.loads(out)["status"] == "finished"
+
+
+def test_stop_signals_save_and_say_how_to_go_on(place: Path) -> None:
+    running = process("pretrain", "recipe.toml", "training.tokens=2M", "--out", "stopped", cwd=place)
+    deadline = time.monotonic() + 60
+    while not (place / "stopped" / "checkpoints").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    assert "dwindle resume stopped" in out
+    assert list((place / "stopped" / "checkpoints").iterdir()) and not (place / "stopped" / "model").exists()
+
+
+PRUNE = ["prune", "model", "--to", "50%"]
+PRETRAIN = ["pretrain", "recipe.toml"]
 BAD = {
     "unknown family": (["prune", "gpt2", "--to", "50%"], "'gpt2' is not supported: supported are"),
     "target above": (["prune", "model", "--to", "900M"], "--to 900M: the source has"),
     "target below": (["prune", "model", "--to", "100"], "below the smallest reachable model"),
-    "missing weights": (["prune", "missing", "--to", "50%"], "missing"),
-    "corrupt weights": (["prune", "corrupt", "--to", "50%"], "model.safetensors"),
-    "empty data": (["prune", "model", "--to", "50%", "--data", "empty.txt"], "empty.txt"),
-    "missing data": (["prune", "model", "--to", "50%", "--data", "nowhere.txt"], "nowhere.txt"),
-    "short text": (["prune", "model", "--to", "50%", "--data", "short.txt"], "--data"),
-    "output exists": (["prune", "model", "--to", "50%", "--out", "existing"], "--out existing already exists"),
-    "unknown metric": (["prune", "model", "--to", "50%", "--metric", "wonder"], "metric 'wonder' is unknown"),
+    "missing weights": (["prune", "missing", "--to", "50%"], "missing/model.safetensors does not exist"),
+    "corrupt weights": (["prune", "corrupt", "--to", "50%"], "corrupt/model.safetensors"),
+    "empty data": ([*PRUNE, "--data", "empty.txt"], "empty.txt"),
+    "missing data": ([*PRUNE, "--data", "nowhere.txt"], "nowhere.txt"),
+    "short text": ([*PRUNE, "--data", "short.txt"], "--data"),
+    "output exists": ([*PRUNE, "--out", "existing"], "--out existing already exists"),
+    "unknown metric": ([*PRUNE, "--metric", "wonder"], "metric 'wonder' is unknown"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
-    "hub without network": (["prune", "someone/model", "--to", "50%"], "someone/model"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
-    "bad groups": (["prune", "model", "--to", "50%", "--groups", "legs"], "groups legs"),
-    "bad attention": (["prune", "model", "--to", "50%", "--attention", "none"], "attention 'none'"),
+    "bad groups": ([*PRUNE, "--groups", "legs"], "groups legs"),
+    "bad attention": ([*PRUNE, "--attention", "none"], "attention 'none'"),
     "stray argument": (["prune", "model", "stray", "--to", "50%"], "stray"),
-    "bad device": (["prune", "model", "--to", "50%", "--device", "abacus"], "abacus"),
+    "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
+    "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
+    "unknown key": ([*PRETRAIN, "training.learning_rat=1"], "training.learning_rat"),
+    "wrong type": ([*PRETRAIN, "training.lr=fast"], "training.lr"),
+    "unreachable in these tokens": ([*PRETRAIN, "prune.horizon=none", "prune.ratio=1:9"], "prune.ratio: 1:9 gives 1"),
+    "unreachable target": ([*PRETRAIN, "prune.target=100"], "below the smallest reachable model"),
+    "missing training text": ([*PRETRAIN, "data.train=nowhere.txt"], "data.train"),
+    "corrupt shard": ([*PRETRAIN, "data.train=bad-tokens"], "tokens-00000.bin"),
+    "other tokenizer": ([*PRETRAIN, "data.train=other-tokens"], "tokenizer"),
+    "poisoned source": ([*PRETRAIN, "source.model=poisoned"], "model.layers.1.mlp.up_proj.weight"),
+    "too little text": ([*PRETRAIN, "data.train=short.txt"], "data.train"),
+    "validation is trained on": ([*PRETRAIN, "data.valid=pydoc:train"], "data.valid"),
+    "a run is there": ([*PRETRAIN, "--out", "good-tokens"], "exists and is not a run"),
+    "nothing to resume": (["resume", "model"], "recipe.toml"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_user_errors(name: str, place: Path) -> None:
+def test_user_errors(name: str, shell: Shell) -> None:
     arguments, message = BAD[name]
-    if "--out" not in arguments:
+    if "--out" not in arguments and arguments[0] != "resume":
         arguments = [*arguments, "--out", "never"]
-    before = sorted(path.name for path in place.iterdir())
-    done = dwindle(*arguments, cwd=place)
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], done.stderr
-    assert sorted(path.name for path in place.iterdir()) == before
+    before = {path: path.stat().st_mtime_ns for path in shell.folder.rglob("*") if "cache" not in path.parts}
+    code, out, err = shell(*arguments)
+    assert code == 2, err
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], err
+    after = {path: path.stat().st_mtime_ns for path in shell.folder.rglob("*") if "cache" not in path.parts}
+    assert after == before
+
+
+def test_a_hub_id_without_network(place: Path) -> None:
+    running = process("prune", "someone/model", "--to", "50%", "--out", "never", cwd=place)
+    out, err = running.communicate(timeout=120)
+    assert running.returncode == 2 and out == ""
+    assert len(err.strip().splitlines()) == 1 and "someone/model" in err and not (place / "never").exists()
+
+
+def test_an_existing_run_is_not_overwritten(shell: Shell) -> None:
+    assert shell(*PRETRAIN, "training.tokens=480", "--out", "again")[0] == 0
+    code, _, err = shell(*PRETRAIN, "--out", "again")
+    assert code == 2 and "dwindle resume again" in err
+    assert shell(*PRETRAIN, "training.tokens=480", "--out", "again", "--overwrite")[0] == 0

@@ -11,6 +11,7 @@ from dwindle import commands
 from dwindle.commands.app import app
 from dwindle.errors import UserError
 
+
 def main() -> None:
     """Run one command."""
     _quiet_libraries()

@@ -1,0 +1,43 @@
+"""One output file that appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dwindle.errors import UserError
+
+
+def refuse_existing_file(target: Path, *, suffix: str, overwrite: bool) -> None:
+    """Before long work: a wrong name, an existing file, or a place that cannot be written."""
+    if target.suffix != suffix:
+        raise UserError(f"--out {target}: give a file name that ends in {suffix}")
+    if target.is_dir():
+        raise UserError(f"--out {target} is a directory: give a file name that ends in {suffix}")
+    if target.exists() and not overwrite:
+        raise UserError(f"--out {target} already exists: choose another file or pass --overwrite")
+    nearest = next(parent for parent in target.resolve().parents if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(f"--out {target} cannot be written: {nearest} is not a directory that may be written to")
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yields a temporary path beside ``target``, with its suffix, that takes its place if nothing is raised."""
+    temporary = target.parent / f".writing-{os.getpid()}-{target.name}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        raise UserError(
+            f"--out {target} could not be written ({error.strerror or error}): nothing was changed, free space or "
+            "choose another place"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

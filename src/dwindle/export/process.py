@@ -1,0 +1,150 @@
+"""A runtime in a process of its own: a crash there is an error message here, and its peak memory is its own.
+
+Parent and child exchange one JSON object per line. The child's module imports no torch unless its engine does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dwindle.errors import UserError
+
+ENGINES = {
+    "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
+    "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
+    "torch": "dwindle.bench.torch_engine:TorchEngine",
+}
+
+
+class RuntimeFailure(Exception):
+    """The runtime refused the model or died; the message is its own last words."""
+
+
+class RuntimeProcess:
+    """``with RuntimeProcess("llamacpp", path, threads=1) as runtime: runtime.call("greedy", ids=…, count=64)``"""
+
+    def __init__(self, engine: str, path: str | os.PathLike[str], *, threads: int = 1, context: int = 512) -> None:
+        self.engine = engine
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        command = [sys.executable, "-m", "dwindle.export.process", engine, str(path), str(threads), str(context)]
+        limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env={**os.environ, **limits, "PYTHONPATH": _import_path()},
+        )
+        try:
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Run one method of the engine."""
+        assert self._child.stdin is not None
+        try:
+            print(json.dumps({"method": method, "arguments": arguments}), file=self._child.stdin, flush=True)
+        except OSError as error:
+            raise RuntimeFailure(f"{self.engine} stopped: {self._last_words()}") from error
+        return self._receive()
+
+    def _receive(self) -> Any:
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            self._child.wait()
+            raise RuntimeFailure(f"{self.engine} stopped: {self._last_words()}")
+        reply = json.loads(line)
+        if "user_error" in reply:
+            raise UserError(reply["user_error"])
+        if "error" in reply:
+            raise RuntimeFailure(f"{self.engine}: {reply['error']}")
+        return reply["result"]
+
+    def _last_words(self) -> str:
+        self._stderr.seek(0)
+        lines = [line.strip() for line in self._stderr.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "error" in line.lower()]
+        return (errors or lines or [f"exit code {self._child.returncode}"])[-1]
+
+    def close(self) -> None:
+        """End the child: it leaves when its input closes; a child that does not is killed."""
+        if self._child.stdin is not None and not self._child.stdin.closed:
+            try:
+                self._child.stdin.close()
+            except OSError:
+                pass
+        try:
+            self._child.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        if self._child.stdout is not None:
+            self._child.stdout.close()
+        self._stderr.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process ever held; 0 where the platform does not say."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _import_path() -> str:
+    """So that the child finds this very package, installed or not."""
+    root = str(Path(__file__).resolve().parents[2])
+    others = os.environ.get("PYTHONPATH")
+    return f"{root}{os.pathsep}{others}" if others else root
+
+
+def _serve(engine_name: str, path: str, threads: int, context: int) -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+
+    def answer(**fields: Any) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
+    module, _, name = ENGINES[engine_name].partition(":")
+    try:
+        engine: Any = getattr(import_module(module), name)(path, threads=threads, context=context)
+    except UserError as error:
+        return answer(user_error=str(error))
+    except Exception as error:
+        return answer(error=f"{type(error).__name__}: {error}")
+    answer(result=None)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["method"] == "peak_memory":
+                answer(result=peak_memory_bytes())
+            else:
+                answer(result=getattr(engine, request["method"])(**request["arguments"]))
+        except Exception as error:
+            answer(error=f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,212 @@
+"""Exact enlargements that make a pruned model stock: repeated key/value heads, zero heads, zero channels.
+
+A query of zeros whose output columns are zero adds nothing, nor does an FFN channel of zeros; a key/value head may
+be computed twice. A hidden channel of zeros changes RMSNorm's divisor only, which the gain and epsilon undo:
+with m of m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give back the same numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy import Anatomy, Row, Structure
+from dwindle.anatomy.build import build, config_for, is_custom
+from dwindle.errors import UserError
+
+NOTHING = -1
+"""A place that is filled with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """Which head of the present layer stands in each place of the new one, and how many channels are added."""
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...]
+    ffn: tuple[int, ...]
+
+    @property
+    def queries_per_kv(self) -> int:
+        return len(self.query) // len(self.kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The enlarged model and what the enlargement costs."""
+
+    model: Any
+    parameters_before: int
+    parameters_after: int
+    kv_per_token_before: int
+    kv_per_token_after: int
+    """Numbers that the cache holds for one token, over all layers."""
+
+    @property
+    def changed(self) -> bool:
+        return self.parameters_after != self.parameters_before
+
+    def cost(self) -> dict[str, int]:
+        return {
+            "parameters_before": self.parameters_before,
+            "parameters_after": self.parameters_after,
+            "kv_per_token_before": self.kv_per_token_before,
+            "kv_per_token_after": self.kv_per_token_after,
+        }
+
+    def describe(self) -> str:
+        """What it cost, in one line."""
+        more = self.parameters_after / self.parameters_before - 1
+        cache = self.kv_per_token_after / self.kv_per_token_before - 1
+        return (
+            f"parameters {self.parameters_before:,} → {self.parameters_after:,} ({more:+.1%}), "
+            f"KV cache per token {self.kv_per_token_before:,} → {self.kv_per_token_after:,} values ({cache:+.1%})"
+        )
+
+
+def resize(model: Any, *, uniform: bool, round_to: int = 1) -> Resized:
+    """The same function at sizes that stock attention can express.
+
+    ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer becomes regular
+    on its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple. The number of queries
+    per key/value head is the one that makes the model smallest: 1 repeats key/value heads, the largest group of a
+    layer pads queries, and sizes between do some of both.
+    """
+    anatomy = Anatomy.of(model)
+    before = anatomy.source
+    plans = _plans(before, uniform=uniform, round_to=round_to)
+    hidden = _padded(len(before.hidden), round_to)
+    after = Structure.full(
+        hidden=len(hidden),
+        ffn=[len(plan.ffn) for plan in plans],
+        kv_of_query=[[place // plan.queries_per_kv for place in range(len(plan.query))] for plan in plans],
+    )
+    sizes = (anatomy.count(before).total, anatomy.count(after).total)
+    kv = tuple(2 * anatomy.head_dim * sum(len(la.kv_heads) for la in s.layers) for s in (before, after))
+    if after == before:
+        return Resized(model, sizes[0], sizes[0], kv[0], kv[0])
+    _refuse_wide_norms(anatomy, before, plans)
+    return Resized(_enlarged(model, anatomy, plans, hidden, after), *sizes, *kv)
+
+
+def _enlarged(
+    model: Any, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...], after: Structure
+) -> nn.Module:
+    share = len(anatomy.source.hidden) / len(hidden)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        row = anatomy[name]
+        tensor = _spread(row, parameter.detach(), anatomy, plans, hidden)
+        if row.is_norm and row.axes == (("hidden",),) and share != 1:
+            tensor = (tensor.double() * math.sqrt(share)).to(tensor.dtype)
+        tensors[name] = tensor
+    config = config_for(model.config, after)
+    config.rms_norm_eps = model.config.rms_norm_eps * share
+    larger = build(config, tensors)
+    if getattr(model, "generation_config", None) is not None:
+        larger.generation_config = model.generation_config
+    return larger
+
+
+def refuse_custom(model: Any, where: str) -> None:
+    """Where a stock model was asked for and even equal layers need our modelling file."""
+    if is_custom(model.config):
+        raise UserError(
+            f"--stock: {where} has biases and a hidden size that is no multiple of its heads, which no stock "
+            "configuration allows: pass --round 64 too"
+        )
+
+
+def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[LayerPlan]:
+    counts = [layer.queries_per_kv for layer in structure.layers]
+    widths = [len(layer.ffn) for layer in structure.layers]
+    if not uniform:
+        sizes = [_smallest([layer]) for layer in counts]
+    else:
+        sizes = [_smallest(counts)] * len(counts)
+        widths = [max(widths)] * len(widths)
+    return [
+        _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, structure_width=len(la.ffn)))
+        for layer, (per_kv, kv_heads), width, la in zip(counts, sizes, widths, structure.layers, strict=True)
+    ]
+
+
+def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """(queries per key/value head, key/value heads) into which all of these layers fit with the fewest weights."""
+
+    def size(per_kv: int) -> tuple[int, int, int]:
+        kv_heads = max(sum(math.ceil(n / per_kv) for n in layer) for layer in layers)
+        return kv_heads * (per_kv + 1), kv_heads, per_kv
+
+    _, kv_heads, per_kv = min(size(per_kv) for per_kv in range(1, max(map(max, layers)) + 1))
+    return per_kv, kv_heads
+
+
+def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> LayerPlan:
+    query: list[int] = []
+    kv: list[int] = []
+    first = 0
+    for head, count in enumerate(counts):
+        for start in range(first, first + count, per_kv):
+            members = range(start, min(start + per_kv, first + count))
+            query += [*members, *[NOTHING] * (per_kv - len(members))]
+            kv.append(head)
+        first += count
+    missing = kv_heads - len(kv)
+    return LayerPlan((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
+
+
+def _padded(width: int, round_to: int, structure_width: int | None = None) -> tuple[int, ...]:
+    present = width if structure_width is None else structure_width
+    total = math.ceil(width / round_to) * round_to
+    return (*range(present), *[NOTHING] * (total - present))
+
+
+def _spread(
+    row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]
+) -> Tensor:
+    """The tensor with every axis rearranged; places without a source are zero."""
+    for axis, units in enumerate(row.axes):
+        where = [*_places(units, row.layer, anatomy, plans, hidden)]
+        if not where:
+            continue
+        index = torch.tensor(where, device=tensor.device)
+        tensor = tensor.index_select(axis, index.clamp(min=0))
+        tensor = tensor.index_fill(axis, (index == NOTHING).nonzero().flatten(), 0)
+    return tensor.clone() if tensor.data_ptr() else tensor
+
+
+def _places(
+    units: tuple[str, ...], layer: int | None, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]
+) -> Iterator[int]:
+    offset = 0
+    for unit in units:
+        if unit not in ("hidden", "query", "kv", "ffn"):
+            return
+        chosen = hidden if unit == "hidden" else getattr(plans[_known(layer)], unit)
+        stretch = anatomy.stretch(unit)
+        for place in chosen:
+            yield from ([NOTHING] * stretch if place == NOTHING else range(offset + place * stretch, offset + (place + 1) * stretch))
+        offset += anatomy.width(unit, layer, anatomy.source)
+
+
+def _known(layer: int | None) -> int:
+    assert layer is not None
+    return layer
+
+
+def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[LayerPlan]) -> None:
+    """A norm over all heads (OLMo 2) would count the added ones."""
+    wide = any(row.is_norm and row.axes[0][0] in ("query", "kv") for row in anatomy.rows)
+    same = all(len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
+               for p, la in zip(plans, before.layers, strict=True))
+    if wide and not same:
+        raise UserError(
+            "--stock: this family normalises over all heads together, so heads cannot be added without changing "
+            "the model: prune it with --attention regular"
+        )

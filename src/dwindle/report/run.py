@@ -1,0 +1,174 @@
+"""One run directory as the report sees it: logs, architecture, status, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import time
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from dwindle.errors import UserError
+from dwindle.report.architecture import ArchitectureView, find_architecture
+from dwindle.report.logs import LedgerLog, MetricsLog
+
+Status = Literal["finished", "running", "stopped", "pruned"]
+
+_RECIPE_LIMIT_BYTES = 100_000
+_FRESH_S = 120.0
+
+
+class Run:
+    """A directory of ``dwindle pretrain``, or a model directory of ``dwindle prune``; ``refresh`` reads what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.metrics = MetricsLog(folder / "metrics.jsonl")
+        self.ledger = LedgerLog(folder / "ledger.jsonl")
+        self.architecture: ArchitectureView | None = None
+        self.recipe_text: str | None = None
+        self.recipe: dict[str, Any] = {}
+        self.status: Status = "stopped"
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name or str(self.folder)
+
+    def refresh(self) -> None:
+        self.metrics.refresh()
+        self.ledger.refresh()
+        self.architecture = find_architecture(self.folder, self.ledger)
+        self.recipe_text = _read_text(self.folder / "recipe.toml")
+        self.recipe = parse_recipe(self.recipe_text)
+        self.status = status_of(self.folder)
+
+    @property
+    def source_name(self) -> str:
+        """What was made smaller; a path is shortened to its last part."""
+        named = self.ledger.source_name or setting(self.recipe, "source", "model")
+        return short_name(str(named)) if named else ""
+
+    @property
+    def target(self) -> str:
+        return str(setting(self.recipe, "prune", "target") or "")
+
+    @property
+    def parameters_before(self) -> float | None:
+        return self.ledger.source_parameters
+
+    @property
+    def parameters_after(self) -> float | None:
+        prunes = self.ledger.prunes.parameters
+        return prunes[-1] if prunes else self.metrics.last("parameters") or self.parameters_before
+
+    def missing(self) -> list[str]:
+        """What the page cannot show, and why; each a line for a person."""
+        lines = []
+        for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
+            name, found = log.lines.path.name, log.lines
+            if not found.exists:
+                if not (name == "metrics.jsonl" and self.status == "pruned"):
+                    lines.append(f"{name} is not there: {what} cannot be shown.")
+                continue
+            if found.num_bad:
+                lines.append(f"{name}: {_lines(found.num_bad)} could not be read and {_were(found.num_bad)} left out.")
+            if log.num_odd:
+                lines.append(
+                    f"{name}: {_lines(log.num_odd)} of an unknown kind {_were(log.num_odd)} left out "
+                    "(written by another version?)."
+                )
+            if found.unfinished:
+                lines.append(f"{name} ends inside a line: that line is still being written, or was cut off.")
+        if self.ledger.lines.exists and not self.ledger.source:
+            lines.append("ledger.jsonl does not say what the source was: shares of it cannot be computed.")
+        if self.ledger.lines.exists and self.architecture is None:
+            lines.append(
+                "No structure.json and no checkpoint that fits the ledger: the architecture is drawn once there is one."
+            )
+        if self.recipe_text is None and self.status != "pruned":
+            lines.append("recipe.toml is not there: the recipe cannot be shown.")
+        return lines
+
+
+def open_run(folder: str | os.PathLike[str]) -> Run:
+    """Refuses what is no run at all; anything that has one of the files is shown as far as it goes."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise UserError(f"{path}: is not a directory: give the directory that dwindle pretrain or prune wrote")
+    if not is_run(path):
+        raise UserError(
+            f"{path}: holds no recipe.toml, metrics.jsonl or ledger.jsonl: give a directory that dwindle "
+            "pretrain or prune wrote (`dwindle runs DIR` lists them)"
+        )
+    run = Run(path)
+    run.refresh()
+    return run
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("recipe.toml", "metrics.jsonl", "ledger.jsonl"))
+
+
+def status_of(folder: Path) -> Status:
+    """A model directory by itself is ``pruned``; a run is finished once its model is written."""
+    if (folder / "config.json").is_file() and (folder / "structure.json").is_file():
+        return "pruned"
+    if (folder / "model" / "config.json").is_file():
+        return "finished"
+    return "running" if _is_locked(folder / ".lock", folder / "metrics.jsonl") else "stopped"
+
+
+def _is_locked(lock: Path, log: Path) -> bool:
+    """Whether a process holds the run's lock; asked of the kernel's list, because trying the lock could disturb it."""
+    try:
+        inode = lock.stat().st_ino
+    except OSError:
+        return False
+    try:
+        held = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return _age_s(log) < _FRESH_S
+    places = (line.split()[5] for line in held if " FLOCK " in line and len(line.split()) > 5)
+    return any(place.rsplit(":", 1)[-1] == str(inode) for place in places)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def parse_recipe(text: str | None) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text or "")
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def setting(recipe: dict[str, Any], section: str, key: str) -> Any:
+    table = recipe.get(section)
+    return table.get(key) if isinstance(table, dict) else None
+
+
+def short_name(source: str) -> str:
+    """A local path's last part; hub ids and aliases as they are."""
+    if source.startswith(("/", ".", "~")) or "\\" in source:
+        return source.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+    return source
+
+
+def _read_text(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return file.read(_RECIPE_LIMIT_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line" if count == 1 else f"{count:,} lines"
+
+
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
