@@ -64,13 +64,13 @@ import json, resource, sys
 from dwindle.cli import main
 import torch, transformers, dwindle.pretrain
 torch.set_num_threads(1)
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+resident = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
 sys.argv = ["dwindle", *sys.argv[1:]]
 try:
     main()
 except SystemExit as done:
     assert not done.code
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base))
+print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident))
 """
 
 RECIPE = """
@@ -81,8 +81,8 @@ train = ["pydoc:train"]
 seq_len = 64
 cache_dir = "{cache}"
 [training]
-tokens = 5120
-tokens_per_step = 512
+tokens = 20480
+tokens_per_step = 2048
 [prune]
 target = "60%"
 horizon = 0.8

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -60,6 +61,16 @@ class Bar:
             self._last_line = now
             remaining = (now - self._started) / max(self.done, 1) * (self.total - self.done)
             print(f"{self.description}: {self.done}/{self.total}, {remaining:.0f} s left", file=sys.stderr)
+
+
+@contextmanager
+def status(description: str) -> Iterator[None]:
+    """A spinner on a terminal for a wait whose length is not known; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(description):
+        yield
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dwindle.errors import UserError
+from dwindle.progress import status
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.common import build_model, check_finite, parse_dtype
 from dwindle.sources.gguf_file import open_gguf
@@ -66,23 +67,26 @@ def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.flo
     wanted = parse_dtype(dtype)
     target = _device(device)
     kind, path = _locate(where, weights=True)
-    tokenizer: PreTrainedTokenizerBase | None
+    with status(f"loading {where}"):
+        model, tokenizer = _read(kind, path, where, wanted)
+        check_finite(model, where)
+        return Loaded(model.to(target).eval(), tokenizer, where, kind)
+
+
+def _read(
+    kind: str, path: Path, where: str, wanted: torch.dtype | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if kind == "huggingface":
-        model = huggingface.read_model(path, wanted, where)
-        tokenizer = huggingface.read_tokenizer(path, where)
-    elif kind == "gguf":
+        return huggingface.read_model(path, wanted, where), huggingface.read_tokenizer(path, where)
+    dtype = wanted or torch.float32
+    if kind == "gguf":
         file = open_gguf(path)
         config = gguf_config(file)
         tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
-        tensors = gguf_tensors(file, config, wanted or torch.float32)
-        model = build_model(config, tensors, wanted or torch.float32, where)
-    else:
-        header = llama2c.read_header(path)
-        tokenizer = llama2c.read_tokenizer(path, header)
-        tensors = llama2c.read_tensors(path, header, wanted or torch.float32)
-        model = build_model(header.config(), tensors, wanted or torch.float32, where)
-    check_finite(model, where)
-    return Loaded(model.to(target).eval(), tokenizer, where, kind)
+        return build_model(config, gguf_tensors(file, config, dtype), dtype, where), tokenizer
+    header = llama2c.read_header(path)
+    model = build_model(header.config(), llama2c.read_tensors(path, header, dtype), dtype, where)
+    return model, llama2c.read_tokenizer(path, header)
 
 
 def load_config(source: str | os.PathLike[str]) -> PreTrainedConfig:

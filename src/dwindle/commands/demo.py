@@ -1,0 +1,27 @@
+"""``dwindle demo``: what ``make demo`` runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, app, print_result
+
+
+@app.command()
+def demo(
+    recipe: Annotated[str, typer.Option(help="The recipe of the pruning-aware column.")] = "recipes/demo.toml",
+    out: Annotated[str, typer.Option(help="Directory for the models.")] = "runs/demo",
+    sequences: Annotated[int, typer.Option(help="Calibration sequences of the post-training column.")] = 16,
+    overwrite: Annotated[bool, typer.Option(help="Replace the models of an earlier demo.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Prune a real model in a few minutes on a CPU and show it before and after."""
+    from pathlib import Path
+
+    from dwindle.demo import run_demo
+    from dwindle.recipe import load_recipe
+
+    found = run_demo(load_recipe(recipe), Path(out), sequences=sequences, overwrite=overwrite)
+    print_result(found.to_json() if as_json else found.render(), as_json)
