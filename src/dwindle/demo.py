@@ -85,8 +85,16 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
     demo.columns.append(_measure("source", source.model, source.tokenizer, windows, folder / "source", 0))
 
     once = folder / "post-training"
-    options = {"num_sequences": sequences, "seq_len": data.seq_len, "seed": recipe.training.seed}
-    pruned = prune(source, recipe.prune.target, out=once, data=data.train, overwrite=overwrite, **options)
+    pruned = prune(
+        source,
+        recipe.prune.target,
+        out=once,
+        data=data.train,
+        num_sequences=sequences,
+        seq_len=data.seq_len,
+        seed=recipe.training.seed,
+        overwrite=overwrite,
+    )
     models["post-training"] = pruned.model
     demo.columns.append(_measure("post-training", pruned.model, source.tokenizer, windows, once, 0))
 
@@ -100,7 +108,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
     threads = torch.get_num_threads()
     timed = measure_latency(models, runtime="torch", threads=threads, prompt_tokens=32, new_tokens=24, repeats=3)
     for column in demo.columns:
-        column.ms_per_token = timed[column.name].decode_ms_per_token.median
+        column.ms_per_token = timed.row(column.name).decode_ms.median
     return demo
 
 

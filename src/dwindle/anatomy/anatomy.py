@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class Anatomy:
         self.source = source_structure(config)
         self.rows = tuple(self._rows(shapes))
         self._by_name = {row.name: row for row in self.rows}
+        self._rows_of = {
+            layer: [row for row in self.rows if row.layer == layer] for layer in (None, *range(self.num_layers))
+        }
+        tables = {layer: tuple((r.axes, r.full_shape) for r in rows) for layer, rows in self._rows_of.items()}
+        distinct = list(dict.fromkeys(tables.values()))
+        self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
+        self._remembered: dict[tuple[Any, ...], tuple[int, int]] = {}
         matrices = [row for row in self.rows if row.layer is not None and len(row.axes) == 2]
         self._outputs = {(row.layer, row.axes[1][0]): row for row in matrices if row.axes[0] == ("hidden",)}
         for row in self.rows:
@@ -121,15 +129,25 @@ class Anatomy:
         )
 
     def count(self, structure: Structure) -> ParameterCount:
-        """Exact parameters, from the table alone; tied tensors are one tensor."""
-        total = embedding = 0
-        for row in self.rows:
-            size = 1
-            for length in self.shape(row, structure):
-                size *= length
-            total += size
-            embedding += size if row.is_embedding else 0
+        """Exact parameters, from the table alone; tied tensors are one tensor.
+
+        Selection counts thousands of structures whose layers mostly have the same sizes, so sizes are remembered.
+        """
+        hidden = len(structure.hidden)
+        total, embedding = self._sizes(None, structure, (hidden,))
+        for number, layer in enumerate(structure.layers):
+            sizes = (hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn))
+            total += self._sizes(number, structure, sizes)[0]
         return ParameterCount(total, embedding)
+
+    def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """(all, embedding) parameters of one layer, or of what lies outside the layers."""
+        rows = self._rows_of[layer]
+        key = (self._table_of[layer], sizes)
+        if key not in self._remembered:
+            counts = [(prod(self.shape(row, structure)), row.is_embedding) for row in rows]
+            self._remembered[key] = (sum(n for n, _ in counts), sum(n for n, is_embedding in counts if is_embedding))
+        return self._remembered[key]
 
     def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor | None:
         """Where the kept entries of one axis lie in a tensor that has the structure ``within``; None: all of it."""

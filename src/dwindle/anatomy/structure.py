@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,19 +40,26 @@ class Layer:
 
     def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
         """The rest; parts that lose nothing stay the same objects, which makes differences cheap to find."""
-        gone_heads, gone_ffn = set(query_heads), set(ffn)
-        heads, kv_of_query, channels = self.query_heads, self.kv_of_query, self.ffn
-        if gone_heads:
-            kept = [place for place, q in enumerate(heads) if q not in gone_heads]
+        gone = set(query_heads)
+        heads, kv_of_query = self.query_heads, self.kv_of_query
+        if gone:
+            kept = [place for place, q in enumerate(heads) if q not in gone]
             heads = tuple(self.query_heads[place] for place in kept)
             kv_of_query = tuple(self.kv_of_query[place] for place in kept)
-        if gone_ffn:
-            channels = tuple(c for c in channels if c not in gone_ffn)
-        return Layer(heads, kv_of_query, channels)
+        return Layer(heads, kv_of_query, _drop(self.ffn, ffn))
 
     def unit(self, name: str) -> tuple[int, ...]:
         """The indices that one unit of an anatomy table counts."""
         return {"query": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
+
+
+def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
+    """Sorted indices without a few of them: slices, because events are many and layers wide."""
+    for index in gone:
+        place = bisect_left(indices, index)
+        if place < len(indices) and indices[place] == index:
+            indices = indices[:place] + indices[place + 1 :]
+    return indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +98,7 @@ class Structure:
 
     def without(self, group: Group) -> Structure:
         if group.kind == "stem":
-            gone = set(group.members[0])
-            return replace(self, hidden=tuple(i for i in self.hidden if i not in gone))
+            return replace(self, hidden=_drop(self.hidden, group.members[0]))
         key = "query_heads" if group.kind == "attn" else "ffn"
         layers = tuple(la.without(**{key: gone}) for la, gone in zip(self.layers, group.members, strict=True))
         return replace(self, layers=layers)
