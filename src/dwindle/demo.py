@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class Demo:
         for column in self.columns:
             table.add_column(column.name, justify="right")
         source = self.columns[0]
-        rows = {
+        rows: dict[str, Callable[[Column], str]] = {
             "parameters": lambda c: f"{c.parameters:,}",
             "tokens trained": lambda c: f"{c.tokens_trained:,}",
             "perplexity": lambda c: f"{c.perplexity:.2f}",

@@ -116,6 +116,18 @@ class Browser:
         entries = self._ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("WARNING", "SEVERE")]
 
+    def tap(self, x: float, y: float) -> None:
+        """One finger, down and up."""
+        down, up = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}
+        move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}
+        finger = {
+            "type": "pointer",
+            "id": "finger",
+            "parameters": {"pointerType": "touch"},
+            "actions": [move, down, up],
+        }
+        self._ask("POST", f"{self._session}/actions", {"actions": [finger]})
+
     def move_to(self, x: float, y: float) -> None:
         """The pointer, in pixels of the window."""
         move = {"type": "pointerMove", "duration": 0, "x": round(x), "y": round(y)}

@@ -98,15 +98,12 @@ class Alive:
 
     def event(self, step: int, tokens: int, done: float) -> dict[str, Any]:
         draw = self.chance.random()
-        kind = "stem" if draw < 0.25 * done else "attn" if draw > 0.985 and len(self.queries[0]) > 2 else "ffn"
-        if kind == "stem" and len(self.hidden) > 8:
-            indices = [[self.hidden.pop(self.chance.randrange(len(self.hidden)))]]
-        else:
-            kind = "ffn" if kind == "stem" or len(self.queries[0]) <= 2 else kind
-            kept = self.queries if kind == "attn" else self.ffn
-            if len(kept[0]) <= 1:
-                kind, kept = "attn", self.queries
-            indices = [[layer.pop(self.chance.randrange(len(layer)))] for layer in kept]
+        kind = "stem" if draw < 0.25 * done else "attn" if draw > 0.985 else "ffn"
+        left = {"attn": len(self.queries[0]) - 1, "ffn": len(self.ffn[0]) - 1, "stem": len(self.hidden) - 1}
+        if left[kind] < 1:
+            kind = max(left, key=lambda name: left[name])
+        kept = {"attn": self.queries, "ffn": self.ffn, "stem": [self.hidden]}[kind]
+        indices = [[layer.pop(self.chance.randrange(len(layer)))] for layer in kept]
         base = 1e-7 * (1 + 4 * done)
         saliency = {name: base * math.exp(self.chance.gauss(0.2, 0.15)) for name in ("attn", "ffn", "stem")}
         saliency[kind] = base

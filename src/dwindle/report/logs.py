@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dwindle.report.jsonlines import GrowingJsonLines, Record, number
 Floats = NDArray[np.float64]
 
 KINDS = ("attn", "ffn", "stem")
+MAX_DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,48 +41,43 @@ class MetricsLog:
         self.num_rows = 0
         self.num_odd = 0
         """Records without a step or tokens."""
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._parts: dict[str, list[Column]] = {}
 
     def refresh(self) -> None:
         restarted, records = self.lines.read()
         if restarted:
             self._clear()
-        for record in records:
-            if number(record.get("step")) is None or number(record.get("tokens")) is None:
-                self.num_odd += 1
-                continue
-            self._add(record, "")
-            self.num_rows += 1
+        usable = [record for record in records if _has_place(record)]
+        self.num_odd += len(records) - len(usable)
+        self._add(usable, "")
+        self.num_rows += len(usable)
 
-    def _add(self, record: Record, prefix: str) -> None:
-        columns, row = self._columns, self.num_rows
-        for key, value in record.items():
-            kind = type(value)
-            if kind is dict:
-                if prefix.count(".") < 3:
-                    self._add(value, f"{prefix}{key}.")
+    def _add(self, records: list[Record], prefix: str) -> None:
+        """Key by key over all new records: much faster than record by record."""
+        for key in dict.fromkeys(chain.from_iterable(records)):
+            values = [record.get(key) for record in records]
+            if dict in set(map(type, values)):
+                if prefix.count(".") < MAX_DEPTH:
+                    self._add([value if type(value) is dict else {} for value in values], f"{prefix}{key}.")
                 continue
-            if kind is bool:
-                value = float(value)
-            elif kind is not float and kind is not int:
-                continue
-            elif value - value != 0:  # NaN or infinite: other writers may leave them in
-                continue
-            name = prefix + key
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = (array("q"), array("d"))
-            column[0].append(row)
-            column[1].append(value)
+            numbers = _numbers(values)
+            kept = np.flatnonzero(np.isfinite(numbers))
+            if len(kept):
+                self._parts.setdefault(prefix + key, []).append(Column(kept + self.num_rows, numbers[kept]))
 
     @property
     def names(self) -> list[str]:
-        return list(self._columns)
+        return list(self._parts)
 
     def column(self, name: str) -> Column:
         """Empty where nothing of that name was written."""
-        rows, values = self._columns.get(name, (array("q"), array("d")))
-        return Column(np.array(rows, dtype=np.int64), np.array(values, dtype=np.float64))
+        parts = self._parts.get(name)
+        if not parts:
+            return Column(np.zeros(0, dtype=np.int64), np.zeros(0))
+        if len(parts) > 1:
+            rows, values = [part.rows for part in parts], [part.values for part in parts]
+            parts[:] = [Column(np.concatenate(rows), np.concatenate(values))]
+        return parts[0]
 
     @property
     def tokens(self) -> Floats:
@@ -91,8 +88,21 @@ class MetricsLog:
         return self.column("step").values
 
     def last(self, name: str) -> float | None:
-        column = self._columns.get(name)
-        return column[1][-1] if column else None
+        values = self.column(name).values
+        return float(values[-1]) if len(values) else None
+
+
+def _has_place(record: Record) -> bool:
+    return number(record.get("step")) is not None and number(record.get("tokens")) is not None
+
+
+def _numbers(values: list[Any]) -> Floats:
+    """NaN for everything that is not a number."""
+    try:
+        return np.array(values, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError):
+        found = [float(value) if isinstance(value, bool) else number(value) for value in values]
+        return np.array(found, dtype=np.float64)
 
 
 @dataclass(slots=True)
@@ -166,7 +176,9 @@ class LedgerLog:
 
     def _prune(self, record: Record) -> None:
         kind = KINDS.index(record["type"])
-        members = [[int(index) for index in layer] for layer in record["indices"]]
+        members: list[list[int]] = record["indices"]
+        if not set(map(type, chain.from_iterable(members))) <= {int}:
+            raise TypeError("indices are whole numbers")
         step, tokens, left = float(record["step"]), float(record["tokens"]), float(record["parameters"])
         prunes, saliency = self.prunes, record.get("saliency")
         if not isinstance(saliency, dict):

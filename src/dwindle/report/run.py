@@ -42,6 +42,12 @@ class Run:
         self.recipe = parse_recipe(self.recipe_text)
         self.status = status_of(self.folder)
 
+    def signature(self) -> object:
+        """Changes whenever one of the files that ``refresh`` and the result tables read does."""
+        names = ("metrics.jsonl", "ledger.jsonl", "recipe.toml", "structure.json", "model/structure.json")
+        folders = (".", "model", "evaluation", "model/evaluation", "checkpoints", "milestones")
+        return status_of(self.folder), [_stamp(self.folder / name) for name in (*names, *folders)]
+
     @property
     def source_name(self) -> str:
         """What was made smaller; a path is shortened to its last part."""
@@ -130,6 +136,14 @@ def _is_locked(lock: Path, log: Path) -> bool:
         return _age_s(log) < _FRESH_S
     places = (line.split()[5] for line in held if " FLOCK " in line and len(line.split()) > 5)
     return any(place.rsplit(":", 1)[-1] == str(inode) for place in places)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _age_s(path: Path) -> float:

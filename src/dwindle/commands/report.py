@@ -1,0 +1,109 @@
+"""``dwindle report``, ``dwindle plot`` and ``dwindle runs``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, app, print_result
+from dwindle.errors import UserError
+
+RunDirectory = Annotated[str, typer.Argument(help="A run of dwindle pretrain, or a model directory of dwindle prune.")]
+
+
+@app.command()
+def report(
+    run: RunDirectory,
+    out: Annotated[str | None, typer.Option(help="HTML file to write; default: report.html in the run.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
+    port: Annotated[int, typer.Option(help="With --watch: the port; 0 takes a free one.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Replace a file that is no report.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw a run's story: one self-contained HTML page."""
+    from dwindle.report.page import render_page, write_page
+    from dwindle.report.run import open_run
+    from dwindle.report.summary import summarise
+
+    if watch and out is not None:
+        raise UserError("--out: cannot be combined with --watch: give one of them")
+    found = open_run(run)
+    if watch:
+        _serve(run, port, open_page, as_json)
+        return
+    summary = summarise(found)
+    path = write_page(render_page(summary), out or Path(run) / "report.html", overwrite=overwrite)
+    if open_page:
+        _open(path.resolve().as_uri())
+    if as_json:
+        figures = [figure["id"] for figure in summary["figures"]]
+        print_result({"report": str(path), "figures": figures, "missing": summary["missing"]}, as_json)
+        return
+    for line in summary["missing"]:
+        print(f"note: {line}", file=sys.stderr)
+    print(path)
+
+
+@app.command()
+def plot(
+    run: RunDirectory,
+    out: Annotated[str, typer.Option(help="Directory to write; PNG and SVG of every figure.")],
+    dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw the same figures as PNG and SVG files, for papers."""
+    from dwindle.report.plots import write_plots
+    from dwindle.report.run import open_run
+
+    names = write_plots(open_run(run), out, dpi=dpi, overwrite=overwrite)
+    if as_json:
+        print_result({"out": out, "files": names}, as_json)
+        return
+    for name in names:
+        print(Path(out) / name)
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to look, such as runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List runs: target, size, tokens, loss, status."""
+    from dwindle.report.runs import list_runs, render_runs
+
+    rows = list_runs(Path(folder))
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows]))
+        return
+    print_result(render_runs(rows) if rows else f"no runs in {folder}", as_json)
+
+
+def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
+    """Until Ctrl-C."""
+    from dwindle.report.run import Run
+    from dwindle.report.server import ReportServer
+
+    with ReportServer(Run(Path(run)), port) as server:
+        if as_json:
+            print(json.dumps({"url": server.url}), flush=True)
+        else:
+            print(f"{server.url} (Ctrl-C ends it)", flush=True)
+        if open_page:
+            _open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended", file=sys.stderr)
+
+
+def _open(url: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(url):
+        print(f"no browser could be started: open {url} yourself", file=sys.stderr)

@@ -1,0 +1,216 @@
+"""The model card (``README.md``) of an exported directory: what it is, how it was made, what it scored.
+
+Everything in it comes from the ledger, the structure and the recipe; local paths are shortened to file names,
+because cards are published.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dwindle import __version__
+from dwindle.sizes import format_count
+
+KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
+
+# Where the aliases of sources come from, as their publishers state it.
+KNOWN_SOURCES = {"smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:)?[/\\~](?:[^\"'\s,\]]*[/\\])?([^\"'\s,\]/\\]+)")
+_META_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What can be said about a source: its name, and its hub id and licence where they are known."""
+
+    name: str
+    hub_id: str | None = None
+    licence: str | None = None
+
+
+def origin_of(source: str) -> Origin:
+    """Looks at the name, and at the card beside a local source; never at the network."""
+    if source in KNOWN_SOURCES:
+        hub_id, licence = KNOWN_SOURCES[source]
+        return Origin(source, hub_id, licence)
+    path = Path(source).expanduser()
+    if path.exists():
+        facts = _card_facts((path if path.is_dir() else path.parent) / "README.md")
+        return Origin(path.resolve().name, facts.get("base_model"), facts.get("license"))
+    if _HUB_ID.fullmatch(source):
+        return Origin(source, source)
+    return Origin(re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source)
+
+
+def model_card(
+    *,
+    name: str,
+    source: str,
+    structure: Mapping[str, Any],
+    ledger: Sequence[Mapping[str, Any]],
+    num_parameters: int | None = None,
+    recipe: str | None = None,
+    results: Mapping[str, float | int | str] | None = None,
+    custom_code: bool = False,
+) -> str:
+    """The card as Markdown with Hugging Face metadata.
+
+    ``structure`` is the content of ``structure.json``; ``results`` are names and figures to print;
+    ``custom_code`` says that loading needs the modelling file beside the weights.
+    """
+    origin = origin_of(source)
+    prunes = [event for event in ledger if event.get("event") == "prune"]
+    before = next((event.get("parameters") for event in ledger if event.get("event") == "source"), None)
+    after = num_parameters or (prunes[-1].get("parameters") if prunes else before)
+    parts = [
+        _metadata(origin, custom_code, trained=recipe is not None),
+        f"# {_line(name)}",
+        _introduction(origin, before, after, prunes),
+        _how_to_load(custom_code),
+        _architecture(structure, prunes),
+        _how_made(ledger, prunes, recipe),
+        _results(results),
+        _licence(origin),
+        f"Made with dwindle {__version__}. `structure.json` lists what was kept and `ledger.jsonl` what was removed "
+        "when, in the source's numbering.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(origin: Origin, custom_code: bool, *, trained: bool) -> str:
+    """YAML; JSON strings are valid YAML, so quoting is left to ``json``."""
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if origin.licence:
+        lines.append(f"license: {json.dumps(origin.licence)}")
+    if origin.hub_id:
+        lines += [f"base_model: {json.dumps(origin.hub_id)}", "base_model_relation: finetune"]
+    tags = ["dwindle", "pruned", *(["pruning-aware-pretraining"] if trained else []), *(["custom_code"] * custom_code)]
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+
+
+def _introduction(origin: Origin, before: Any, after: Any, prunes: Sequence[Mapping[str, Any]]) -> str:
+    linked = (
+        f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else f"`{_line(origin.name)}`"
+    )
+    if not isinstance(before, int) or not isinstance(after, int) or not prunes:
+        size = f", {format_count(after)} parameters" if isinstance(after, int) else ""
+        return f"A model made from {linked}{size}."
+    tokens = prunes[-1].get("tokens")
+    while_training = " while it kept training" if tokens else " after calibration, without training"
+    return (
+        f"{linked} made smaller: {format_count(before)} parameters became {format_count(after)} "
+        f"({after / before:.1%}) in {len(prunes):,} prune events{while_training}."
+    )
+
+
+def _how_to_load(custom_code: bool) -> str:
+    extra = ", trust_remote_code=True" if custom_code else ""
+    note = (
+        "\n\nIts attention is not of a stock shape: `modeling_dwindle.py` in this directory holds the model's code."
+        if custom_code
+        else ""
+    )
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/directory"{extra})
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
+```{note}"""
+
+
+def _architecture(structure: Mapping[str, Any], prunes: Sequence[Mapping[str, Any]]) -> str:
+    layers = structure.get("layers") or []
+    if not layers:
+        return ""
+    gone = dict.fromkeys(KINDS, 0)
+    for event in prunes:
+        if event.get("type") in gone:
+            gone[event["type"]] += sum(map(len, event.get("indices", ())))
+    heads, ffn = [len(la["query_heads"]) for la in layers], [len(la["ffn"]) for la in layers]
+    hidden, num = len(structure["hidden"]), len(layers)
+    rows = [
+        ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
+        ("query heads in a layer", _was((sum(heads) + gone["attn"]) / num), _span(heads)),
+        ("key/value heads in a layer", "", _span([len(la["kv_heads"]) for la in layers])),
+        ("FFN channels in a layer", _was((sum(ffn) + gone["ffn"]) / num), _span(ffn)),
+        ("layers", f"{num}", f"{num}"),
+    ]
+    table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
+    return f"## Architecture\n\n| | before | after |\n|---|---|---|\n{table}"
+
+
+def _how_made(ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]], recipe: str | None) -> str:
+    options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
+    known = ("metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds", "method")
+    chosen = {key: options[key] for key in known if key in options} if isinstance(options, Mapping) else {}
+    lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
+    if prunes and prunes[-1].get("tokens"):
+        lines.append(f"- last group removed after {format_count(prunes[-1]['tokens'])} tokens")
+    text = "## How it was made\n\n" + "\n".join(lines) if lines else ""
+    if recipe:
+        shown = without_paths(recipe).rstrip()
+        fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
+        text += f"\n\n{fence}toml\n{shown}\n{fence}" if text else f"## How it was made\n\n{fence}toml\n{shown}\n{fence}"
+    return text
+
+
+def without_paths(text: str) -> str:
+    """Absolute paths shortened to their last part: a published card should not tell about its author's machine."""
+    return _ABSOLUTE_PATH.sub(r"\1", text)
+
+
+def _results(results: Mapping[str, float | int | str] | None) -> str:
+    if not results:
+        return ""
+    rows = "\n".join(f"| {_line(str(name))} | {_words(value)} |" for name, value in results.items())
+    return f"## Results\n\n| | |\n|---|---|\n{rows}"
+
+
+def _licence(origin: Origin) -> str:
+    if origin.licence:
+        return ""
+    return "The licence is that of the source model, which could not be read here: add it before publishing."
+
+
+def _was(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+
+
+def _span(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _line(text: str) -> str:
+    """One line that cannot end its table cell, heading or code span, nor start HTML."""
+    flat = " ".join(text.split()).replace("`", "'").replace("|", "/")
+    return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _card_facts(path: Path) -> dict[str, str]:
+    """``license`` and ``base_model`` of a card's metadata, where they are plain strings."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(_META_LIMIT_BYTES).decode("utf-8", errors="replace")
+    except OSError:
+        return {}
+    match = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    found = re.findall(
+        r"^(license|base_model):[ \t]*[\"']?([\w./-]+)[\"']?[ \t]*$", match[1] if match else "", re.MULTILINE
+    )
+    return dict(found)

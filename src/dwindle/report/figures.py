@@ -1,0 +1,389 @@
+"""The figures of a run as data: what the page draws, what its "data" links give, and what ``dwindle plot`` draws.
+
+A figure is a stack of panels over one horizontal axis, with marks (compactions) and a rug (one tick per event).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from dwindle.report.logs import KINDS, Column, Floats
+from dwindle.report.run import Run
+from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
+
+MAX_POINTS = 1600
+SMOOTH_POINTS = 600
+SMOOTH_SHARE = 80
+"""A mean spans this part of its series."""
+MAX_TICKS = 1200
+MAX_MARKS = 60
+MAX_TASKS = 8
+PAUSE_S = 600.0
+
+NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
+
+Unit = Literal["count", "number", "percent", "seconds", "scientific"]
+
+
+@dataclass(slots=True)
+class Series:
+    """One line; ``color`` names a role of the palette, ``style`` how it is drawn."""
+
+    name: str
+    color: str
+    x: list[float | int]
+    y: list[float | int]
+    style: Literal["line", "faint", "step", "dots", "target"] = "line"
+
+
+@dataclass(slots=True)
+class Panel:
+    """One vertical axis."""
+
+    label: str
+    unit: Unit
+    series: list[Series]
+    log: bool = False
+    zero: bool = False
+    """Whether the axis begins at zero."""
+    top: float | None = None
+    """Where the axis ends if a few spikes would flatten everything else."""
+    height: float = 1.0
+
+
+@dataclass(slots=True)
+class Mark:
+    """A vertical line with a text: a compaction, a stop."""
+
+    x: float
+    text: str
+    kind: Literal["compaction", "stop"] = "compaction"
+
+
+@dataclass(slots=True)
+class Rug:
+    """Small ticks along the horizontal axis, one for each event."""
+
+    name: str
+    color: str
+    x: list[float | int]
+
+
+@dataclass(slots=True)
+class Figure:
+    """``id`` is also the name of its files."""
+
+    id: str
+    title: str
+    caption: str
+    x_label: str
+    x_unit: Unit
+    panels: list[Panel]
+    marks: list[Mark] = field(default_factory=list)
+    rugs: list[Rug] = field(default_factory=list)
+    wide: bool = False
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries; lists of numbers are not copied."""
+    if is_dataclass(value):
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [plain(item) for item in value]
+    return value
+
+
+def build_figures(run: Run) -> list[Figure]:
+    """Every figure that the run has data for."""
+    figures = [_saliency(run), _share(run), _loss(run), _throughput(run), _optimizer(run), _tasks(run)]
+    return [figure for figure in figures if figure is not None and any(p.series for p in figure.panels)]
+
+
+def _line(name: str, color: str, x: Floats, y: Floats, *, points: int = MAX_POINTS, style: Any = "line") -> Series:
+    kept = thin_steps(y, points) if style == "step" else thin(y, points)
+    return Series(name, color, rounded(x[kept], 12), rounded(y[kept]), style)
+
+
+def _smoothed(name: str, color: str, x: Floats, y: Floats) -> list[Series]:
+    """Every value faintly and their mean above; a short series is drawn as it is."""
+    window = len(y) // SMOOTH_SHARE
+    if window <= 1:
+        return [_line(name, color, x, y)]
+    mean = _line(f"{name} (mean of {window:,})", color, x, moving_mean(y, window), points=SMOOTH_POINTS)
+    return [_line(f"{name} (each)", color, x, y, style="faint"), mean]
+
+
+# Pruning (the paper's Fig. 7) ------------------------------------------------------------------------------
+
+
+def _event_axis(run: Run) -> tuple[Floats, str]:
+    """Tokens seen; for pruning without training, which has none, the number of the event."""
+    tokens = np.array(run.ledger.prunes.tokens)
+    if len(tokens) and tokens.max() > 0:
+        return tokens, "tokens"
+    return np.arange(1.0, len(tokens) + 1), "groups removed"
+
+
+def _saliency(run: Run) -> Figure | None:
+    x, label = _event_axis(run)
+    series = []
+    for kind, values in zip(KINDS, run.ledger.prunes.saliency, strict=True):
+        y = np.array(values)
+        usable = np.isfinite(y) & (y > 0)
+        if usable.any():
+            series += _smoothed(NAMES[kind], kind, x[usable], y[usable])
+    series.sort(key=lambda one: one.style != "faint")  # means above, single events under them
+    if not series:
+        return None
+    metric = run.ledger.option("metric")
+    scored = f"Score: {metric}. " if isinstance(metric, str) else ""
+    return Figure(
+        "saliency",
+        "Saliency of the three types",
+        f"{scored}At every event the weakest group of each type is compared, and the lowest is removed.",
+        label,
+        "count",
+        [Panel("mean score per weight", "scientific", series, log=True)],
+    )
+
+
+def _share(run: Run) -> Figure | None:
+    prunes = run.ledger.prunes
+    if not len(prunes):
+        return None
+    x, label = _event_axis(run)
+    kinds, sizes = np.array(prunes.kinds), np.array(prunes.sizes)
+    end = max([x[-1], *run.metrics.tokens[-1:]]) if label == "tokens" else x[-1]
+    series = []
+    for place, kind in enumerate(KINDS):
+        own = np.cumsum(np.where(kinds == place, sizes, 0.0))
+        if run.architecture is not None:
+            own = own * 100 / max(run.architecture.total(kind), 1)
+        xs = np.concatenate([[0.0], x, [end]])
+        series.append(_line(NAMES[kind], kind, xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
+    known = run.architecture is not None
+    panel = Panel("removed", "percent" if known else "count", series, zero=True)
+    caption = "Share of the source's heads and channels that were removed, all layers together."
+    if not known:
+        caption = "Heads and channels that were removed; the source's sizes are not known yet, so no shares."
+    return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
+
+
+# Training ---------------------------------------------------------------------------------------------------
+
+
+def _loss(run: Run) -> Figure | None:
+    metrics, tokens = run.metrics, run.metrics.tokens
+    loss, valid = metrics.column("loss"), metrics.column("valid_loss")
+    losses = _smoothed("train", "train", tokens[loss.rows], loss.values) if len(loss) else []
+    if len(valid):
+        losses.append(_line("validation", "valid", tokens[valid.rows], valid.values, style="dots"))
+    panels = [Panel("loss, nats per token", "number", losses, top=_calm_top(loss.values), height=1.5)]
+    if (sizes := _parameters(run)) is not None:
+        panels.append(sizes)
+    if not losses:
+        return None
+    return Figure(
+        "loss",
+        "Loss and size",
+        "Ticks are prune events, coloured by type; dashed lines are compactions, where dead parts were cut out.",
+        "tokens",
+        "count",
+        panels,
+        _compactions(run, {}),
+        _rugs(run),
+        wide=True,
+    )
+
+
+def _calm_top(values: Floats) -> float | None:
+    """An end of the axis that a few spikes do not decide; the spikes stay in the data and leave at the top."""
+    if len(values) < 50:
+        return None
+    low, high, most = values.min(), np.quantile(values, 0.995), values.max()
+    roof = float(high + 0.35 * (high - low))
+    return roof if most > high + 2 * (high - low) else None
+
+
+def _parameters(run: Run) -> Panel | None:
+    """From the ledger, whose events are exact; the metrics say how far the run has come."""
+    prunes, before = run.ledger.prunes, run.parameters_before
+    tokens = run.metrics.tokens
+    column = run.metrics.column("parameters")
+    if len(prunes):
+        x, left = np.array(prunes.tokens), np.array(prunes.parameters)
+        if before is not None:
+            x, left = np.concatenate([[0.0], x]), np.concatenate([[before], left])
+        if len(tokens) and tokens[-1] > x[-1]:
+            x, left = np.append(x, tokens[-1]), np.append(left, left[-1])
+    elif len(column):
+        x, left = tokens[column.rows], column.values
+    else:
+        return None
+    series = [_line("parameters", "size", x, left, style="step")]
+    goal = end_count(run)
+    if goal is not None:
+        series.append(Series("target", "size", [0, series[0].x[-1]], [goal, goal], "target"))
+    return Panel("parameters", "count", series, zero=True)
+
+
+def end_count(run: Run) -> int | None:
+    """The size that the run aims at, as its pacing wrote it into the ledger."""
+    pacing = run.ledger.option("pacing")
+    goal = pacing.get("end_count") if isinstance(pacing, dict) else None
+    return goal if isinstance(goal, int) and goal > 0 else None
+
+
+def _compactions(run: Run, pauses_s: dict[int, float], places: dict[int, float] | None = None) -> list[Mark]:
+    marks = []
+    for compaction in run.ledger.compactions[-MAX_MARKS:]:
+        x = compaction.tokens if places is None else places.get(compaction.step)
+        if x is not None:
+            pause = f", {pauses_s[compaction.step]:.2g} s" if compaction.step in pauses_s else ""
+            marks.append(Mark(float(x), f"compacted to {compaction.text}{pause}"))
+    return marks
+
+
+def _rugs(run: Run) -> list[Rug]:
+    prunes = run.ledger.prunes
+    tokens, kinds = np.array(prunes.tokens), np.array(prunes.kinds)
+    rugs = []
+    for place, kind in enumerate(KINDS):
+        own = np.unique(tokens[kinds == place])
+        if len(own):
+            kept = own[np.unique(np.linspace(0, len(own) - 1, min(len(own), MAX_TICKS)).astype(int))]
+            rugs.append(Rug(NAMES[kind], kind, rounded(kept, 12)))
+    return rugs
+
+
+def _optimizer(run: Run) -> Figure | None:
+    metrics, tokens = run.metrics, run.metrics.tokens
+    rate, norm = metrics.column("lr"), metrics.column("grad_norm")
+    panels = []
+    if len(rate):
+        line = _line("learning rate", "train", tokens[rate.rows], rate.values, points=SMOOTH_POINTS)
+        panels.append(Panel("learning rate", "scientific", [line], zero=True))
+    positive = norm.values > 0
+    if positive.any():
+        line = _line("gradient norm", "valid", tokens[norm.rows][positive], norm.values[positive], style="faint")
+        panels.append(Panel("gradient norm", "number", [line], log=True))
+    skipped = metrics.column("skipped")
+    missed = tokens[skipped.rows][skipped.values > 0]
+    note = f" {len(missed):,} steps were skipped (not finite)." if len(missed) else ""
+    rugs = [Rug("skipped steps", "warn", rounded(missed[:MAX_TICKS], 12))] if len(missed) else []
+    if not panels:
+        return None
+    caption = f"Gradient norms are those before clipping.{note}"
+    return Figure("optimizer", "Learning rate and gradient", caption, "tokens", "count", panels, [], rugs)
+
+
+def _tasks(run: Run) -> Figure | None:
+    """Whatever else callbacks measured in the loop, such as task accuracies."""
+    metrics, tokens = run.metrics, run.metrics.tokens
+    known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
+    names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
+    shares, others = Panel("accuracy", "percent", []), Panel("other measures", "number", [])
+    for place, name in enumerate(names[:MAX_TASKS]):
+        column = metrics.column(name)
+        is_share = name.startswith("tasks/") and column.values.min() >= 0 and column.values.max() <= 1
+        panel, scale = (shares, 100) if is_share else (others, 1)
+        x, y = tokens[column.rows], column.values * scale
+        panel.series.append(_line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
+    panels = [panel for panel in (shares, others) if panel.series]
+    left = len(names) - MAX_TASKS
+    caption = "Measured in the loop." + (f" {left} more in metrics.jsonl." if left > 0 else "")
+    return Figure("tasks", "Evaluation on the way", caption, "tokens", "count", panels, wide=True) if panels else None
+
+
+# Speed ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Clock:
+    """When each step ended, in seconds of running time; time between a stop and the resume does not count.
+
+    Gaps up to PAUSE_S (checkpoints, say) count as running.
+    """
+
+    seconds: Floats
+    stops: list[float]
+
+
+def running_clock(run: Run) -> Clock | None:
+    wall, took = run.metrics.column("time.wall"), run.metrics.column("time.seconds")
+    if not len(took) or len(took) != run.metrics.num_rows:
+        return None
+    gaps = took.values.copy()
+    stops: list[int] = []
+    if len(wall) == len(took):
+        between = np.diff(wall.values)
+        limit = PAUSE_S + 20 * float(np.median(took.values))
+        idle = between - gaps[1:] - _accounted_s(run)[1:] > limit
+        stops = (1 + np.flatnonzero(idle)).tolist()
+        gaps[1:] = np.where(idle, gaps[1:], np.maximum(between, gaps[1:]))
+    seconds = np.cumsum(gaps)
+    return Clock(seconds, [float(seconds[place - 1]) for place in stops])
+
+
+def _accounted_s(run: Run) -> Floats:
+    """Pauses that the metrics name: compactions, evaluations, and whatever else is measured in seconds."""
+    rates = {"time.tokens_per_s", "time.wall", "time.seconds", "time.utilisation", "time.mfu", "time.devices"}
+    total = np.zeros(run.metrics.num_rows)
+    for name in run.metrics.names:
+        if name.startswith("time.") and name not in rates:
+            column = run.metrics.column(name)
+            total[column.rows] += np.maximum(column.values, 0)
+    return total
+
+
+def _throughput(run: Run) -> Figure | None:
+    metrics = run.metrics
+    speed, clock = metrics.column("time.tokens_per_s"), running_clock(run)
+    if clock is None or not len(speed):
+        return None
+    x = clock.seconds[speed.rows]
+    panels = [_speed_panel("tokens per second", "count", x, speed.values)]
+    use = next((c for c in map(metrics.column, ("time.utilisation", "time.mfu", "utilisation", "mfu")) if len(c)), None)
+    if use is not None:
+        panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], _percent(use.values)))
+        about = "Utilisation is model FLOP/s against the device's peak."
+    elif (flops := _flops(run, speed)) is not None:
+        panels.append(_speed_panel("model TFLOP/s", "number", x, flops))
+        about = "TFLOP/s are 6 × parameters left × tokens per second."
+    else:
+        about = ""
+    pauses = metrics.column("time.compaction")
+    steps = metrics.steps
+    pauses_s = {int(steps[row]): float(value) for row, value in zip(pauses.rows, pauses.values, strict=True)}
+    places = dict(zip(steps.astype(int).tolist(), clock.seconds.tolist(), strict=True))
+    marks = _compactions(run, pauses_s, places) + [Mark(x, "stopped and resumed", "stop") for x in clock.stops[:50]]
+    return Figure(
+        "throughput",
+        "Speed",
+        f"Over running time. Dashed lines are compactions. {about}".strip(),
+        "running time",
+        "seconds",
+        panels,
+        marks,
+    )
+
+
+def _speed_panel(label: str, unit: Unit, x: Floats, y: Floats) -> Panel:
+    return Panel(label, unit, _smoothed(label, "speed", x, y), zero=True, top=_calm_top(y))
+
+
+def _percent(values: Floats) -> Floats:
+    """Written as a share or as a percentage."""
+    result: Floats = values * 100 if values.max() <= 1.5 else values
+    return result
+
+
+def _flops(run: Run, speed: Column) -> Floats | None:
+    sizes = run.metrics.column("parameters")
+    if len(sizes) != run.metrics.num_rows:
+        return None
+    result: Floats = 6e-12 * sizes.values[speed.rows] * speed.values
+    return result

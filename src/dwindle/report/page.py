@@ -1,0 +1,104 @@
+"""One HTML file that needs nothing else: style, scripts and data inside, opened from disk or served."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import os
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.report.summary import encode, fingerprint
+
+SCRIPTS = ("charts.js", "architecture.js", "page.js")
+MARKER = "<!-- dwindle report -->"
+"""Only files that hold it near their beginning are replaced unasked."""
+
+
+def render_page(summary: dict[str, Any], *, live: bool = False) -> str:
+    """The page of a summary; a live one asks its server for new data.
+
+    The policy lets only the page's own script run, by its hash: text from a run could not become code even if it
+    were to reach the markup.
+    """
+    style = _static("page.css")
+    script = "\n".join(_static(name) for name in SCRIPTS)
+    encoded = encode(summary)
+    asks = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_hash(script)}'; img-src data:; "
+        f"connect-src {asks}; base-uri 'none'; form-action 'none'"
+    )
+    tag = f' data-live="/data.json" data-tag="&quot;{fingerprint(encoded)}&quot;"' if live else ""
+    name = html.escape(str(summary["name"]))
+    return f"""<!doctype html>
+{MARKER}
+<html lang="en"{tag}>
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{name} · dwindle</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<main><noscript><h1>{name}</h1>
+<p>The figures of this page are drawn by its own script: allow it to run.</p></noscript></main>
+<script type="application/json" id="run-data">{_inert(encoded)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def write_page(text: str, out: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Whole or not at all; an older report is replaced, any other file only with ``overwrite``."""
+    out = Path(out)
+    if out.is_dir():
+        raise UserError(f"--out {out}: is a directory: name a file, such as {out / 'report.html'}")
+    if out.exists() and not overwrite and not is_report(out):
+        raise UserError(f"--out {out}: exists and is no report of dwindle: choose another name or pass --overwrite")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, out)
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written ({error.strerror or error}): choose another place") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return out
+
+
+def is_report(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return MARKER.encode() in file.read(200)
+    except OSError:
+        return False
+
+
+def _static(name: str) -> str:
+    return files("dwindle.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _inert(encoded: bytes) -> str:
+    """JSON that no HTML parser can take for markup, and no script parser for the end of a line."""
+    text = encoded.decode()
+    for letter in "<>&\u2028\u2029":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text

@@ -1,0 +1,159 @@
+"""Evaluation and latency results that lie beside a run, as tables.
+
+Files that ``dwindle eval --out`` and ``dwindle bench latency --json`` write are shown in columns made for them;
+any other JSON with rows of named values is shown as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dwindle.report.jsonlines import number, read_json
+from dwindle.report.run import Run
+from dwindle.report.tables import Table
+from dwindle.sizes import format_bytes, format_count
+
+MAX_ROWS = 60
+MAX_COLUMNS = 14
+MAX_TABLES = 12
+
+Row = dict[str, Any]
+
+
+def result_tables(run: Run) -> list[Table]:
+    """Every result file in the run and in its model, evaluation first."""
+    tables: list[Table] = []
+    for title, path in _result_files(run.folder):
+        place = path.relative_to(run.folder).as_posix()
+        for name, note, rows in _recognised(read_json(path)):
+            if rows and len(tables) < MAX_TABLES:
+                tables.append(_table(f"result-{len(tables)}", name or title, f"{note}From {place}", rows))
+    return tables
+
+
+def _result_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    kinds = {"Evaluation": ("eval*.json", "evaluation/*.json"), "Latency": ("latency*.json", "bench*.json")}
+    for title, patterns in kinds.items():
+        for place in (folder, folder / "model"):
+            for pattern in patterns:
+                for path in sorted(place.glob(pattern)):
+                    yield title, path
+
+
+def _recognised(value: Any) -> Iterator[tuple[str, str, list[Row]]]:
+    """(title or nothing, what to say about it, rows) for each table in a file."""
+    try:
+        if isinstance(value, dict) and str(value.get("format", "")).startswith("dwindle-eval"):
+            yield from _evaluation(value)
+            return
+        if isinstance(value, dict) and "decode_ms_per_token" in value["rows"][0]:
+            yield "", _latency_note(value), [_latency_row(row) for row in value["rows"]]
+            return
+    except (KeyError, IndexError, TypeError, AttributeError):
+        pass  # of another version: shown as it is
+    yield "", "", rows_of(value)
+
+
+def _evaluation(value: Row) -> Iterator[tuple[str, str, list[Row]]]:
+    about = ", ".join(str(value[key]) for key in ("model", "engine", "dtype") if value.get(key))
+    rows: list[Row] = []
+    for task in value["tasks"]:
+        error = number(task.get(f"{task['metric']}_stderr"))
+        rows.append(
+            {
+                "task": task.get("title") or task["task"],
+                "metric": task["metric"],
+                "score": _percent(task[task["metric"]]),
+                "±": "" if error is None else f"{100 * error:.2f}",
+                "acc": _percent(task.get("acc")),
+                "acc_norm": _percent(task.get("acc_norm")),
+                "items": task.get("num_items"),
+                "skipped": task.get("num_skipped"),
+            }
+        )
+    mean = value.get("average") or {}
+    if number(mean.get("value")) is not None:
+        cells = {key: _percent(mean.get(key)) for key in ("acc", "acc_norm")}
+        rows.append({"task": "average of the seven", "metric": "", "score": _percent(mean["value"]), **cells})
+    yield "Evaluation", f"Zero-shot, in percent. {about}. ", rows
+    kept = ("name", "word_perplexity", "bits_per_byte", "nats_per_token", "num_documents", "num_tokens")
+    texts = [{key.replace("_", " "): text.get(key) for key in kept} for text in value.get("texts") or ()]
+    yield "Perplexity", f"{about}. ", texts
+
+
+def _percent(value: Any) -> str:
+    found = number(value)
+    return "" if found is None else f"{100 * found:.2f}"
+
+
+def _latency_note(value: Row) -> str:
+    given = {key: value.get(key) for key in ("prompt_tokens", "new_tokens", "repeats")}
+    return ", ".join(f"{number:,} {key.replace('_', ' ')}" for key, number in given.items() if number) + ". "
+
+
+def _latency_row(row: Row) -> Row:
+    return {
+        "model": row["model"],
+        "runtime": row["runtime"],
+        "threads": row["threads"],
+        "parameters": format_count(row["parameters"]),
+        "file": format_bytes(row["bytes"]) if row.get("bytes") else "",
+        "prefill ms/token": row["prefill_ms_per_token"],
+        "decode ms/token": row["decode_ms_per_token"],
+        "tokens/s": row.get("tokens_per_second"),
+        "decode speed-up": row.get("decode_speedup"),
+    }
+
+
+def rows_of(value: Any) -> list[Row]:
+    """``[{…}, …]``, ``{"rows": […]}``, ``{"task": {"acc": …}, …}`` or ``{"name": value, …}``."""
+    if isinstance(value, list):
+        return [flat(row) for row in value if isinstance(row, dict)]
+    if not isinstance(value, dict):
+        return []
+    for key in ("rows", "results", "tasks", "models"):
+        if isinstance(value.get(key), (list, dict)) and value[key]:
+            return rows_of(value[key])
+    if value and all(isinstance(row, dict) for row in value.values()):
+        return [{"": name, **flat(row)} for name, row in value.items()]
+    return [{"": name, "value": item} for name, item in flat(value).items()]
+
+
+def flat(row: Mapping[str, Any], prefix: str = "") -> Row:
+    """Nested names joined by spaces, spreads as one cell; lists are left out."""
+    result: Row = {}
+    for key, value in row.items():
+        if isinstance(value, dict) and not _is_spread(value):
+            result |= flat(value, f"{prefix}{key} ")
+        elif not isinstance(value, list):
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def _is_spread(value: Mapping[str, Any]) -> bool:
+    return {"median", "low", "high"} <= set(value)
+
+
+def _table(identity: str, title: str, note: str, rows: list[Row]) -> Table:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    shown, cut = columns[:MAX_COLUMNS], ""
+    if len(columns) > MAX_COLUMNS or len(rows) > MAX_ROWS:
+        cut = f"; {len(rows)} rows and {len(columns)} columns there"
+    cells = [[_cell(row.get(column)) for column in shown] for row in rows[:MAX_ROWS]]
+    return Table(identity, title, f"{note}{cut}.", shown, cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return f"{_cell(value.get('median'))} ({_cell(value.get('low'))}–{_cell(value.get('high'))})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 10_000 else f"{value:,.0f}"
+    return str(value)[:200]

@@ -1,0 +1,131 @@
+"""``dwindle report --watch``: the page on the loopback interface, drawn anew as the run writes.
+
+No address is ever mapped to a file: the server knows three names and answers everything else with 404.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from dwindle.errors import UserError
+from dwindle.report.page import render_page
+from dwindle.report.run import Run
+from dwindle.report.summary import encode, fingerprint, summarise
+
+HOST = "127.0.0.1"
+
+
+class LiveReport:
+    """A run read again when somebody asks and something has changed; one reader at a time."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._seen: object = None
+        self._summary: dict[str, Any] = {}
+
+    def summary(self) -> dict[str, Any]:
+        with self._lock:
+            if (now := self._run.signature()) != self._seen:
+                self._run.refresh()
+                self._seen, self._summary = now, summarise(self._run)
+            return self._summary
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Serves one run, to this machine only."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, run: Run, port: int = 0) -> None:
+        self.report = LiveReport(run)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"--port {port}: cannot be used ({why}): choose another, or 0 for any") from error
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that goes away in the middle is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+    server_version = "dwindle"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    HEADERS: ClassVar[dict[str, str]] = {
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "X-Frame-Options": "DENY",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Resource-Policy": "same-origin",
+    }
+
+    def do_GET(self) -> None:
+        if not self._is_own_name():
+            self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1\n", "text/plain; charset=utf-8")
+            return
+        path = urlsplit(self.path).path
+        if path == "/":
+            page = render_page(self.server.report.summary(), live=True)
+            self._answer(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8")
+        elif path == "/data.json":
+            self._data()
+        elif path.startswith("/data/") and path.endswith(".json"):
+            self._figure(path.removeprefix("/data/").removesuffix(".json"))
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain; charset=utf-8")
+
+    do_HEAD = do_GET
+
+    def _data(self) -> None:
+        body = encode(self.server.report.summary())
+        tag = f'"{fingerprint(body)}"'
+        if self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", "application/json", {"ETag": tag})
+        else:
+            self._answer(HTTPStatus.OK, body, "application/json", {"ETag": tag})
+
+    def _figure(self, name: str) -> None:
+        summary = self.server.report.summary()
+        known: dict[str, Any] = {figure["id"]: figure for figure in summary["figures"]}
+        known |= {key: summary[key] for key in ("architecture", "cost") if summary[key] is not None}
+        if name in known:
+            self._answer(HTTPStatus.OK, json.dumps(known[name]).encode(), "application/json")
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain; charset=utf-8")
+
+    def _is_own_name(self) -> bool:
+        """Refuses other host names, so that no web page elsewhere can read the run through a name it controls."""
+        port = self.server.server_port
+        return self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, extra: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**self.HEADERS, **(extra or {})}.items():
+            self.send_header(name, value)
+        if status != HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD" and body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet: the terminal may show the run."""

@@ -1,0 +1,146 @@
+"use strict";
+// The model before and after: a row for each layer, and the query → key/value map of the chosen one.
+
+function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
+  const width = Math.max(forcedWidth || holder.clientWidth, 260);
+  const small = width < 480;
+  const heads = Math.max(...view.layers.map((layer) => layer.kv_of_query.length));
+  const groups = Math.max(...view.layers.map((layer) => groupsOf(layer).length));
+  const widest = Math.max(...view.layers.map((layer) => layer.ffn[0]), 1);
+  const left = small ? 24 : 46, text = small ? 42 : 84, tail = small ? 46 : 92;
+  const inner = width - left - text - tail - 10;
+  const room = inner * (small ? 0.5 : 0.46);
+  const single = view.layers.every((layer) => groupsOf(layer).length === layer.kv_of_query.length);
+  const gap = groups > 1 && !single ? (groups > 16 ? 1 : 4) : 0;
+  const side = Math.min(Math.max((room - gap * (groups - 1)) / heads - 1, 2), 15);
+  const headsWidth = heads * (side + 1) + gap * (groups - 1);
+  const rowHeight = Math.max(side + 9, 17);
+  const ffnLeft = left + headsWidth + text + 10, ffnWidth = Math.max(width - ffnLeft - tail, 30);
+  const top = 66;
+  const root = shape("svg", { viewBox: `0 0 ${width} ${top + rowHeight * view.layers.length + 6}`, role: "group",
+    "aria-label": "Layers of the model before and after" });
+  drawHidden(root, view, left, width - tail, small);
+  const title = (x, words) => root.append(shape("text", { class: "panel-label", x, y: top - 10 }, words));
+  const shared = headsWidth + text > 190 ? "query over key/value heads" : "q / kv heads";
+  title(left, single ? "attention heads" : shared);
+  title(ffnLeft, small ? "FFN" : "FFN channels");
+  view.layers.forEach((layer, index) => {
+    const y = top + index * rowHeight;
+    const row = shape("g", { class: "row", tabindex: 0, role: "button", "aria-pressed": String(index === chosen),
+      "aria-label": layerText(layer, index), "data-layer": index });
+    row.append(shape("rect", { class: "band", x: 0, y, width, height: rowHeight }));
+    row.append(shape("text", { x: left - 8, y: y + rowHeight / 2 + 4, "text-anchor": "end" }, String(index)));
+    drawHeads(row, layer, left, y + (single ? (rowHeight - side) / 2 : 3), side, gap, single);
+    const kept = layer.kv_of_query.length - layer.gone_queries.length;
+    row.append(shape("text", { class: "num", x: left + headsWidth + 8, y: y + rowHeight / 2 + 4 },
+      single ? `${kept}${small ? "" : ` of ${layer.kv_of_query.length}`}`
+        : small ? `${kept}/${layer.kv[1]}` : `${kept} q · ${layer.kv[1]} kv`));
+    drawFfn(row, layer, ffnLeft, y + 4, ffnWidth / widest, rowHeight - 8, small);
+    row.addEventListener("click", () => choose(index));
+    row.addEventListener("keydown", (event) => {
+      const to = { Enter: index, " ": index, ArrowDown: index + 1, ArrowUp: index - 1 }[event.key];
+      if (to == null || to < 0 || to >= view.layers.length) return;
+      event.preventDefault();
+      choose(to);
+      root.querySelector(`[data-layer="${to}"]`).focus();
+    });
+    root.append(row);
+  });
+  holder.replaceChildren(root);
+}
+
+function groupsOf(layer) {
+  const groups = new Map();
+  layer.kv_of_query.forEach((kv, query) => {
+    const key = kv == null ? `?${query}` : kv;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(query);
+  });
+  return [...groups].map(([kv, queries]) => ({ kv, queries }));
+}
+
+function layerText(layer, index) {
+  const all = layer.kv_of_query.length;
+  const before = layer.kv[0] == null ? "an unknown number" : layer.kv[0];
+  return `Layer ${index}: ${all - layer.gone_queries.length} of ${all} query heads, ${layer.kv[1]} of ${before} ` +
+    `key/value heads, ${layer.ffn[1].toLocaleString("en")} of ${layer.ffn[0].toLocaleString("en")} FFN channels`;
+}
+
+function drawHidden(root, view, left, right, small) {
+  const [before, after] = view.hidden;
+  const width = right - left;
+  const kept = width * after / Math.max(before, 1);
+  root.append(shape("text", { class: "panel-label", x: left, y: 10 }, "hidden channels, the same in every layer"));
+  root.append(shape("rect", { class: "lost", x: left, y: 17, width, height: 13, rx: 2 }));
+  root.append(shape("rect", { class: "kept c-stem", x: left, y: 17, width: kept, height: 13, rx: 2 }));
+  root.append(shape("text", { class: "num", x: right + 8, y: 28 }, words(after, before, small)));
+}
+
+function drawHeads(row, layer, left, y, side, gap, single) {
+  const gone = new Set(layer.gone_queries);
+  let x = left;
+  for (const { kv, queries } of groupsOf(layer)) {
+    const start = x;
+    for (const query of queries) {
+      const out = gone.has(query);
+      const size = out ? side - 1 : side;
+      row.append(shape("rect", { class: out ? "gone" : "kept c-attn", x: x + (out ? 0.5 : 0), y: y + (out ? 0.5 : 0),
+        width: Math.max(size, 1), height: Math.max(size, 1), rx: Math.min(2, side / 4) },
+      shape("title", {}, `query ${query} → key/value ${kv}${out ? ", removed" : ""}`)));
+      x += side + 1;
+    }
+    const alive = queries.some((query) => !gone.has(query));
+    if (!single) row.append(shape("rect", { class: alive ? "kept c-kv" : "lost", x: start, y: y + side + 1.5, width: Math.max(x - start - 1, 1),
+      height: 2.5 }));
+    x += gap;
+  }
+}
+
+function drawFfn(row, layer, left, y, scale, height, small) {
+  const [before, after] = layer.ffn;
+  row.append(shape("rect", { class: "lost", x: left, y, width: before * scale, height, rx: 2 }));
+  row.append(shape("rect", { class: "kept c-ffn", x: left, y, width: Math.max(after * scale, 0), height, rx: 2 }));
+  row.append(shape("text", { class: "num", x: left + before * scale + 8, y: y + height / 2 + 4 }, words(after, before, small)));
+}
+
+function words(after, before, small) {
+  return small ? after.toLocaleString("en") : `${after.toLocaleString("en")} of ${before.toLocaleString("en")}`;
+}
+
+// Queries above, key/value heads below, a line for each query that is left (the paper's Fig. 8).
+function drawMap(holder, view, chosen) {
+  const layer = view.layers[chosen];
+  const groups = groupsOf(layer);
+  const gone = new Set(layer.gone_queries);
+  const queries = layer.kv_of_query.length;
+  const pitch = 27, gap = groups.length > 1 ? 10 : 0;
+  const width = queries * pitch + gap * (groups.length - 1) + 8;
+  const root = shape("svg", { viewBox: `0 0 ${width} 128`, role: "img", "aria-label": layerText(layer, chosen) });
+  root.style.width = `${width}px`;
+  root.style.maxWidth = queries > 16 ? "none" : "100%";
+  const under = shape("g", {}), over = shape("g", {});
+  let x = 4;
+  for (const { kv, queries: members } of groups) {
+    const middle = x + members.length * pitch / 2;
+    const alive = members.some((query) => !gone.has(query));
+    members.forEach((query, place) => {
+      const cx = x + (place + 0.5) * pitch, out = gone.has(query);
+      if (!out) under.append(shape("path", { class: "link", d: `M${cx} 24C${cx} 62 ${middle} 58 ${middle} 96` }));
+      over.append(shape("g", { class: out ? "node out" : "node" },
+        shape("circle", { class: out ? "gone" : "kept c-attn", cx, cy: 24, r: 11, "stroke-dasharray": out ? "3 2" : null }),
+        shape("text", { x: cx, y: 28, "text-anchor": "middle" }, String(query))));
+    });
+    over.append(shape("g", { class: alive ? "node" : "node out" },
+      shape("rect", { class: alive ? "kept c-kv" : "gone", x: middle - 12, y: 88, width: 24, height: 22, rx: 5,
+        "stroke-dasharray": alive ? null : "3 2" }),
+      shape("text", { x: middle, y: 103, "text-anchor": "middle" }, String(kv))));
+    x += members.length * pitch + gap;
+  }
+  root.append(under, over);
+  holder.replaceChildren(
+    el("h3", {}, `Layer ${chosen}: which query reads which key/value head`),
+    el("p", {}, layerText(layer, chosen).replace(/^Layer \d+: /, "") + "."),
+    el("ul", { class: "legend" }, el("li", { class: "box c-attn" }, "query head"),
+      el("li", { class: "box c-kv" }, "key/value head"), el("li", { class: "box gone" }, "removed")),
+    el("div", { class: "scroll" }, root));
+}

@@ -1,0 +1,148 @@
+"use strict";
+// Builds the page from the embedded data; with a live address it asks for new data every two seconds.
+
+const REFRESH_MS = 2000;
+const PRINT_WIDTH = 680;
+const state = { data: null, layer: 0, links: [] };
+
+function dataLink(name, value) {
+  const url = URL.createObjectURL(new Blob([JSON.stringify(value)], { type: "application/json" }));
+  state.links.push(url);
+  return el("a", { class: "data", href: url, download: `${name}.json`, "aria-label": `data of ${name} as JSON` }, "data");
+}
+
+function head(title, name, value) {
+  return el("div", { class: "head" }, el("h2", {}, title), value === undefined ? null : dataLink(name, value));
+}
+
+function tileOf(tile) {
+  return el("li", {}, el("span", { class: "label" }, tile.label), el("span", { class: "value" }, tile.value),
+    el("span", { class: "note" }, tile.note));
+}
+
+function missingOf(lines) {
+  if (!lines.length) return null;
+  return el("aside", { class: "missing", "aria-label": "What is missing" }, el("h2", {}, "Not everything could be shown"),
+    el("ul", {}, ...lines.map((line) => el("li", {}, line))));
+}
+
+function figureOf(figure) {
+  const plot = el("div", { class: "plot" });
+  const card = el("figure", { class: figure.wide ? "card wide" : "card", id: figure.id },
+    head(figure.title, figure.id, figure), el("figcaption", { class: "caption" }, figure.caption), plot);
+  card.draw = (width) => drawFigure(plot, figure, width);
+  return card;
+}
+
+function architectureOf(view) {
+  const rows = el("div", { class: "rows" }), map = el("div", { class: "map" });
+  const totals = el("table", {}, el("thead", {}, el("tr", {}, ...["", "before", "after"].map((text) => el("th", { scope: "col" }, text)))),
+    el("tbody", {}, ...view.totals.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))));
+  const kind = view.regular ? "Grouped evenly: every key/value head serves the same number of queries." :
+    "Cluster attention: each query keeps the key/value head it always read.";
+  const card = el("figure", { class: "card wide", id: "architecture" }, head("Before and after", "architecture", view),
+    el("figcaption", { class: "caption" }, `Filled is what is left, in the source's numbering. ${kind} Choose a layer for its map.`),
+    el("div", { class: "anatomy" }, rows, el("div", { class: "detail" }, totals, map)));
+  card.draw = (width) => {
+    const choose = (layer) => {
+      state.layer = layer;
+      for (const row of rows.querySelectorAll(".row")) row.setAttribute("aria-pressed", String(Number(row.dataset.layer) === layer));
+      drawMap(map, view, layer);
+    };
+    state.layer = Math.min(state.layer, view.layers.length - 1);
+    drawArchitecture(rows, view, state.layer, choose, width);
+    drawMap(map, view, state.layer);
+  };
+  return card;
+}
+
+function tableOf(table) {
+  const cells = (tag, row) => row.map((text) => el(tag, tag === "th" ? { scope: "col" } : {}, text));
+  const body = table.rows.map((row, place) => el("tr", { class: table.strong.includes(place) ? "strong" : null }, ...cells("td", row)));
+  return el("section", { class: "card block", id: table.id }, head(table.title, table.id, table),
+    el("p", { class: "caption" }, table.note),
+    el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": table.title },
+      el("table", {}, el("thead", {}, el("tr", {}, ...cells("th", table.columns))), el("tbody", {}, ...body))));
+}
+
+function recipeOf(text, open) {
+  return el("section", { class: "card block recipe", id: "recipe" },
+    el("details", open ? { open: "" } : {}, el("summary", {}, "Recipe"), el("pre", { tabindex: 0 }, text)));
+}
+
+function build(data) {
+  for (const url of state.links.splice(0)) URL.revokeObjectURL(url);
+  const open = document.querySelector("#recipe details")?.open ?? false;
+  state.data = data;
+  document.title = `${data.name} · dwindle`;
+  const figures = data.figures.map(figureOf);
+  const pruning = figures.filter((card) => ["saliency", "share", "loss"].includes(card.id));
+  const rest = figures.filter((card) => !pruning.includes(card));
+  if (data.architecture) pruning.push(architectureOf(data.architecture));
+  const title = el("h1", {}, data.name, el("span", { class: `status ${data.status}` }, data.status_text));
+  document.querySelector("main").replaceChildren(...[
+    el("header", {}, title, el("p", { class: "story" }, data.story)),
+    missingOf(data.missing),
+    el("ul", { class: "tiles", "aria-label": "Summary" }, ...data.tiles.map(tileOf)),
+    el("div", { class: "figures" }, ...pruning, ...rest),
+    ...data.tables.map(tableOf),
+    data.cost ? tableOf(data.cost) : null,
+    data.recipe == null ? null : recipeOf(data.recipe, open),
+    el("footer", {}, `dwindle ${data.version} drew this from ledger.jsonl, metrics.jsonl and structure.json. ` +
+      "Long series are thinned; the lowest and highest values are kept."),
+  ].filter((part) => part));
+  draw();
+}
+
+function draw(width) {
+  for (const card of document.querySelectorAll("figure.card"))
+    card.draw(width && (card.classList.contains("wide") ? width : width / 2 - 28));
+  document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
+}
+
+// Where the keyboard stands, as a selector that still finds it after a rebuild.
+function focusPath() {
+  const here = document.activeElement;
+  const card = here?.closest("figure.card, section.card");
+  if (!card) return null;
+  if (here.dataset.layer) return `#${card.id} [data-layer="${here.dataset.layer}"]`;
+  return `#${card.id} ${here.localName}${here.classList.length ? "." + here.classList[0] : ""}`;
+}
+
+async function refresh(address, tag) {
+  try {
+    if (!document.hidden) {
+      const reply = await fetch(address, { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
+      if (reply.status === 200) {
+        tag = reply.headers.get("ETag");
+        const at = window.scrollY, focus = focusPath();
+        build(await reply.json());
+        window.scrollTo(0, at);
+        if (focus) document.querySelector(focus)?.focus({ preventScroll: true });
+      }
+    }
+  } catch {
+    // The server has ended or is restarting: the page keeps what it has.
+  }
+  setTimeout(() => refresh(address, tag), REFRESH_MS);
+}
+
+const started = performance.now();
+build(JSON.parse(document.getElementById("run-data").textContent));
+document.documentElement.dataset.drawMs = String(Math.round(performance.now() - started));
+
+let drawnWidth = document.documentElement.clientWidth;
+window.addEventListener("resize", () => requestAnimationFrame(() => {
+  if (document.documentElement.clientWidth === drawnWidth) return;
+  drawnWidth = document.documentElement.clientWidth;
+  draw();
+}));
+window.addEventListener("beforeprint", () => {
+  const details = document.querySelector("#recipe details");
+  if (details) details.open = true;
+  draw(PRINT_WIDTH);
+});
+window.addEventListener("afterprint", () => draw());
+
+const live = document.documentElement.dataset.live;
+if (live) refresh(live, document.documentElement.dataset.tag);

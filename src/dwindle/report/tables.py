@@ -1,0 +1,100 @@
+"""What a run cost, beside the published costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dwindle.report.figures import running_clock
+from dwindle.report.run import Run
+from dwindle.sizes import format_count
+
+
+@dataclass(slots=True)
+class Table:
+    """Text cells; ``strong`` are the rows of this run among others."""
+
+    id: str
+    title: str
+    note: str
+    columns: list[str]
+    rows: list[list[str]]
+    strong: list[int] = field(default_factory=list)
+
+
+# "Author feedback" of EfficientLLM, Table 3: published, measured by its authors on their machines.
+PUBLISHED_COST = (
+    ("Qwen2.5-0.5B", "17T", "199,467", "–", "–", "–", "–", "199,467"),
+    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166", "50B", "1,018", "3,184"),
+    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166", "500B", "10,178", "12,344"),
+)
+
+
+@dataclass(slots=True)
+class Cost:
+    """Device hours and tokens: while groups left, and after the last one."""
+
+    num_devices: int
+    pruning_tokens: float
+    pruning_hours: float
+    later_tokens: float
+    later_hours: float
+
+    @property
+    def hours(self) -> float:
+        return self.pruning_hours + self.later_hours
+
+
+def cost_of(run: Run) -> Cost | None:
+    """Running time (training, validation, compaction pauses) × devices; None without timed metrics."""
+    clock = running_clock(run)
+    if clock is None:
+        return None
+    tokens = run.metrics.tokens
+    prunes = run.ledger.prunes.tokens
+    until = prunes[-1] if prunes else 0.0
+    last = int(np.searchsorted(tokens, until, side="right")) - 1 if until > 0 else -1
+    devices = next((d for d in map(run.metrics.last, ("time.devices", "devices", "world_size")) if d), 1.0)
+    pruning_s = float(clock.seconds[last]) if last >= 0 else 0.0
+    scale = devices / 3600
+    return Cost(
+        num_devices=int(devices),
+        pruning_tokens=until,
+        pruning_hours=pruning_s * scale,
+        later_tokens=max(float(tokens[-1]) - until, 0.0),
+        later_hours=(float(clock.seconds[-1]) - pruning_s) * scale,
+    )
+
+
+def cost_table(run: Run) -> Table | None:
+    """This run in the columns of the published table; its first lines are the published rows."""
+    cost = cost_of(run)
+    if cost is None:
+        return None
+    left = run.parameters_after
+    name = f"{run.name} ({format_count(left)})" if left else run.name
+    own = [
+        name,
+        "–",
+        "–",
+        format_count(cost.pruning_tokens) if cost.pruning_tokens else "–",
+        _hours(cost.pruning_hours) if cost.pruning_tokens else "–",
+        format_count(cost.later_tokens),
+        _hours(cost.later_hours),
+        _hours(cost.hours),
+    ]
+    columns = ["model", "pretraining tokens", "hours", "pruning tokens", "hours", "continued tokens", "hours", "total"]
+    devices = "1 device" if cost.num_devices == 1 else f"{cost.num_devices} devices"
+    note = (
+        f"Hours of this run are device hours: running time on {devices}, validation and pauses included. The other "
+        "rows are published GPU hours (EfficientLLM, author feedback, Table 3), not measured here and on other devices."
+    )
+    rows = [own, *(["published: " + row[0], *row[1:]] for row in PUBLISHED_COST)]
+    return Table("cost", "Cost", note, columns, rows, [0])
+
+
+def _hours(hours: float) -> str:
+    if hours >= 100:
+        return f"{hours:,.0f}"
+    return f"{hours:.3g}" if hours >= 0.001 else f"{hours:.1e}"

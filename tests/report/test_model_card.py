@@ -1,0 +1,89 @@
+"""The card of an exported model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_run
+
+from dwindle.export.card import model_card, origin_of, without_paths
+
+
+def parts(run: Path) -> dict[str, Any]:
+    structure = json.loads((run / "model" / "structure.json").read_text())
+    ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    return {"name": "small", "structure": structure, "ledger": ledger}
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """The YAML subset that the card uses."""
+    block = card.split("---\n")[1]
+    found: dict[str, Any] = {}
+    key = ""
+    for line in block.splitlines():
+        if line.startswith("- "):
+            found[key].append(line[2:])
+            continue
+        key, _, value = line.partition(":")
+        found[key] = json.loads(value) if value.strip().startswith('"') else value.strip() or []
+    return found
+
+
+def test_card_says_where_it_comes_from_and_what_it_is(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", events=40)
+    card = model_card(source="org/source", recipe='target = "50%"', results={"validation loss": 2.5}, **parts(run))
+    found = metadata(card)
+    assert found["base_model"] == "org/source" and found["base_model_relation"] == "finetune"
+    assert found["library_name"] == "transformers" and "license" not in found
+    assert found["tags"] == ["dwindle", "pruned", "pruning-aware-pretraining"]
+    structure = parts(run)["structure"]
+    heads = len(structure["layers"][0]["query_heads"])
+    assert f"| hidden channels | 32 | {len(structure['hidden'])} |" in card
+    assert f"| query heads in a layer | 8 | {heads} |" in card
+    assert f"| FFN channels in a layer | 40 | {len(structure['layers'][0]['ffn'])} |" in card
+    assert "| validation loss | 2.5 |" in card and "40 prune events while it kept training" in card
+    assert "trust_remote_code" not in card and "add it before publishing" in card
+
+
+def test_custom_code_is_said(tmp_path: Path) -> None:
+    card = model_card(source="smollm2-135m", custom_code=True, **parts(make_run(tmp_path / "run")))
+    found = metadata(card)
+    assert "custom_code" in found["tags"] and "trust_remote_code=True" in card
+    assert (found["base_model"], found["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
+    assert "add it before publishing" not in card
+
+
+def test_licence_comes_from_the_card_beside_a_local_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    assert origin_of(str(source)).licence is None
+    (source / "README.md").write_text("---\nlicense: mit\nbase_model: 'org/first'\ntags:\n- x\n---\nlicense: wrong\n")
+    found = origin_of(str(source))
+    assert (found.name, found.hub_id, found.licence) == ("source", "org/first", "mit")
+    assert origin_of("/gone/away/model.gguf").name == "model.gguf"
+
+
+def test_local_paths_are_not_published(tmp_path: Path) -> None:
+    recipe = (
+        'model = "/home/me/private/tiny"\ntrain = ["/data/books.txt", "pydoc:train", "~/x/y.txt"]\nlr = 1e-3 # 1/2\n'
+    )
+    assert without_paths(recipe) == 'model = "tiny"\ntrain = ["books.txt", "pydoc:train", "y.txt"]\nlr = 1e-3 # 1/2\n'
+    card = model_card(source="/home/me/private/tiny", recipe=recipe, **parts(make_run(tmp_path / "run")))
+    assert "private" not in card and "`tiny`" in card
+
+
+def test_names_cannot_become_markup(tmp_path: Path) -> None:
+    given = parts(make_run(tmp_path / "run")) | {"name": "a|b`\n# <script>"}
+    card = model_card(source="x", recipe="```\n# <b>", results={"a|b\nc": "1"}, **given)
+    assert "# a/b' # &lt;script&gt;" in card and "| a/b c | 1 |" in card
+    assert "````toml\n```\n# <b>\n````" in card
+
+
+@pytest.mark.parametrize("ledger", [[], [{"event": "source", "parameters": 10, "options": None}]])
+def test_a_model_that_lost_nothing(ledger: list[dict[str, Any]]) -> None:
+    layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0, 1]}]
+    card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
+    assert "A model made from [org/s]" in card

@@ -1,0 +1,210 @@
+"""Reading runs that grow, were cut off, or come from other versions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_runs import make_run, write_lines
+
+from dwindle.errors import UserError
+from dwindle.report.architecture import find_architecture
+from dwindle.report.jsonlines import GrowingJsonLines
+from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
+from dwindle.report.run import open_run, short_name
+from dwindle.report.summary import summarise
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_are_handed_out_once_and_only_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = GrowingJsonLines(path)
+    assert log.read() == (False, [])
+    path.write_bytes(b'{"a": 1}\n{"a": 2')
+    assert log.read() == (False, [{"a": 1}])
+    assert log.unfinished
+    with path.open("ab") as file:
+        file.write(b'2}\n\n[3]\nnonsense\n{"a": 4}\n')
+    assert log.read() == (False, [{"a": 22}, {"a": 4}])
+    assert log.num_bad == 2 and not log.unfinished
+    assert log.read() == (False, [])
+
+
+def test_a_file_that_was_cut_back_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": 3}\n')
+    log = GrowingJsonLines(path)
+    log.read()
+    path.write_text('{"a": 1}\n')
+    assert log.read() == (True, [{"a": 1}])
+    path.write_text('{"a": 1}\n{"b": 2}\n')
+    assert log.read() == (False, [{"b": 2}])
+    path.write_text('{"a": 1}\n{"c": 2}\n{"c": 3}\n')  # longer than before, but not what was read before
+    assert log.read() == (True, [{"a": 1}, {"c": 2}, {"c": 3}])
+    path.unlink()
+    assert log.read() == (True, [])
+
+
+def test_bytes_of_any_kind_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'\xff\xfe\x00\n{"a": 1}\n' + b"[" * 100_000 + b'\n{"a": "1},{"}\n{"x": 1},{"y": 2}\n')
+    log = GrowingJsonLines(path)
+    assert log.read() == (False, [{"a": 1}, {"a": "1},{"}])
+    assert log.num_bad == 3
+
+
+def test_metrics_columns_equal_a_loop(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=120)
+    log = MetricsLog(run / "metrics.jsonl")
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:50]))
+    log.refresh()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(lines[50:])
+    log.refresh()
+    rows = list(map(json.loads, lines))
+    for name in ("loss", "valid_loss", "parameters"):
+        wanted = [(place, row[name]) for place, row in enumerate(rows) if name in row]
+        column = log.column(name)
+        assert list(zip(column.rows.tolist(), column.values.tolist(), strict=True)) == wanted
+    assert log.column("time.compaction").values.tolist() == [r["time"]["compaction"] for r in rows if "compacted" in r]
+    assert log.last("tokens") == rows[-1]["tokens"] and log.last("nothing") is None
+
+
+def test_metrics_of_other_versions(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    odd = [{"loss": 1.0}, {"step": "1", "tokens": 2}, {"step": 1, "tokens": None}]
+    good = [
+        {"step": 1, "tokens": 10, "loss": None, "note": "text", "time": 3, "list": [1, 2], "big": 10**400},
+        {"step": 2, "tokens": 20, "loss": 2.5, "skipped": True, "time": {"seconds": 1.5}},
+    ]
+    write_lines(path, odd + good)
+    log = MetricsLog(path)
+    log.refresh()
+    assert (log.num_rows, log.num_odd) == (2, 3)
+    assert log.column("loss").rows.tolist() == [1] and log.column("skipped").values.tolist() == [1.0]
+    assert log.last("time.seconds") == 1.5
+
+
+def test_ledger_counts_equal_a_loop(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100, events=30)
+    log = LedgerLog(run / "ledger.jsonl")
+    log.refresh()
+    events = [r for r in records(run / "ledger.jsonl") if r["event"] == "prune"]
+    assert len(log.prunes) == 30
+    for kind in KINDS:
+        gone = sum(len(layer) for e in events if e["type"] == kind for layer in e["indices"])
+        assert log.num_gone(kind) == gone
+    assert log.prunes.parameters.tolist() == [e["parameters"] for e in events]
+    assert log.prunes.saliency[1].tolist() == [e["saliency"]["ffn"] for e in events]
+    assert [c.sizes["ffn"] for c in log.compactions] == [
+        r["ffn"] for r in records(run / "ledger.jsonl") if r["event"] == "compact"
+    ]
+
+
+def test_ledger_of_other_versions(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    prune = {"event": "prune", "step": 1, "tokens": 5, "type": "ffn", "indices": [[1]], "parameters": 7}
+    odd = [
+        {"event": "teleport"},
+        {"no": "event"},
+        {**prune, "type": "layer"},
+        {**prune, "indices": [["a"]]},
+        {**prune, "indices": 3},
+        {**prune, "parameters": None},
+    ]
+    write_lines(path, [*odd, prune, {**prune, "indices": [[2]], "saliency": {"ffn": None, "attn": "high"}}])
+    log = LedgerLog(path)
+    log.refresh()
+    assert log.num_odd == len(odd) and len(log.prunes) == 2 and log.gone["ffn"] == [{1, 2}]
+    assert np.isnan(log.prunes.saliency[0]).all()
+
+
+@pytest.mark.parametrize("where", ["model/structure.json", "structure.json", "checkpoint", "ledger"])
+def test_the_source_is_what_is_left_and_what_has_left(tmp_path: Path, where: str) -> None:
+    shape = {"hidden": 32, "layers": 3, "heads": 9, "kv": 3, "ffn": 40}
+    run = make_run(tmp_path / "run", steps=100, events=70, shape=shape)
+    structure = run / "model" / "structure.json"
+    left = json.loads(structure.read_text())
+    if where == "structure.json":
+        structure.rename(run / "structure.json")
+    elif where == "checkpoint":
+        structure.unlink()
+        state = run / "checkpoints" / "step-00000100" / "state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"callbacks": {"Pruner": {"alive": left}}}))
+    elif where == "ledger":
+        structure.unlink()
+        lines = records(run / "ledger.jsonl")
+        layer = {"kv_of_query": [q // 3 for q in range(9)], "ffn": 40}
+        lines[0]["structure"] = {"hidden": 32, "layers": [layer] * 3}
+        write_lines(run / "ledger.jsonl", lines)
+    ledger = LedgerLog(run / "ledger.jsonl")
+    ledger.refresh()
+    view = find_architecture(run, ledger)
+    assert view is not None
+    assert (view.hidden_before, view.hidden_after) == (32, len(left["hidden"]))
+    for layer_view, layer in zip(view.layers, left["layers"], strict=True):
+        assert layer_view.kv_of_query == [q // 3 for q in range(9)]
+        assert sorted(set(range(9)) - set(layer_view.gone_queries)) == layer["query_heads"]
+        assert (layer_view.kv_before, layer_view.kv_after) == (3, len(layer["kv_heads"]))
+        assert (layer_view.ffn_before, layer_view.ffn_after) == (40, len(layer["ffn"]))
+    assert [view.total(kind) for kind in KINDS] == [27, 120, 32]
+
+
+def test_an_unknown_map_is_not_invented(tmp_path: Path) -> None:
+    layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0]}]
+    (tmp_path / "structure.json").write_text(json.dumps({"format": 1, "hidden": [0, 1], "layers": layers}))
+    prune = {"event": "prune", "step": 1, "tokens": 5, "type": "attn", "indices": [[3]], "parameters": 7}
+    write_lines(tmp_path / "ledger.jsonl", [prune])  # the lines of heads 1 and 2 are lost
+    view = open_run(tmp_path).architecture
+    assert view is not None and view.layers[0].kv_of_query == [0, None, None, None]
+    assert view.layers[0].kv_before is None
+    assert summarise(open_run(tmp_path))["architecture"]["totals"][2] == ["key/value heads in a layer", "?", "1"]
+
+
+def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    whole = make_run(tmp_path / "whole")
+    assert open_run(whole).missing() == []
+    no_ledger = make_run(tmp_path / "no_ledger")
+    (no_ledger / "ledger.jsonl").unlink()
+    found = summarise(open_run(no_ledger))
+    assert any("ledger.jsonl is not there" in line for line in found["missing"])
+    assert [figure["id"] for figure in found["figures"]] == ["loss", "throughput", "optimizer"]
+    no_metrics = make_run(tmp_path / "no_metrics", recipe=None)
+    (no_metrics / "metrics.jsonl").unlink()
+    found = summarise(open_run(no_metrics))
+    assert [figure["id"] for figure in found["figures"]] == ["saliency", "share"]
+    assert any("metrics.jsonl is not there" in line for line in found["missing"])
+    assert any("recipe.toml" in line for line in found["missing"])
+    cut = make_run(tmp_path / "cut", finished=False)
+    for name in ("ledger.jsonl", "metrics.jsonl"):
+        data = (cut / name).read_bytes()
+        (cut / name).write_bytes(b"garbage\n" + data[: len(data) - 9])
+    found = summarise(open_run(cut))
+    text = " ".join(found["missing"])
+    assert text.count("1 line could not be read and was left out") == 2 and text.count("ends inside a line") == 2
+    assert "No structure.json" in text
+    assert len(found["figures"]) == 5 and found["architecture"] is None
+
+
+def test_empty_files_and_empty_runs(tmp_path: Path) -> None:
+    for name in ("ledger.jsonl", "metrics.jsonl", "recipe.toml"):
+        (tmp_path / name).touch()
+    found = summarise(open_run(tmp_path))
+    assert found["figures"] == [] and found["tiles"] == [] and found["status"] == "stopped"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no recipe\.toml"):
+        open_run(tmp_path / "empty")
+    with pytest.raises(UserError, match="is not a directory"):
+        open_run(tmp_path / "recipe.toml")
+
+
+def test_names_of_sources() -> None:
+    assert short_name("/home/someone/models/small/") == "small"
+    assert short_name("org/name") == "org/name" and short_name("smollm2-135m") == "smollm2-135m"
