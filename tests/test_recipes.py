@@ -91,8 +91,8 @@ def test_token_counts_of_the_paper(name: str, ratio: str | None, pruning: float,
 
 def test_demo_fits_a_cpu() -> None:
     recipe = load_recipe(RECIPES / "demo.toml")
-    assert recipe.num_steps == 12
-    assert recipe.num_tokens == 24576
+    assert recipe.num_steps == 8
+    assert recipe.num_tokens == 16384
     assert recipe.num_tokens_per_step == 2048
 
 

@@ -19,8 +19,10 @@ from dwindle.errors import UserError
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.progress import Bar
 from dwindle.pruning.calibration import Calibration, calibrate
+from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.ledger import Event, prune_event, read_ledger, replay_structure, source_event
 from dwindle.pruning.saliency import ElementScores, Metric, metric_named
+from dwindle.pruning.secondorder import repair
 from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
@@ -91,6 +93,7 @@ def prune(
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
     metric: str = "taylor",
+    second_order: bool = False,
     groups: Sequence[Kind] = KINDS,
     attention: Literal["cluster", "regular"] = "regular",
     compare: Literal["mean", "sum"] = "mean",
@@ -101,6 +104,8 @@ def prune(
     min_hidden: int = DEFAULT_MIN_WIDTH,
     num_sequences: int = 64,
     seq_len: int = 256,
+    gram_tokens: int | None = None,
+    damping: float = DEFAULT_DAMPING,
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -110,6 +115,9 @@ def prune(
 
     Scores are measured once, or anew in each of ``rounds`` (equal steps of the parameter count) on the model as it is
     by then. Scoring is in float32; the written weights have ``dtype``, by default the one the source is stored in.
+
+    With ``second_order`` the weights that stay are changed so that every layer's output moves least (EfficientLLM-B),
+    from the inputs of ``gram_tokens`` calibration tokens (None: all of them); ``damping`` is its ridge.
     """
     options = SelectionOptions(
         groups=tuple(groups),
@@ -124,6 +132,10 @@ def prune(
         raise UserError(f"rounds {rounds}: at least one round is needed")
     if round_to is not None and round_to < 1:
         raise UserError(f"round-to {round_to}: give a multiple of at least 1, such as 64")
+    if gram_tokens is not None and gram_tokens < 1:
+        raise UserError(f"gram-tokens {gram_tokens}: give a number of tokens of at least 1")
+    if not 0 <= damping < float("inf"):
+        raise UserError(f"damping {damping}: give a share of the mean curvature, such as {DEFAULT_DAMPING}")
     if out is not None:
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
@@ -131,9 +143,11 @@ def prune(
     Selector(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
-    windows = _windows(loaded, scoring, data, num_sequences, seq_len, seed)
+    windows = None
+    if scoring.needs or second_order:
+        windows = _windows(loaded, data, num_sequences, seq_len, seed)
 
-    job = _Job(prunable, metric, options, target, windows, round_to, seed)
+    job = _Job(prunable, metric, options, target, windows, round_to, seed, second_order, gram_tokens, damping)
     events = job.run(rounds, loaded.source)
     result = Pruned(
         model=prunable.compacted(),
@@ -162,40 +176,56 @@ class _Job:
     windows: Tensor | None
     round_to: int | None
     seed: int
+    second_order: bool
+    gram_tokens: int | None
+    damping: float
 
     def run(self, rounds: int, source: str) -> list[Event]:
         anatomy = self.prunable.anatomy
         start, goal = anatomy.count(anatomy.source).total, final_count(anatomy, self.target)
-        settings = {"metric": self.metric, "rounds": rounds, "seed": self.seed, **asdict(self.options)}
+        settings = {"metric": self.metric, "second_order": self.second_order, "rounds": rounds, "seed": self.seed}
+        settings |= asdict(self.options)
         events = [source_event(source, start, settings)]
         for number in range(1, rounds + 1):
             metric = metric_named(self.metric, seed=self.seed * 1000 + number)
-            found = calibrate(self.prunable, self.windows, metric)
+            found = calibrate(
+                self.prunable,
+                self.windows,
+                metric,
+                second_order=self.second_order,
+                gram_tokens=self.gram_tokens,
+                damping=self.damping,
+            )
             aim = self.target if number == rounds else Target(start - (start - goal) * number // rounds)
-            choices = self._choices(aim, found, metric)
+            choices = choose_groups(self.prunable, aim, found, metric, self.options)
             if number == rounds and self.round_to is not None and aim.shape is None:
                 natural = choices[-1].rest if choices else self.prunable.alive
                 shape = rounded_shape(anatomy, natural, self.prunable.alive, aim, self.options, self.round_to)
                 again = metric_named(self.metric, seed=self.seed * 1000 + number)
-                choices = self._choices(Target(0, shape), found, again)
+                choices = choose_groups(self.prunable, Target(0, shape), found, again, self.options)
             events += [prune_event(choice, step=number, tokens=0) for choice in choices]
             if choices:
+                if found.inputs is not None and self.second_order:
+                    repair(self.prunable, choices[-1].rest, found.inputs, damping=self.damping)
                 self.prunable.kill(choices[-1].rest)
         return events
 
-    def _choices(self, aim: Target, found: Calibration, metric: Metric) -> list[Choice]:
-        """Group after group from the same scores, until the aim."""
-        selector = Selector(self.prunable.anatomy, aim, self.options)
-        elements = ElementScores(self.prunable, found.gradients, found.fishers, metric)
-        alive, choices = self.prunable.alive, []
-        excess = max(self.prunable.num_parameters - aim.num_parameters, 1)
-        with Bar("selecting groups", excess) as bar:
-            while (choice := selector.choose(elements.scores, alive)) is not None:
-                choices.append(choice)
-                elements.remove(choice.group)
-                bar.advance(self.prunable.anatomy.count(alive).total - choice.num_parameters)
-                alive = choice.rest
-        return choices
+
+def choose_groups(
+    prunable: Prunable, aim: Target, found: Calibration, metric: Metric, options: SelectionOptions
+) -> list[Choice]:
+    """Group after group from the same scores, until the aim."""
+    selector = Selector(prunable.anatomy, aim, options)
+    elements = ElementScores(prunable, found.gradients, found.fishers, metric)
+    alive, choices = prunable.alive, []
+    excess = max(prunable.num_parameters - aim.num_parameters, 1)
+    with Bar("selecting groups", excess) as bar:
+        while (choice := selector.choose(elements.scores, alive)) is not None:
+            choices.append(choice)
+            elements.remove(choice.group)
+            bar.advance(prunable.anatomy.count(alive).total - choice.num_parameters)
+            alive = choice.rest
+    return choices
 
 
 def stored_dtype(loaded: Loaded) -> torch.dtype:
@@ -204,18 +234,16 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _windows(
-    loaded: Loaded, metric: Metric, data: Sequence[str], num_sequences: int, seq_len: int, seed: int
-) -> Tensor | None:
-    if not metric.needs:
-        return None
+def _windows(loaded: Loaded, data: Sequence[str], num_sequences: int, seq_len: int, seed: int) -> Tensor:
     if loaded.tokenizer is None:
-        raise UserError(f"{loaded.source}: no tokenizer was found beside it: the metric needs text to calibrate on")
+        raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to calibrate on text")
     return calibration_windows(list(data), loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
 
 
 def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at: int | str | None = None) -> Pruned:
     """Rebuild the architecture at any point of a ledger: the source's own weights, cut to the structure there.
+
+    Second-order updates, like training, are not in the ledger: only the written model has those.
 
     ``at`` is a number of events, a size (``"100M"``: the first point of at most that), or None for the end.
     """

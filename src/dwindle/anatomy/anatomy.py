@@ -208,8 +208,23 @@ def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
     """The indices of ``before`` that are not in ``after``."""
     if before is after or len(before) == len(after):
         return []
-    kept = set(after)
-    return [index for index in before if index not in kept]
+    missing = len(before) - len(after)
+    if 32 * missing > len(before):
+        kept = set(after)
+        return [index for index in before if index not in kept]
+    gone: list[int] = []  # a few of many, as in an event: each is the first place where the two no longer agree
+    low = 0
+    while len(gone) < missing:
+        high = len(after) + len(gone)
+        while low < high:
+            middle = (low + high) // 2
+            if before[middle] == after[middle - len(gone)]:
+                low = middle + 1
+            else:
+                high = middle
+        gone.append(before[low])
+        low += 1
+    return gone
 
 
 def places(indices: Iterable[int], present: tuple[int, ...]) -> list[int]:

@@ -53,6 +53,10 @@ class Layer:
         return {"query": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
 
 
+def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    return some is of or set(some) <= set(of)
+
+
 def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
     """Sorted indices without a few of them: slices, because events are many and layers wide."""
     for index in gone:
@@ -114,9 +118,9 @@ class Structure:
         """Whether ``other`` can be cut out of this one."""
         return (
             len(self.layers) == len(other.layers)
-            and set(other.hidden) <= set(self.hidden)
+            and _is_part(other.hidden, self.hidden)
             and all(
-                set(b.query_heads) <= set(a.query_heads) and set(b.ffn) <= set(a.ffn)
+                a is b or (_is_part(b.query_heads, a.query_heads) and _is_part(b.ffn, a.ffn))
                 for a, b in zip(self.layers, other.layers, strict=True)
             )
         )

@@ -28,7 +28,10 @@ def prune(
         list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's own documentation (pydoc).")
     ] = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    metric: Annotated[str, typer.Option(help="taylor, taylor1, magnitude or random.")] = "taylor",
+    metric: Annotated[str, typer.Option(help="taylor, taylor1, obd, wanda, obc, magnitude or random.")] = "taylor",
+    second_order: Annotated[
+        bool, typer.Option("--second-order", help="Repair what stays from the layers' inputs (EfficientLLM-B).")
+    ] = False,
     groups: Annotated[str, typer.Option(help="The types that may leave.")] = "attn,ffn,stem",
     attention: Annotated[str, typer.Option(help="regular (stock everywhere) or cluster (the paper's).")] = "regular",
     compare: Annotated[str, typer.Option(help="How types are compared: mean or sum of element scores.")] = "mean",
@@ -39,6 +42,10 @@ def prune(
     min_hidden: Annotated[int, typer.Option(help="Hidden channels that stay.")] = 8,
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 64,
     seq_len: Annotated[int, typer.Option(help="Tokens in a calibration sequence.")] = 256,
+    gram_tokens: Annotated[
+        int | None, typer.Option(help="Calibration tokens whose inputs the second order uses; default: all.")
+    ] = None,
+    damping: Annotated[float, typer.Option(help="Ridge of the second order, a share of the mean curvature.")] = 0.01,
     seed: Annotated[int, typer.Option(help="For the calibration sample and the random metric.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
@@ -55,6 +62,7 @@ def prune(
         out=out,
         data=[*(data or [DEFAULT_TEXT]), *(more_data or [])],
         metric=metric,
+        second_order=second_order,
         groups=[part.strip() for part in groups.split(",") if part.strip()],  # type: ignore[misc]
         attention=attention,  # type: ignore[arg-type]
         compare=compare,  # type: ignore[arg-type]
@@ -65,6 +73,8 @@ def prune(
         min_hidden=min_hidden,
         num_sequences=sequences,
         seq_len=seq_len,
+        gram_tokens=gram_tokens,
+        damping=damping,
         seed=seed,
         device=device,
         overwrite=overwrite,

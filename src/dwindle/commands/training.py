@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+
+Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
 
 @app.command()
@@ -20,6 +23,7 @@ def pretrain(
     out: Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<recipe's name>.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing run.")] = False,
+    nproc: Processes = 0,
     as_json: Json = False,
 ) -> None:
     """Continue pretraining a model while it is pruned to a target size."""
@@ -36,15 +40,43 @@ def pretrain(
         print_result(plan.to_json() if as_json else plan.render(), as_json)
         return
     run = Path(out) if out is not None else Path("runs") / Path(recipe).stem
+    if nproc:
+        _launch_new_run(chosen, run, nproc, overwrite, as_json)
+        return
     _print_run(pretrain(chosen, run, overwrite=overwrite), as_json)
 
 
 @app.command()
-def resume(run: Annotated[str, typer.Argument(help="Directory of a run.")], as_json: Json = False) -> None:
-    """Continue a run from its newest good checkpoint."""
+def resume(
+    run: Annotated[str, typer.Argument(help="Directory of a run.")], nproc: Processes = 0, as_json: Json = False
+) -> None:
+    """Continue a run from its newest good checkpoint, on any number of processes."""
+    if nproc:
+        _launch(run, nproc, as_json)
+        return
     from dwindle.pretrain import resume
 
     _print_run(resume(run), as_json)
+
+
+def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json: bool) -> None:
+    """Mistakes are found here, once, before any process is started."""
+    from dwindle.pretrain import begin_run, forget_if_not_begun
+    from dwindle.recipe import absolute_paths
+
+    begin_run(absolute_paths(recipe), run, overwrite=overwrite)
+    try:
+        _launch(str(run), nproc, as_json)
+    finally:
+        forget_if_not_begun(run)
+
+
+def _launch(run: str, nproc: int, as_json: bool) -> None:
+    from dwindle.training.launch import launch
+
+    code = launch(nproc, ["resume", run, *(["--json"] if as_json else [])])
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -70,9 +102,11 @@ def tokenize(
 
 
 def _print_run(result: Any, as_json: bool) -> None:
-    """How a run ended, and the command that continues or uses it."""
+    """How a run ended, and the command that continues or uses it; of several processes the first says it."""
     from dataclasses import asdict
 
+    if os.environ.get("RANK", "0") != "0":
+        return
     if as_json:
         print(json.dumps(asdict(result), default=str))
         return

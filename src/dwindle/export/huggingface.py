@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers.utils import logging
 from dwindle.anatomy import Structure, modeling_dwindle
 from dwindle.anatomy.build import is_custom
 from dwindle.directories import atomic_directory, refuse_existing
+from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
 from dwindle.training.metrics import json_line
 
@@ -34,24 +36,74 @@ def save_model(
     structure: Structure,
     source: str,
     ledger: Sequence[Event],
+    recipe: str | None = None,
+    results: Mapping[str, float | int | str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write weights (safetensors), configuration, tokenizer, ``structure.json`` and ``ledger.jsonl``.
+    """Write weights (safetensors), configuration, tokenizer, card, ``structure.json`` and ``ledger.jsonl``.
 
-    The directory appears complete or not at all.
+    The directory appears complete or not at all; ``recipe`` and ``results`` go into the card.
     """
-    out = Path(out)
-    with atomic_directory(out, marker=MARKER, overwrite=overwrite) as folder:
-        _save_quietly(model, folder)
-        if is_custom(model.config):
+    with write_model(
+        model,
+        tokenizer,
+        out,
+        structure=structure,
+        source=source,
+        ledger=ledger,
+        recipe=recipe,
+        results=results,
+        overwrite=overwrite,
+    ):
+        pass
+    return Path(out)
+
+
+@contextmanager
+def write_model(
+    model: Any,
+    tokenizer: Any,
+    out: str | PathLike[str],
+    *,
+    structure: Structure,
+    source: str,
+    ledger: Sequence[Event],
+    recipe: str | None = None,
+    results: Mapping[str, float | int | str] | None = None,
+    overwrite: bool = False,
+    weights: bool = True,
+) -> Iterator[Path]:
+    """As ``save_model``, but yields the finished directory before it is put in place.
+
+    The caller may check it or add to it there; if it raises, nothing is left. Without ``weights`` only the
+    configuration is written, for formats that keep the weights in a file of their own.
+    """
+    with atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
+        if weights:
+            _save_quietly(model, folder)
+        else:
+            model.config.save_pretrained(folder)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(folder)
+        if weights and is_custom(model.config):
             shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / "structure.json").write_text(json.dumps(structure.to_json(source)) + "\n", encoding="utf-8")
         (folder / "ledger.jsonl").write_text("".join(map(json_line, ledger)), encoding="utf-8")
+        card = model_card(
+            name=Path(out).name,
+            source=source,
+            structure=structure.to_json(source),
+            ledger=ledger,
+            recipe=recipe,
+            results=results,
+            custom_code=is_custom(model.config),
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors files come out readable by their owner only
-    return out
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

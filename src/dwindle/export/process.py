@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +21,14 @@ from dwindle.errors import UserError
 
 ENGINES = {
     "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
+    "llamacpp-default": "dwindle.export.llamacpp:DefaultLlamaCppEngine",
     "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
     "torch": "dwindle.bench.torch_engine:TorchEngine",
 }
+
+
+_LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")
+"""llama.cpp's clock and level."""
 
 
 class RuntimeFailure(Exception):
@@ -33,7 +40,7 @@ class RuntimeProcess:
 
     def __init__(self, engine: str, path: str | os.PathLike[str], *, threads: int = 1, context: int = 512) -> None:
         self.engine = engine
-        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         command = [sys.executable, "-m", "dwindle.export.process", engine, str(path), str(threads), str(context)]
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._child = subprocess.Popen(
@@ -69,22 +76,22 @@ class RuntimeProcess:
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         if "error" in reply:
-            raise RuntimeFailure(f"{self.engine}: {reply['error']}")
+            raise RuntimeFailure(f"{self.engine}: {self._last_words(reply['error'])}")
         return reply["result"]
 
-    def _last_words(self) -> str:
+    def _last_words(self, fallback: str = "") -> str:
+        """The first error the library printed: those after it only say that something failed."""
         self._stderr.seek(0)
-        lines = [line.strip() for line in self._stderr.read().splitlines() if line.strip()]
+        printed = (_LOG_PREFIX.sub("", line).strip() for line in self._stderr.read().splitlines())
+        lines = [" ".join(line.split()) for line in printed if line]
         errors = [line for line in lines if "error" in line.lower()]
-        return (errors or lines or [f"exit code {self._child.returncode}"])[-1]
+        return (errors or ([fallback] if fallback else lines[-1:]) or [f"exit code {self._child.returncode}"])[0]
 
     def close(self) -> None:
         """End the child: it leaves when its input closes; a child that does not is killed."""
         if self._child.stdin is not None and not self._child.stdin.closed:
-            try:
+            with suppress(OSError):
                 self._child.stdin.close()
-            except OSError:
-                pass
         try:
             self._child.wait(timeout=20)
         except subprocess.TimeoutExpired:
@@ -104,7 +111,14 @@ class RuntimeProcess:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process ever held; 0 where the platform does not say."""
+    """The most memory this process ever held; 0 where the platform does not say.
+
+    Linux counts the parent's memory into ``getrusage`` of a child, so there the kernel's own high-water mark is read.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:

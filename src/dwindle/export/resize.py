@@ -69,18 +69,19 @@ class Resized:
         )
 
 
-def resize(model: Any, *, uniform: bool, round_to: int = 1) -> Resized:
+def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1) -> Resized:
     """The same function at sizes that stock attention can express.
 
     ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer becomes regular
-    on its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple. The number of queries
+    on its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` the hidden
+    width to at least that. The number of queries
     per key/value head is the one that makes the model smallest: 1 repeats key/value heads, the largest group of a
     layer pads queries, and sizes between do some of both.
     """
     anatomy = Anatomy.of(model)
     before = anatomy.source
     plans = _plans(before, uniform=uniform, round_to=round_to)
-    hidden = _padded(len(before.hidden), round_to)
+    hidden = _padded(max(len(before.hidden), min_hidden), round_to, present=len(before.hidden))
     after = Structure.full(
         hidden=len(hidden),
         ffn=[len(plan.ffn) for plan in plans],
@@ -131,7 +132,7 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[LayerP
         sizes = [_smallest(counts)] * len(counts)
         widths = [max(widths)] * len(widths)
     return [
-        _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, structure_width=len(la.ffn)))
+        _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, present=len(la.ffn)))
         for layer, (per_kv, kv_heads), width, la in zip(counts, sizes, widths, structure.layers, strict=True)
     ]
 
@@ -161,15 +162,12 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
     return LayerPlan((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
-def _padded(width: int, round_to: int, structure_width: int | None = None) -> tuple[int, ...]:
-    present = width if structure_width is None else structure_width
+def _padded(width: int, round_to: int, *, present: int) -> tuple[int, ...]:
     total = math.ceil(width / round_to) * round_to
     return (*range(present), *[NOTHING] * (total - present))
 
 
-def _spread(
-    row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]
-) -> Tensor:
+def _spread(row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]) -> Tensor:
     """The tensor with every axis rearranged; places without a source are zero."""
     for axis, units in enumerate(row.axes):
         where = [*_places(units, row.layer, anatomy, plans, hidden)]
@@ -191,7 +189,11 @@ def _places(
         chosen = hidden if unit == "hidden" else getattr(plans[_known(layer)], unit)
         stretch = anatomy.stretch(unit)
         for place in chosen:
-            yield from ([NOTHING] * stretch if place == NOTHING else range(offset + place * stretch, offset + (place + 1) * stretch))
+            yield from (
+                [NOTHING] * stretch
+                if place == NOTHING
+                else range(offset + place * stretch, offset + (place + 1) * stretch)
+            )
         offset += anatomy.width(unit, layer, anatomy.source)
 
 
@@ -203,8 +205,10 @@ def _known(layer: int | None) -> int:
 def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[LayerPlan]) -> None:
     """A norm over all heads (OLMo 2) would count the added ones."""
     wide = any(row.is_norm and row.axes[0][0] in ("query", "kv") for row in anatomy.rows)
-    same = all(len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
-               for p, la in zip(plans, before.layers, strict=True))
+    same = all(
+        len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
+        for p, la in zip(plans, before.layers, strict=True)
+    )
     if wide and not same:
         raise UserError(
             "--stock: this family normalises over all heads together, so heads cannot be added without changing "

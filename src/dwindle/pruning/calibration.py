@@ -1,57 +1,93 @@
-"""Gradients for scoring without training: the mean gradient and the exact per-example squared gradient."""
+"""What pruning without training needs of a text: gradients, exact per-example squared gradients, layer inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy import KINDS
 from dwindle.errors import UserError
 from dwindle.progress import track
-from dwindle.pruning.saliency import Metric
+from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.saliency import LayerCurvature, Metric
+from dwindle.pruning.secondorder import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
 
 @dataclass(slots=True)
 class Calibration:
-    """By tensor name: g, the mean gradient, and f, the mean squared gradient of one example."""
+    """By tensor name: g, the mean gradient, and f, the diagonal curvature (squared gradient of one example, or
+    layer-wise); by tap: the layers' inputs."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    fishers: dict[str, Tensor] = field(default_factory=dict)
+    fishers: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: InputStatistics | None = None
     loss: float | None = None
 
 
-def calibrate(prunable: Prunable, windows: Tensor | None, metric: Metric) -> Calibration:
-    """One backward pass for each window, with gradients for the output projections only.
+def calibrate(
+    prunable: Prunable,
+    windows: Tensor | None,
+    metric: Metric,
+    *,
+    second_order: bool = False,
+    gram_tokens: int | None = None,
+    damping: float = DEFAULT_DAMPING,
+) -> Calibration:
+    """One pass for each window: backward too if the metric uses gradients, for the output projections only.
 
-    An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed.
+    An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
+    layers are watched for the second-order update and the layer-wise metrics, all tokens or ``gram_tokens`` of them.
     """
     found = Calibration()
-    if not metric.needs:
+    watched = second_order or "inputs" in metric.needs
+    if not metric.needs and not watched:
         return found
-    assert windows is not None, "this metric needs calibration text"
-    model = prunable.model
-    anatomy = prunable.anatomy
+    assert windows is not None, "this needs calibration text"
+    taps: InputTaps | None = None
+    if watched:
+        num_tokens = min(gram_tokens or windows.numel(), windows.numel())
+        found.inputs = InputStatistics(num_tokens)
+        units = units_to_watch(metric, KINDS, second_order=second_order)
+        taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
+    try:
+        found.loss = _passes(prunable, windows, metric, found, taps)
+    finally:
+        if taps is not None:
+            taps.remove()
+    if not torch.isfinite(torch.tensor(found.loss)):
+        raise UserError("calibration: the loss is not finite: the source's weights or the data are broken")
+    if metric.curvature is not None:
+        assert found.inputs is not None
+        found.fishers = LayerCurvature(prunable, found.inputs, metric, damping)
+    return found
+
+
+def _passes(prunable: Prunable, windows: Tensor, metric: Metric, found: Calibration, taps: InputTaps | None) -> float:
+    """The mean loss; every window gives an equal share of the watched tokens."""
+    model, anatomy = prunable.model, prunable.anatomy
     outputs = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
-    names = {row.name for row in outputs}
+    names = {row.name for row in outputs} if metric.needs & {"gradient", "fisher"} else set()
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
     total = 0.0
-    with _only_these_need_gradients(model, set(scored)):
-        for window in track(windows, "calibrating", len(windows)):
+    with _only_these_need_gradients(model, names):
+        for number, window in enumerate(track(windows, "calibrating", len(windows))):
+            if taps is not None and found.inputs is not None:
+                share = found.inputs.num_tokens * (number + 1) // len(windows)
+                taps.open(share - found.inputs.num_tokens * number // len(windows))
             batch = window[None].to(device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            loss.backward()
             total += loss.item()
-            prunable.mask_gradients()
-            _accumulate(found, scored, metric, len(windows))
-    found.loss = total / len(windows)
-    if not torch.isfinite(torch.tensor(found.loss)):
-        raise UserError("calibration: the loss is not finite: the source's weights or the data are broken")
-    return found
+            if scored:
+                loss.backward()
+                prunable.mask_gradients()
+                _accumulate(found, scored, metric, len(windows))
+    return total / len(windows)
 
 
 def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Metric, count: int) -> None:
@@ -61,6 +97,7 @@ def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Met
         if "gradient" in metric.needs:
             _add(found.gradients, name, gradient, count)
         if "fisher" in metric.needs:
+            assert isinstance(found.fishers, dict)
             _add(found.fishers, name, gradient.square(), count)
         parameter.grad = None
 

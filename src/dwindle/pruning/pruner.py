@@ -14,19 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dwindle.anatomy import Structure
 from dwindle.anatomy.anatomy import places
+from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.ledger import prune_event, source_event
 from dwindle.pruning.pacing import Pacing
-from dwindle.pruning.saliency import Scores, metric_named, score_model
+from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
+from dwindle.pruning.secondorder import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
 from dwindle.pruning.selection import Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
 from dwindle.training.callbacks import Callback
 from dwindle.training.metrics import JsonLinesFile
+from dwindle.training.shards import local
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -41,6 +44,11 @@ class PrunerOptions:
     """The squared gradient of the step, or Adam's (bias-corrected) second moment."""
     smoothing: float = 0.0
     """Factor of the running average of scores over steps; 0 scores only the steps after which groups leave."""
+    second_order: bool = False
+    """Whether what stays is repaired when a group leaves (EfficientLLM-B)."""
+    damping: float = DEFAULT_DAMPING
+    gram_tokens: int = DEFAULT_TOKENS
+    """Tokens of a step, over all processes, from which layers' inputs are watched."""
     round_to: int = 1
     compact_threshold: float = 0.2
     """Dead share that triggers a compaction; 1: only at the end."""
@@ -61,7 +69,7 @@ class Pruner(Callback):
         options: PrunerOptions,
         ledger: Path,
         source: str,
-        rebuild: Callable[[nn.Module], torch.optim.Optimizer],
+        rebuild: Callable[..., torch.optim.Optimizer],
         milestones: Sequence[tuple[str, int]] = (),
         on_milestone: Callable[[str], None] = lambda name: None,
     ) -> None:
@@ -77,7 +85,11 @@ class Pruner(Callback):
         self.num_events = 0
         self._ledger = JsonLinesFile(ledger)
         self._smoothed: Scores | None = None
-        self._choices: list[Choice] = []
+        self._pending: Callable[[], Scores] | None = None
+        metric = metric_named(options.metric)
+        self._scores_inputs = "inputs" in metric.needs
+        units = units_to_watch(metric, selection.groups, second_order=options.second_order)
+        self._watch = InputWatch(units, options.gram_tokens)
         self._selector = Selector(prunable.anatomy, target, selection)
         self._shape_chosen = options.round_to <= 1 or target.shape is not None
 
@@ -99,7 +111,12 @@ class Pruner(Callback):
             anatomy = self.prunable.anatomy
             settings = asdict(self.selection) | asdict(self.options) | {"pacing": asdict(self.pacing)}  # type: ignore[call-overload]
             self._ledger.append(source_event(self.source, anatomy.count(anatomy.source).total, settings))
+        self._listen(trainer)
         self._report(trainer)
+
+    @property
+    def edits_gradients(self) -> bool:
+        return self.prunable.masks_gradients
 
     def after_backward(self, trainer: Trainer) -> None:
         self.prunable.mask_gradients()
@@ -108,21 +125,22 @@ class Pruner(Callback):
         due = self.pacing.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
         if not due and not self.options.smoothing:
             return
-        scores = self._score(trainer)
-        if due:
-            self._choices = self._choose(scores, trainer.step + 1)
+        self._pending = self._begin_score(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
-        choices, self._choices = self._choices, []
-        assert trainer.last is not None
-        if choices and not trainer.last.skipped:
+        choices = self._choose_due(trainer)
+        if choices:
+            if self.options.second_order:
+                repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.options.damping)
             self.prunable.kill(choices[-1].rest, trainer.optimizer)
             for choice in choices:
                 self._ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
             self._forget_dead_scores()
             self._save_milestones()
+        self._watch.forget()
         self._maybe_compact(trainer)
+        self._listen(trainer)
         trainer.extra_metrics["parameters"] = self.prunable.num_parameters
         trainer.extra_metrics["events"] = len(choices)
         self._report(trainer)
@@ -130,14 +148,32 @@ class Pruner(Callback):
     def on_end(self, trainer: Trainer) -> None:
         self._ledger.close()
 
-    def _score(self, trainer: Trainer) -> Scores:
-        metric = metric_named(self.options.metric, seed=self.options.seed * 1_000_003 + trainer.step)
-        gradients = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
-        fishers = Fishers(trainer, self.options.fisher, gradients)
-        scores = score_model(self.prunable, gradients, fishers, metric)
+    def _listen(self, trainer: Trainer) -> None:
+        """Watch the layers' inputs in the next step if they will be needed after it."""
+        if self.finished or not (self.options.second_order or self._scores_inputs):
+            return
+        self._watch.attach(self.prunable)
+        due = self.pacing.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
+        if due or (self.options.smoothing and self._scores_inputs):
+            self._watch.listen()
+
+    def _choose_due(self, trainer: Trainer) -> list[Choice]:
+        """The groups that leave now, by the scores begun before the update: the update runs while they are chosen."""
+        if self._pending is None:
+            return []
+        scores, self._pending = self._pending(), None
         if self.options.smoothing:
             scores = self._smoothed = scores.smoothed(self._smoothed, self.options.smoothing)
-        return scores
+        due = self.pacing.due(trainer.step, self.prunable.num_parameters, self.num_events)
+        return self._choose(scores, trainer.step) if due else []
+
+    def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
+        metric = metric_named(self.options.metric, seed=self.options.seed * 1_000_003 + trainer.step)
+        gradients = {n: local(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
+        fishers: Mapping[str, Tensor] = Fishers(trainer, self.options.fisher, gradients)
+        if metric.curvature is not None:
+            fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.options.damping)
+        return begin_scores(self.prunable, gradients, fishers, metric)
 
     def _choose(self, scores: Scores, step: int) -> list[Choice]:
         """Every group that is due by now, from the same gradients; sums of one group ignore the others' leaving."""
@@ -181,13 +217,12 @@ class Pruner(Callback):
 
     def _maybe_compact(self, trainer: Trainer) -> None:
         """To round sizes on the way, when enough is dead."""
-        keep = self.prunable.rounded(self.options.compact_multiple)
         threshold = self.options.compact_threshold
-        if threshold >= 1 or keep == self.prunable.physical:
+        if threshold >= 1 or (self.prunable.dead_share < threshold and not self.finished):
             return
-        if self.prunable.dead_share < threshold and not self.finished:
-            return
-        self.compact(trainer, keep)
+        keep = self.prunable.rounded(self.options.compact_multiple)
+        if keep != self.prunable.physical:
+            self.compact(trainer, keep)
 
     def compact(self, trainer: Trainer, keep: Structure) -> None:
         """Go on with a smaller model; the pause is in the metrics."""
@@ -254,7 +289,7 @@ class Fishers(Mapping[str, Tensor]):
         if "exp_avg_sq" not in state:  # before Adam's first step there is only the gradient
             return self._gradients[name].square()
         beta = self._trainer.optimizer.param_groups[0]["betas"][1]
-        moment: Tensor = state["exp_avg_sq"] / (1 - beta ** float(state["step"]))
+        moment: Tensor = local(state["exp_avg_sq"]) / (1 - beta ** float(state["step"]))
         return moment
 
     def __iter__(self) -> Any:

@@ -7,33 +7,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dwindle.anatomy import Group, Kind, Structure
+from dwindle.anatomy import Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import places
 from dwindle.errors import UserError
+from dwindle.pruning.exchange import Exchange, exchange_here
+from dwindle.pruning.gram import Inputs
 from dwindle.pruning.surgery import Prunable
+from dwindle.training.shards import local, row_range, same_everywhere
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """An element-wise score of weights w, mean gradient g and diagonal Fisher f; a zero weight scores zero."""
+    """An element-wise score of weights w, mean gradient g and diagonal curvature f; a zero weight scores zero."""
 
     score: Callable[[Tensor, Tensor, Tensor], Tensor]
     needs: frozenset[str] = frozenset()
-    """What must be collected for it: of ``gradient`` and ``fisher``; what is not collected is passed as w."""
+    """What must be collected for it: of ``gradient``, ``fisher`` and ``inputs`` (then f comes from ``LayerCurvature``);
+    what is not collected is passed as w."""
+    curvature: Literal["diagonal", "inverse"] | None = None
+    """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
 
 
 def taylor(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
     """|w·g − ½·w²·f|: the change of the loss to second order, with the diagonal Fisher as curvature."""
-    return (w_OI * g_OI - 0.5 * w_OI.square() * f_OI).abs()
+    return torch.mul(w_OI, f_OI).mul_(-0.5).add_(g_OI).mul_(w_OI).abs_()  # one temporary, not four
 
 
 def taylor1(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
     """|w·g|: the first-order term alone."""
     return (w_OI * g_OI).abs()
+
+
+def obd(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """½·w²·f: the second-order term alone (Optimal Brain Damage)."""
+    return 0.5 * w_OI.square() * f_OI
+
+
+def layer_error(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """w²·f: the change of the layer's own output, for which no gradient is needed (Wanda, OBC)."""
+    return w_OI.square() * f_OI
 
 
 def magnitude(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
@@ -55,6 +72,9 @@ def _random(seed: int) -> Metric:
 _METRICS: dict[str, Callable[[int], Metric]] = {
     "taylor": lambda seed: Metric(taylor, frozenset({"gradient", "fisher"})),
     "taylor1": lambda seed: Metric(taylor1, frozenset({"gradient"})),
+    "obd": lambda seed: Metric(obd, frozenset({"fisher"})),
+    "wanda": lambda seed: Metric(layer_error, frozenset({"inputs"}), "diagonal"),
+    "obc": lambda seed: Metric(layer_error, frozenset({"inputs"}), "inverse"),
     "magnitude": lambda seed: Metric(magnitude),
     "random": _random,
 }
@@ -66,6 +86,58 @@ def metric_named(name: str, seed: int = 0) -> Metric:
     if name not in _METRICS:
         raise UserError(f"metric {name!r} is unknown: choose one of {', '.join(METRICS)}")
     return _METRICS[name](seed)
+
+
+class LayerCurvature(Mapping[str, Tensor]):
+    """f of the layer-wise metrics, one tensor at a time and only when asked for.
+
+    A layer-wise score is a change of that layer's output, in the unit of that layer; the stem and the choice between
+    types add and compare layers. So every projection's scores are divided by their sum: an element's score is its
+    share of what its own projection would lose with all of it, and no scale of inputs or weights matters.
+    """
+
+    def __init__(
+        self,
+        prunable: Prunable,
+        inputs: Mapping[str, Inputs],
+        metric: Metric,
+        damping: float,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
+        self._exchange = exchange or exchange_here()
+        anatomy = prunable.anatomy
+        rows = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
+        self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        number, row = self._rows[name]
+        parameter: Tensor = self._prunable.model.get_parameter(name)
+        weight = local(parameter.detach())
+        f_I = weight.new_zeros(weight.shape[1])
+        seen = self._inputs[row.module].at_owner(number, self._exchange)
+        if self._exchange.is_mine(number):
+            f_I.copy_(self._curvature(seen, row))
+        f_I = self._exchange.from_owner(number, f_I)
+        total = (weight.square().sum(0) * f_I).sum()
+        total = same_everywhere(total, parameter, partial=True)
+        return (f_I / total.clamp(min=torch.finfo(f_I.dtype).tiny))[None]
+
+    def _curvature(self, seen: Inputs, row: Row) -> Tensor:
+        f_I = seen.mean_square()
+        if self._metric.curvature == "diagonal":
+            return f_I
+        prunable = self._prunable
+        living = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
+        assert living is not None
+        living = living.to(f_I.device)
+        return torch.zeros_like(f_I).index_copy(0, living, 1 / seen.inverse_diagonal(living, self._damping))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 @dataclass(slots=True)
@@ -117,9 +189,18 @@ class Scores:
 def score_model(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Scores:
-    """Scores of the model as it is. Elements of dead groups are zero and add nothing to the living.
+    """Scores of the model as it is. Elements of dead groups are zero and add nothing to the living."""
+    return begin_scores(prunable, gradients, fishers, metric)()
 
-    Only row and column sums leave the device that the weights are on.
+
+def begin_scores(
+    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
+) -> Callable[[], Scores]:
+    """Start to compute ``score_model``; calling the result waits for it.
+
+    Only row and column sums leave the device that the weights are on; where each process holds some rows of the
+    weights, one small all-reduce completes them, and all processes get the same numbers. A GPU does not stand
+    still meanwhile: what is given to it after this call runs while the groups are chosen on the host.
     """
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": []}
     rows: list[Tensor] = []
@@ -127,11 +208,37 @@ def score_model(
         rows.append(element_OI.sum(1, dtype=torch.float64))
         columns[kind].append(element_OI.sum(0, dtype=torch.float64))
     heads = [c_I.view(-1, prunable.anatomy.head_dim).sum(1) for c_I in columns["attn"]]
-    stem = torch.stack(rows).sum(0)
-    flat = torch.cat([*heads, *columns["ffn"], stem]).cpu()  # one transfer, one wait
-    sums = list(torch.split(flat, [len(t) for t in (*heads, *columns["ffn"], stem)]))
-    count = len(heads)
-    return Scores(prunable.physical, sums[:count], sums[count:-1], sums[-1]).mask(prunable.dead)
+    weight = prunable.parameters[prunable.anatomy.output_row(0, "attn").name]
+    stem = rows[0].new_zeros(weight.shape[0])
+    first, held = row_range(weight)
+    stem[first : first + held] = torch.stack(rows).sum(0)
+    flat = torch.cat([*heads, *columns["ffn"], stem])
+    transfer = _Transfer(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one wait
+    lengths, count = [len(t) for t in (*heads, *columns["ffn"], stem)], len(heads)
+
+    def result() -> Scores:
+        sums = list(torch.split(transfer.result(), lengths))
+        return Scores(prunable.physical, sums[:count], sums[count:-1], sums[-1]).mask(prunable.dead)
+
+    return result
+
+
+class _Transfer:
+    """A copy to the host that later work on the device does not delay."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = values
+        if values.is_cuda:
+            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._copy.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def result(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
 
 
 class ElementScores:
@@ -184,9 +291,10 @@ def _elements(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Iterator[tuple[str, Tensor]]:
     """(attn or ffn, element scores) of the output projections, layer by layer."""
-    parameters = dict(prunable.model.named_parameters())
+    parameters = prunable.parameters
     for layer in range(prunable.anatomy.num_layers):
         for kind in ("attn", "ffn"):
             name = prunable.anatomy.output_row(layer, kind).name
-            weight = parameters[name].detach()
-            yield kind, metric.score(weight, gradients.get(name, weight), fishers.get(name, weight))
+            weight = local(parameters[name].detach())
+            gradient, fisher = local(gradients.get(name, weight)), local(fishers.get(name, weight))
+            yield kind, metric.score(weight, gradient, fisher)

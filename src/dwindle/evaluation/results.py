@@ -1,0 +1,220 @@
+"""What an evaluation found, for people (a table) and for programs (JSON that can be read back)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.table import Table
+
+from dwindle.errors import UserError
+from dwindle.evaluation.tasks import COMMONSENSE
+from dwindle.sizes import format_count
+
+FORMAT = "dwindle-eval-1"
+
+
+@dataclass(slots=True)
+class TaskResult:
+    """One task: both accuracies, and everything needed to compare them with somebody else's."""
+
+    task: str
+    title: str
+    metric: str
+    """The one that counts in tables and averages."""
+    acc: float
+    acc_stderr: float | None
+    acc_norm: float
+    acc_norm_stderr: float | None
+    num_items: int
+    num_skipped: int
+    skipped: list[str]
+    """Why, for the first few."""
+    split: str
+    where: str
+    prompt: str
+
+    @property
+    def value(self) -> float:
+        return self.acc_norm if self.metric == "acc_norm" else self.acc
+
+    @property
+    def stderr(self) -> float | None:
+        return self.acc_norm_stderr if self.metric == "acc_norm" else self.acc_stderr
+
+
+@dataclass(slots=True)
+class TextResult:
+    """Perplexity of one text."""
+
+    name: str
+    word_perplexity: float
+    byte_perplexity: float
+    bits_per_byte: float
+    nats_per_token: float
+    num_documents: int
+    num_words: int
+    num_bytes: int
+    num_tokens: int
+    num_skipped: int
+    skipped: list[str]
+    split: str
+    where: str
+    prompt: str
+
+
+@dataclass(slots=True)
+class EvalResult:
+    """One model on some tasks and texts."""
+
+    model: str
+    parameters: int
+    engine: str
+    dtype: str
+    device: str
+    batch: int
+    max_length: int
+    limit: int | None
+    tasks: list[TaskResult]
+    texts: list[TextResult]
+    tokens: int | None = None
+    """Tokens it was trained on, where known."""
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def task(self, name: str) -> TaskResult | None:
+        return next((result for result in self.tasks if result.task == name), None)
+
+    def average(self, metric: str = "") -> float | None:
+        """Mean of the seven commonsense tasks: the metric of each task, or the same one for all."""
+        found = [self.task(name) for name in COMMONSENSE]
+        values = [getattr(result, metric) if metric else result.value for result in found if result is not None]
+        return sum(values) / len(values) if len(values) == len(COMMONSENSE) else None
+
+    def average_stderr(self) -> float | None:
+        """Of ``average()``, the tasks being independent."""
+        errors = [result.stderr for name in COMMONSENSE if (result := self.task(name)) is not None]
+        known = [error for error in errors if error is not None]
+        if len(known) < len(COMMONSENSE):
+            return None
+        return math.sqrt(sum(error**2 for error in known)) / len(known)
+
+    def to_json(self) -> dict[str, Any]:
+        averages = {"value": self.average(), "acc": self.average("acc"), "acc_norm": self.average("acc_norm")}
+        averages["stderr"] = self.average_stderr()
+        found: dict[str, Any] = _finite(asdict(self))
+        return {"format": FORMAT} | found | {"average": averages}
+
+    @staticmethod
+    def from_json(data: Any, name: str) -> EvalResult:
+        """Inverse of ``to_json``; ``name`` is the file, for the message."""
+        try:
+            if data["format"] != FORMAT:
+                raise ValueError("another format")
+            kept = {key: value for key, value in data.items() if key not in ("format", "average", "tasks", "texts")}
+            return EvalResult(
+                **kept,
+                tasks=[TaskResult(**row) for row in data["tasks"]],
+                texts=[TextResult(**_with_infinity(row)) for row in data["texts"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{name}: is not a result of `dwindle eval --out`: give one, or a model") from error
+
+    def render(self) -> RenderableType:
+        """Tables for a terminal."""
+        parts: list[RenderableType] = [self._headline()]
+        if self.tasks:
+            parts += ["", self._task_table()]
+        if (average := self.average()) is not None:
+            value = _percent(average, self.average_stderr())
+            parts.append(f"average of the seven, each by the metric that counts: [bold]{value}[/bold]")
+        if self.texts:
+            parts += ["", self._text_table()]
+        parts.append("")
+        parts += [f"[bold]{result.title}[/bold] prompt: {_escape(result.prompt)}" for result in self.tasks]
+        parts += [f"[bold]{_escape(text.name)}[/bold]: {_escape(text.prompt)}" for text in self.texts]
+        for name, count, reasons in self.skipped():
+            parts.append(f"[yellow]{_escape(f'{name}: {count} skipped: {reasons}')}[/yellow]")
+        return Stack(*parts)
+
+    def skipped(self) -> list[tuple[str, int, str]]:
+        """(task or text, how many items were left out, why the first few were)."""
+        found = [(task.title, task.num_skipped, "; ".join(task.skipped)) for task in self.tasks]
+        found += [(text.name, text.num_skipped, "; ".join(text.skipped)) for text in self.texts]
+        return [row for row in found if row[1]]
+
+    def _headline(self) -> str:
+        limited = f", first {self.limit} items of each" if self.limit is not None else ""
+        return _escape(
+            f"{self.model}: {format_count(self.parameters)} parameters, zero-shot, {self.engine} engine, {self.dtype} "
+            f"on {self.device}, batch {self.batch}{limited}, {self.seconds:.1f} s"
+        )
+
+    def _task_table(self) -> Table:
+        table = Table("task", "split", box=None, padding=(0, 2, 0, 0))
+        for column in ("items", "skipped", "acc", "acc_norm"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("counts")
+        for result in self.tasks:
+            table.add_row(
+                result.title,
+                result.split,
+                str(result.num_items),
+                str(result.num_skipped),
+                _percent(result.acc, result.acc_stderr),
+                _percent(result.acc_norm, result.acc_norm_stderr),
+                result.metric,
+            )
+        if self.average() is not None:
+            table.add_row("average", "", "", "", _percent(self.average("acc")), _percent(self.average("acc_norm")))
+        return table
+
+    def _text_table(self) -> Table:
+        table = Table("text", box=None, padding=(0, 2, 0, 0))
+        for column in ("pages", "tokens", "word ppl", "byte ppl", "bits/byte", "nats/token"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for text in self.texts:
+            numbers = (text.word_perplexity, text.byte_perplexity, text.bits_per_byte, text.nats_per_token)
+            table.add_row(
+                _escape(text.name), str(text.num_documents), f"{text.num_tokens:,}", *(f"{x:.4f}" for x in numbers)
+            )
+        return table
+
+
+def read_result(path: Path) -> EvalResult:
+    """A file written by ``dwindle eval --out``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error}): give a result of `dwindle eval --out`") from error
+    return EvalResult.from_json(data, str(path))
+
+
+def _percent(value: float | None, stderr: float | None = None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.2f}" + ("" if stderr is None else f" ±{100 * stderr:.2f}")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value
+
+
+def _with_infinity(row: Any) -> dict[str, Any]:
+    """What ``_finite`` took out; no other field of a text may be null."""
+    return {key: math.inf if value is None else value for key, value in row.items()}
+
+
+def _escape(text: str) -> str:
+    """Rich reads square brackets as markup."""
+    return text.replace("[", "\\[")

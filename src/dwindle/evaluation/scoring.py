@@ -1,0 +1,227 @@
+"""Log-likelihoods of continuations, with what choices have in common computed once.
+
+The choices of a question usually share their context: HellaSwag reads it four times in a plain scorer. Here a
+question is one row: the shared beginning, then every choice, each at the positions right after it, and an attention
+mask under which a choice sees the keys and values of the beginning and its own, and of no other choice. That is
+what reusing a key/value cache computes, in one pass and without copying the cache. The head runs only where a token is
+scored. Rows are batched by length.
+
+Shapes: B rows, T tokens each, N scored tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
+from dwindle.evaluation.encoding import Pair, Tokens
+from dwindle.training.loss import Precision, autocast_for
+
+SHARED = 0
+"""Branch number of the tokens that all choices have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of the batch: a tree of choices, or a single text."""
+
+    tokens: Tokens
+    positions: list[int]
+    branches: list[int]
+    places: list[list[int]]
+    """For every request, the tokens whose predictions are scored …"""
+    targets: list[Tokens]
+    """… and what they should predict."""
+
+
+def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
+    """All requests of a question in one row. Too long ones lose their beginning, as in the harness."""
+    inputs = [(context + continuation)[-(max_length + 1) :][:-1] for context, continuation in pairs]
+    shared = _common_length(inputs)
+    tokens, positions, branches = list(inputs[0][:shared]), list(range(shared)), [SHARED] * shared
+    starts: dict[tuple[int, ...], int] = {}
+    places = []
+    for branch, (row, (_, continuation)) in enumerate(zip(inputs, pairs, strict=True), 1):
+        own = tuple(row[shared:])
+        if own not in starts:  # equal choices are computed once, so that they tie exactly
+            starts[own] = len(tokens)
+            tokens += own
+            positions += range(shared, len(row))
+            branches += [branch] * len(own)
+        start = starts[own]
+        scored = range(len(row) - len(continuation), len(row))
+        places.append([place if place < shared else start + place - shared for place in scored])
+    return Row(tokens, positions, branches, places, [continuation for _, continuation in pairs])
+
+
+def plain_row(pair: Pair, max_length: int) -> Row:
+    """One request alone."""
+    return tree_row([pair], max_length)
+
+
+def _common_length(rows: Sequence[Tokens]) -> int:
+    length = min(map(len, rows))
+    for row in rows[1:]:
+        if row[:length] != rows[0][:length]:
+            length = next(place for place in range(length) if row[place] != rows[0][place])
+    return length
+
+
+class Scorer:
+    """A model made ready to score; ``batch`` counts requests (choices), as the harness's does."""
+
+    def __init__(self, model: nn.Module, *, max_length: int, batch: int = 0, precision: Precision = "fp32") -> None:
+        self.model = cast(Any, model)
+        self.max_length = max_length
+        self.device = next(model.parameters()).device
+        on_gpu = self.device.type != "cpu"
+        self.batch = batch or (256 if on_gpu else 16)
+        self.precision: Precision = precision
+        self._max_batch_tokens = 65536 if on_gpu else 1024  # what fits in the caches of a CPU
+        self._head_chunk = 8192 if on_gpu else 256
+        self._width_multiple = 8 if on_gpu else 1
+        config = self.model.config
+        self._known = str(config.model_type).removeprefix(CUSTOM_PREFIX) in FAMILIES
+        """Whether the model is a decoder with a plain head; others are called whole and without sharing."""
+        attention = getattr(config, "_attn_implementation", None)
+        self._takes_masks = self._known and attention in ("sdpa", "eager", None)
+        self._additive_mask = attention == "eager"
+        self._window: int | None = getattr(config, "sliding_window", None)
+
+    def choices(self, questions: Sequence[Sequence[Pair]], progress: Any = None) -> list[list[float]]:
+        """Log-likelihood of every continuation of every question."""
+        rows: list[Row] = []
+        owners: list[tuple[int, int]] = []
+        """For every row, its question and the number of its first request."""
+        for question, pairs in enumerate(questions):
+            if self._shareable(pairs):
+                rows.append(tree_row(pairs, self.max_length))
+                owners.append((question, 0))
+            else:
+                rows += [plain_row(pair, self.max_length) for pair in pairs]
+                owners += [(question, number) for number in range(len(pairs))]
+        found = [[0.0] * len(pairs) for pairs in questions]
+        for indices, scores in self._scored(rows, progress):
+            for index, values in zip(indices, scores, strict=True):
+                question, first = owners[index]
+                found[question][first : first + len(values)] = values
+        return found
+
+    def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
+        """Log-likelihood of every window of a text."""
+        found = [0.0] * len(windows)
+        rows = [plain_row(window, self.max_length) for window in windows]
+        for indices, scores in self._scored(rows, progress):
+            for index, (value,) in zip(indices, scores, strict=True):
+                found[index] = value
+        return found
+
+    def _shareable(self, pairs: Sequence[Pair]) -> bool:
+        """A hand-made mask replaces the sliding window of models that have one, so longer texts go the plain way."""
+        longest = max(len(context) + len(continuation) for context, continuation in pairs)
+        return self._takes_masks and (self._window is None or longest <= self._window)
+
+    def _scored(self, rows: Sequence[Row], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
+        with self._evaluating():
+            for indices in self._batches(rows):
+                chosen = [rows[index] for index in indices]
+                yield indices, self._score(chosen)
+                if progress is not None:
+                    progress.advance(sum(len(row.places) for row in chosen))
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """No gradients, no dropout, and not through ``torch.compile``: every length would be compiled anew."""
+        was_training = self.model.training
+        may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
+        self.model.eval()
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+                yield
+        finally:
+            self.model.train(was_training)
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Rows of similar length together, the longest first: what does not fit in memory fails at once."""
+        batch: list[int] = []
+        size = width = 0
+        for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
+            requests = len(rows[index].places)
+            if batch and (size + requests > self.batch or (len(batch) + 1) * width > self._max_batch_tokens):
+                yield batch
+                batch, size = [], 0
+            if not batch:
+                width = len(rows[index].tokens)
+            batch.append(index)
+            size += requests
+        if batch:
+            yield batch
+
+    def _score(self, rows: Sequence[Row]) -> list[list[float]]:
+        width = max(len(row.tokens) for row in rows)
+        width += -width % self._width_multiple  # attention kernels of GPUs want aligned masks
+        flat_N = [index * width + place for index, row in enumerate(rows) for places in row.places for place in places]
+        targets_N = [target for row in rows for targets in row.targets for target in targets]
+        with autocast_for(self.precision, self.device):
+            scores_N = self._log_probabilities(
+                self._inputs(rows, width), self._tensor(flat_N), self._tensor(targets_N)
+            ).tolist()
+        found: list[list[float]] = []
+        at = 0
+        for row in rows:
+            found.append([])
+            for places in row.places:
+                found[-1].append(sum(scores_N[at : at + len(places)]))
+                at += len(places)
+        return found
+
+    def _inputs(self, rows: Sequence[Row], width: int) -> dict[str, Tensor]:
+        """Right-padded; a mask only where a row branches, so that single texts keep the fast causal kernels."""
+        inputs = {"input_ids": self._padded([row.tokens for row in rows], width, 0)}
+        if all(branch == SHARED for row in rows for branch in row.branches) or not self._takes_masks:
+            return inputs
+        inputs["position_ids"] = self._padded([row.positions for row in rows], width, 0)
+        branches_BT = self._padded([row.branches for row in rows], width, -1)
+        seen_BTT = (branches_BT[:, :, None] == branches_BT[:, None, :]) | (branches_BT[:, None, :] == SHARED)
+        mask_B1TT = (seen_BTT & torch.ones(width, width, dtype=torch.bool, device=self.device).tril())[:, None]
+        if self._additive_mask:
+            hidden = torch.zeros(mask_B1TT.shape, dtype=self.model.dtype, device=self.device)
+            mask_B1TT = hidden.masked_fill_(~mask_B1TT, torch.finfo(self.model.dtype).min)
+        inputs["attention_mask"] = mask_B1TT
+        return inputs
+
+    def _log_probabilities(self, inputs: dict[str, Tensor], flat_N: Tensor, targets_N: Tensor) -> Tensor:
+        if not self._known:
+            logits_NV = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[flat_N]
+            return _picked(logits_NV, targets_N)
+        hidden_ND = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[flat_N]
+        parts = zip(torch.split(hidden_ND, self._head_chunk), torch.split(targets_N, self._head_chunk), strict=True)
+        return torch.cat([_picked(self._logits(hidden), targets) for hidden, targets in parts])
+
+    def _logits(self, hidden_ND: Tensor) -> Tensor:
+        logits_NV: Tensor = self.model.get_output_embeddings()(hidden_ND)
+        scaling = getattr(self.model.config, "logits_scaling", None)  # Granite
+        return logits_NV if scaling in (None, 1.0) else logits_NV / scaling
+
+    def _padded(self, rows: Sequence[list[int]], width: int, filler: int) -> Tensor:
+        return self._tensor([row + [filler] * (width - len(row)) for row in rows])
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.tensor(values, device=self.device)
+
+
+def _picked(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Log-probabilities of the targets, in at least fp32: in bf16 a sum over tokens would lose two digits.
+
+    ``logsumexp`` would be nearer to fp64 (4e-5 against 3e-4 for a whole answer of SmolLM2), but the harness uses
+    ``log_softmax``, and its digits are the ones that are compared.
+    """
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    return logits_NV.log_softmax(dim=-1).gather(-1, targets_N[:, None])[:, 0].double()

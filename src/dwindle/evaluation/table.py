@@ -1,0 +1,214 @@
+"""Several models side by side, as in the tables of papers: ``dwindle table``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.evaluation.evaluate import (
+    EngineName,
+    EvalData,
+    check_engine,
+    evaluate_model,
+    load_data,
+    load_with_tokenizer,
+)
+from dwindle.evaluation.published import PUBLISHED, Published
+from dwindle.evaluation.results import EvalResult, read_result
+from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT
+from dwindle.sizes import format_count
+
+MEASURED = "measured"
+PUBLISHED_KIND = "published"
+_NONE = "–"
+
+
+@dataclass(slots=True)
+class ComparisonRow:
+    """One model; values in percent (perplexities as they are), by column name."""
+
+    model: str
+    kind: str
+    """``measured`` here, or ``published`` by others."""
+    parameters: str
+    tokens: str
+    values: dict[str, float]
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The table: columns in the order of papers, measured rows first."""
+
+    columns: list[str]
+    metrics: dict[str, str]
+    """What each column holds: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
+    rows: list[ComparisonRow]
+    results: list[EvalResult]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "columns": self.columns,
+            "metrics": self.metrics,
+            "rows": [
+                {
+                    "model": row.model,
+                    "kind": row.kind,
+                    "parameters": row.parameters,
+                    "tokens": row.tokens,
+                    "values": row.values,
+                    "note": row.note,
+                }
+                for row in self.rows
+            ],
+            "results": [result.to_json() for result in self.results],
+        }
+
+    def text(self) -> str:
+        """Aligned columns, as wide as they need to be: a table cut to the terminal's width loses its digits."""
+        head = ["model", "source", "parameters", "tokens", *self.columns]
+        cells = [head, *map(self._cells, self.rows)]
+        widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
+            for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+        ]
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", self._legend()])
+
+    def markdown(self) -> str:
+        """The same table for a document."""
+        head = ["model", "source", "parameters", "tokens", *self.columns]
+        lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
+        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in self._cells(row)) + " |" for row in self.rows]
+        return "\n".join([*lines, "", self._legend()])
+
+    def _cells(self, row: ComparisonRow) -> list[str]:
+        values = (f"{row.values[name]:.2f}" if name in row.values else _NONE for name in self.columns)
+        source = row.kind + (f" ({row.note})" if row.note else "")
+        return [_short(row.model), source, row.parameters, row.tokens, *values]
+
+    def _legend(self) -> str:
+        kinds = ", ".join(f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns)
+        legend = f"Zero-shot, in percent; {kinds}."
+        if any(row.kind == PUBLISHED_KIND for row in self.rows):
+            legend += (
+                " Published rows are the papers' own figures (harness 0.4.3; MMLU by Lighteval), not measured here."
+            )
+        return legend
+
+
+def _short(model: str, longest: int = 36) -> str:
+    """The end of a long path; JSON keeps all of it."""
+    return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
+
+
+def compare(
+    models: Sequence[str],
+    *,
+    tasks: Sequence[str] = ("commonsense",),
+    places: Sequence[str] = (),
+    texts: Sequence[str] = (),
+    limit: int | None = None,
+    batch: int = 0,
+    engine: EngineName = "dwindle",
+    device: str = "cpu",
+    dtype: str = "float32",
+    published: bool = False,
+) -> Comparison:
+    """Measure models and runs, or read results that were saved, and put them side by side."""
+    if not models and not published:
+        raise UserError("table: name at least one model, run or result file, or pass --published")
+    check_engine(engine, batch)
+    plans = [_plan(name) for name in models]
+    data = EvalData()
+    if any(plan.result is None for plan in plans):
+        data = load_data(tasks, places, texts=texts, limit=limit)
+    results = [
+        plan.result or _measure(plan, data, batch=batch, engine=engine, device=device, dtype=dtype) for plan in plans
+    ]
+    return _table(results, PUBLISHED if published else ())
+
+
+@dataclass(slots=True)
+class _Plan:
+    label: str
+    source: str
+    tokens: int | None
+    result: EvalResult | None = None
+
+
+def _plan(name: str) -> _Plan:
+    """What an argument means: a saved result, a run, or anything that can be loaded."""
+    path = Path(name)
+    if path.is_file() and path.suffix == ".json":
+        result = read_result(path)
+        return _Plan(result.model, name, result.tokens, result)
+    if (path / "recipe.toml").is_file():
+        if not (path / "model" / "config.json").is_file():
+            raise UserError(f"{name}: the run has no model yet: finish it with `dwindle resume {name}`")
+        return _Plan(name, str(path / "model"), trained_tokens(path))
+    run = path.parent if (path.parent / "recipe.toml").is_file() else None
+    return _Plan(name, name, trained_tokens(run) if run is not None and path.name == "model" else None)
+
+
+def trained_tokens(run: Path) -> int | None:
+    """From the last line of a run's metrics."""
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return int(json.loads(lines[-1])["tokens"])
+    except (OSError, IndexError, KeyError, ValueError):
+        return None
+
+
+def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, device: str, dtype: str) -> EvalResult:
+    model, tokenizer = load_with_tokenizer(plan.source, dtype, device)
+    result = evaluate_model(model, tokenizer, data, name=plan.label, batch=batch, engine=engine)
+    result.tokens = plan.tokens
+    return result
+
+
+def _table(results: Sequence[EvalResult], published: Sequence[Published]) -> Comparison:
+    measured = {task.task for result in results for task in result.tasks}
+    metrics: dict[str, str] = {
+        TASKS[name].title: TASKS[name].metric for name in (*COMMONSENSE, *TASKS) if name in measured
+    }
+    rows = [_row(result) for result in results]
+    others = [
+        ComparisonRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
+        for row in published
+    ]
+    has_average = bool(others) or any("average" in row.values for row in rows)
+    seven = [TASKS[name].title for name in COMMONSENSE if name in measured]
+    columns = [*seven, *(["average"] if has_average else [])]
+    columns += [title for title in metrics if title not in seven]
+    if others and "MMLU" not in columns:
+        columns.append("MMLU")
+    columns += dict.fromkeys(name for row in rows for name in row.values if name not in columns)
+    metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer", "WikiText-2": "word perplexity"}
+    return Comparison(columns, metrics, rows + others, list(results))
+
+
+def _row(result: EvalResult) -> ComparisonRow:
+    values = {task.title: 100 * task.value for task in result.tasks}
+    if (average := result.average()) is not None:
+        values["average"] = 100 * average
+    for text in result.texts:
+        if text.name == WIKITEXT:
+            values["WikiText-2"] = text.word_perplexity
+        else:
+            values[f"{text.name} bits/byte"] = text.bits_per_byte
+    skipped = sum(count for _, count, _ in result.skipped())
+    notes = [f"first {result.limit}"] if result.limit is not None else []
+    notes += [f"{skipped} skipped"] if skipped else []
+    return ComparisonRow(
+        result.model,
+        MEASURED,
+        format_count(result.parameters),
+        _NONE if result.tokens is None else format_count(result.tokens),
+        values,
+        ", ".join(notes),
+    )

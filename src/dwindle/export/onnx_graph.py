@@ -1,0 +1,299 @@
+"""A model as an ONNX graph of plain operators, with the key/value cache as inputs and outputs.
+
+The graph is written here operator by operator, not traced: it is the same for every version of torch and
+transformers, batch and length stay free, and layers of different sizes or with irregular key/value heads need no
+special care. Input and output names are those of Optimum (``past_key_values.0.key``, ``present.0.key``).
+
+Axes: B batch, S new tokens, P cached tokens, T = P + S, H query heads, K key/value heads, G = H/K, D head size.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dwindle.anatomy import Anatomy, Layer
+from dwindle.errors import UserError
+from dwindle.progress import track
+
+OPSET = 18
+_IR_VERSION = 10
+_MASKED = float(np.finfo(np.float32).min)
+_FOLLOWS_LENGTH = ("dynamic", "longrope")
+
+
+def import_onnx() -> Any:
+    try:
+        import_module("onnxruntime")  # the export is run before it is put in place
+        return import_module("onnx")
+    except ImportError as error:
+        raise UserError("--to onnx needs onnx and onnxruntime: pip install 'dwindle[onnx]'") from error
+
+
+def write_onnx(model: Any, path: Path) -> None:
+    """Write ``path`` and, beside it, its weights (``model.onnx.data``): files of one graph have no size limit so."""
+    onnx = import_onnx()
+    proto = _Decoder(onnx, model).build()
+    onnx.save_model(
+        proto, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=f"{path.name}.data"
+    )
+    onnx.checker.check_model(str(path))
+
+
+class _Graph:
+    """Nodes and constants under construction; every method returns the name of a value."""
+
+    def __init__(self, onnx: Any) -> None:
+        self.onnx = onnx
+        self.nodes: list[Any] = []
+        self.constants: list[Any] = []
+        self._small: dict[tuple[str, bytes, tuple[int, ...]], str] = {}
+
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:
+        return self.ops(kind, 1, *inputs, **attributes)[0]
+
+    def ops(self, kind: str, num_outputs: int, *inputs: str, **attributes: Any) -> list[str]:
+        names = [f"{kind.lower()}_{len(self.nodes)}_{place}" for place in range(num_outputs)]
+        self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), names, **attributes))
+        return names
+
+    def named(self, kind: str, output: str, *inputs: str, **attributes: Any) -> None:
+        """A node that makes an output of the graph."""
+        self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [output], **attributes))
+
+    def weight(self, name: str, values: npt.NDArray[Any]) -> str:
+        self.constants.append(self.onnx.numpy_helper.from_array(np.ascontiguousarray(values), name))
+        return name
+
+    def constant(self, values: Any, dtype: Any) -> str:
+        """A small constant; equal ones are stored once."""
+        array = np.asarray(values, dtype)
+        key = (str(array.dtype), array.tobytes(), array.shape)
+        if key not in self._small:
+            self._small[key] = self.weight(f"constant_{len(self._small)}", array)
+        return self._small[key]
+
+    def ints(self, *values: int) -> str:
+        return self.constant(values, np.int64)
+
+    def number(self, value: float) -> str:
+        return self.constant(value, np.float32)
+
+    def reshape(self, value: str, *shape: int) -> str:
+        """0 keeps an axis, -1 takes what is left."""
+        return self.op("Reshape", value, self.ints(*shape))
+
+    def unsqueeze(self, value: str, *axes: int) -> str:
+        return self.op("Unsqueeze", value, self.ints(*axes))
+
+    def scaled(self, value: str, factor: float) -> str:
+        return value if factor == 1.0 else self.op("Mul", value, self.number(factor))
+
+
+class _Decoder:
+    """The graph of one model."""
+
+    def __init__(self, onnx: Any, model: Any) -> None:
+        self.onnx = onnx
+        self.graph = _Graph(onnx)
+        self.model = model
+        self.config = model.config
+        self.anatomy = Anatomy.of(model)
+        self.tensors = {name: p.detach() for name, p in model.named_parameters()}
+        self.masks: dict[int | None, str] = {}
+        _refuse_unsupported(self.config)
+
+    def build(self) -> Any:
+        g = self.graph
+        embedding = g.weight("embed_tokens", self._array("model.embed_tokens.weight"))
+        x = g.op("Gather", embedding, "input_ids")
+        x = g.scaled(x, float(getattr(self.config, "embedding_multiplier", 1.0)))
+        self.cos, self.sin = self._rotation()
+        layers = self.anatomy.source.layers
+        for number, layer in enumerate(track(layers, "writing the graph", len(layers))):
+            x = self._layer(x, number, layer)
+        x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
+        self._head(x, embedding)
+        return self._proto(layers)
+
+    def _layer(self, x: str, number: int, layer: Layer) -> str:
+        """Norms stand before the two blocks, or (OLMo 2) after them."""
+        prefix = f"model.layers.{number}."
+        eps = self.config.rms_norm_eps
+        factor = float(getattr(self.config, "residual_multiplier", 1.0))
+        after = f"{prefix}post_feedforward_layernorm.weight" in self.tensors
+        attention_norm, ffn_norm = (
+            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+            if after
+            else ("input_layernorm.weight", "post_attention_layernorm.weight")
+        )
+        for norm, block in ((attention_norm, self._attention), (ffn_norm, self._ffn)):
+            inside = x if after else self._norm(x, prefix + norm, eps)
+            inside = block(inside, number, layer)
+            inside = self._norm(inside, prefix + norm, eps) if after else inside
+            x = self.graph.op("Add", x, self.graph.scaled(inside, factor))
+        return x
+
+    def _attention(self, x: str, number: int, layer: Layer) -> str:
+        g, dim = self.graph, self.anatomy.head_dim
+        module = self.model.model.layers[number].self_attn
+        num_q, num_kv = len(layer.query_heads), len(layer.kv_heads)
+        query, key, value = self._projections(x, number, num_q, num_kv)
+        query, key, value = (g.op("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, key, value))
+        if getattr(module, "use_rope", True):
+            query, key = self._rotated(query), self._rotated(key)
+        past = f"past_key_values.{number}"
+        g.named("Concat", f"present.{number}.key", f"{past}.key", key, axis=2)
+        g.named("Concat", f"present.{number}.value", f"{past}.value", value, axis=2)
+        key, value = f"present.{number}.key", f"present.{number}.value"
+        if layer.is_regular:
+            query = g.reshape(query, 0, num_kv, num_q // num_kv, -1, dim)
+        else:
+            owners = {kv: place for place, kv in enumerate(layer.kv_heads)}
+            which = g.ints(*(owners[kv] for kv in layer.kv_of_query))
+            key, value = (g.op("Gather", part, which, axis=1) for part in (key, value))
+            query = g.unsqueeze(query, 2)
+        key, value = g.unsqueeze(g.op("Transpose", key, perm=[0, 1, 3, 2]), 2), g.unsqueeze(value, 2)
+        scores = g.scaled(g.op("MatMul", query, key), float(module.scaling))
+        scores = g.op("Add", scores, self._mask(self._window(number)))
+        attended = g.op("MatMul", g.op("Softmax", scores, axis=-1), value)
+        attended = g.op("Transpose", g.reshape(attended, 0, num_q, -1, dim), perm=[0, 2, 1, 3])
+        return self._linear(g.reshape(attended, 0, 0, num_q * dim), f"model.layers.{number}.self_attn.o_proj")
+
+    def _projections(self, x: str, number: int, num_q: int, num_kv: int) -> tuple[str, str, str]:
+        """q, k, v as [B, S, heads, D], normalised where the family does that."""
+        g, dim = self.graph, self.anatomy.head_dim
+        prefix = f"model.layers.{number}.self_attn."
+        if f"{prefix}qkv_proj.weight" in self.tensors:
+            sizes = g.ints(num_q * dim, num_kv * dim, num_kv * dim)
+            parts = g.ops("Split", 3, self._linear(x, f"{prefix}qkv_proj"), sizes, axis=-1)
+        else:
+            parts = [self._linear(x, f"{prefix}{part}_proj") for part in "qkv"]
+        found = []
+        for name, part, heads in zip("qkv", parts, (num_q, num_kv, num_kv), strict=True):
+            gain = self.tensors.get(f"{prefix}{name}_norm.weight")
+            per_head = gain is not None and len(gain) == dim
+            if gain is not None and not per_head:
+                part = self._norm(part, f"{prefix}{name}_norm.weight", self.config.rms_norm_eps)
+            part = g.reshape(part, 0, 0, heads, dim)
+            found.append(
+                self._norm(part, f"{prefix}{name}_norm.weight", self.config.rms_norm_eps) if per_head else part
+            )
+        return found[0], found[1], found[2]
+
+    def _ffn(self, x: str, number: int, layer: Layer) -> str:
+        g, prefix = self.graph, f"model.layers.{number}.mlp."
+        if f"{prefix}gate_up_proj.weight" in self.tensors:
+            width = len(layer.ffn)
+            gate, up = g.ops("Split", 2, self._linear(x, f"{prefix}gate_up_proj"), g.ints(width, width), axis=-1)
+        else:
+            gate, up = self._linear(x, f"{prefix}gate_proj"), self._linear(x, f"{prefix}up_proj")
+        gate = g.op("Mul", gate, g.op("Sigmoid", gate))
+        return self._linear(g.op("Mul", gate, up), f"{prefix}down_proj")
+
+    def _linear(self, x: str, module: str) -> str:
+        g = self.graph
+        x = g.op("MatMul", x, g.weight(f"{module}.weight", self._array(f"{module}.weight").T))
+        if f"{module}.bias" in self.tensors:
+            x = g.op("Add", x, g.weight(f"{module}.bias", self._array(f"{module}.bias")))
+        return x
+
+    def _norm(self, x: str, gain: str, eps: float) -> str:
+        g = self.graph
+        mean = g.op("ReduceMean", g.op("Pow", x, g.number(2.0)), g.ints(-1), keepdims=1)
+        x = g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.number(eps))))
+        return g.op("Mul", x, g.weight(gain, self._array(gain)))
+
+    def _rotation(self) -> tuple[str, str]:
+        """cos and sin [B, 1, S, D/2]"""
+        g, rotary = self.graph, self.model.model.rotary_emb
+        positions = g.unsqueeze(g.op("Cast", "position_ids", to=self.onnx.TensorProto.FLOAT), -1)
+        inverse = g.weight("rotary_frequencies", rotary.inv_freq.detach().float().cpu().numpy()[None, None])
+        angles = g.unsqueeze(g.op("Mul", positions, inverse), 1)
+        factor = float(rotary.attention_scaling)
+        return g.scaled(g.op("Cos", angles), factor), g.scaled(g.op("Sin", angles), factor)
+
+    def _rotated(self, x: str) -> str:
+        """Channel i turns with channel i + r/2, r the rotated share of D."""
+        g, dim = self.graph, self.anatomy.head_dim
+        half = len(self.model.model.rotary_emb.inv_freq)
+        sizes = [half, half, *([dim - 2 * half] if dim > 2 * half else [])]
+        first, second, *rest = g.ops("Split", len(sizes), x, g.ints(*sizes), axis=-1)
+        left = g.op("Sub", g.op("Mul", first, self.cos), g.op("Mul", second, self.sin))
+        right = g.op("Add", g.op("Mul", second, self.cos), g.op("Mul", first, self.sin))
+        return g.op("Concat", left, right, *rest, axis=-1)
+
+    def _window(self, number: int) -> int | None:
+        """The length of this layer's attention window."""
+        window = getattr(self.config, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if window is None or (kinds is not None and kinds[number] != "sliding_attention"):
+            return None
+        return int(window)
+
+    def _mask(self, window: int | None) -> str:
+        """[B, 1, 1, S, T]: 0 where a token may look, a very negative number where it may not."""
+        if window in self.masks:
+            return self.masks[window]
+        g = self.graph
+        new = g.op("Gather", g.op("Shape", "input_ids"), g.constant(1, np.int64))
+        total = g.op("Gather", g.op("Shape", "attention_mask"), g.constant(1, np.int64))
+        zero, one = g.constant(0, np.int64), g.constant(1, np.int64)
+        keys = g.op("Range", zero, total, one)
+        queries = g.unsqueeze(g.op("Range", g.op("Sub", total, new), total, one), 1)
+        allowed = g.op("LessOrEqual", keys, queries)
+        if window is not None:
+            recent = g.op("Less", g.op("Sub", queries, keys), g.constant(window, np.int64))
+            allowed = g.op("And", allowed, recent)
+        present = g.op("Cast", "attention_mask", to=self.onnx.TensorProto.BOOL)
+        allowed = g.op("And", allowed, g.unsqueeze(present, 1, 2, 3))
+        self.masks[window] = g.op("Where", allowed, g.number(0.0), g.number(_MASKED))
+        return self.masks[window]
+
+    def _head(self, x: str, embedding: str) -> None:
+        """Gemm reads the matrix as stored, so a tied head is the embedding itself."""
+        g = self.graph
+        untied = "lm_head.weight" in self.tensors
+        head = g.weight("lm_head", self._array("lm_head.weight")) if untied else embedding
+        flat = g.op("Gemm", g.reshape(x, -1, self.config.hidden_size), head, transB=1)
+        flat = g.scaled(flat, 1.0 / float(getattr(self.config, "logits_scaling", 1.0)))
+        shape = g.op("Concat", g.op("Shape", "input_ids"), g.ints(self.config.vocab_size), axis=0)
+        g.named("Reshape", "logits", flat, shape)
+
+    def _proto(self, layers: tuple[Layer, ...]) -> Any:
+        helper, kinds = self.onnx.helper, self.onnx.TensorProto
+        dim = self.anatomy.head_dim
+        inputs = [
+            helper.make_tensor_value_info("input_ids", kinds.INT64, ["batch", "sequence"]),
+            helper.make_tensor_value_info("attention_mask", kinds.INT64, ["batch", "total"]),
+            helper.make_tensor_value_info("position_ids", kinds.INT64, ["batch", "sequence"]),
+        ]
+        outputs = [helper.make_tensor_value_info("logits", kinds.FLOAT, ["batch", "sequence", self.config.vocab_size])]
+        for number, layer in enumerate(layers):
+            for part in ("key", "value"):
+                heads = len(layer.kv_heads)
+                past, present = ["batch", heads, "past", dim], ["batch", heads, "total", dim]
+                inputs.append(helper.make_tensor_value_info(f"past_key_values.{number}.{part}", kinds.FLOAT, past))
+                outputs.append(helper.make_tensor_value_info(f"present.{number}.{part}", kinds.FLOAT, present))
+        graph = helper.make_graph(self.graph.nodes, "dwindle", inputs, outputs, self.graph.constants)
+        return helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION, producer_name="dwindle"
+        )
+
+    def _array(self, name: str) -> npt.NDArray[np.float32]:
+        values: npt.NDArray[np.float32] = self.tensors[name].to(torch.float32).cpu().numpy()
+        return values
+
+
+def _refuse_unsupported(config: Any) -> None:
+    kind = config.rope_parameters.get("rope_type", "default")
+    if kind in _FOLLOWS_LENGTH:
+        raise UserError(f"--to onnx: positions scaled by {kind!r} depend on the length, which a graph cannot: use hf")
+    activation = getattr(config, "hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UserError(f"--to onnx: the activation {activation!r} is not supported (silu is): export to hf instead")

@@ -1,0 +1,276 @@
+"""The mathematics of removing input columns from a linear layer: tensors in, tensors out.
+
+A layer computes ``y = W x``. With H = E[x xᵀ] (its Gram) and λ the damping, removing the inputs P and keeping R,
+
+    minimise over Δ:  E‖W_P x_P − Δ x_R‖² + λ‖Δ‖²      gives      Δ = W_P A,   A = H_PR (H_RR + λI)⁻¹
+
+A is the regression of the inputs that leave on those that stay; it does not depend on W, so all layers that read the
+same input share it, and it is the only thing that travels between ranks. Written with Z, the columns P of
+(H + λI)⁻¹, it is A = −(Z_P)⁻¹ Z_Rᵀ: the Optimal Brain Surgeon update. Because Δ = 0 is allowed, the error after the
+update is never above the error without it, for any λ and any H, singular ones included.
+
+With T tokens X [T, N] and fewer tokens than inputs, A = X_Pᵀ (X_R X_Rᵀ + TλI)⁻¹ X_R is the same with a T×T matrix
+(``Sample``); otherwise H itself is kept (``Gram``).
+
+Shapes: T tokens, N inputs of a layer, P those that leave, R those that stay, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dwindle.pruning.exchange import Exchange
+
+DEFAULT_DAMPING = 0.01
+"""λ as a share of the mean diagonal of H over living inputs, when tokens are plenty."""
+
+NOISE_TO_SIGNAL = 2.0
+"""How much of an input the others do not explain, over what they do: about 2 where it was measured."""
+
+
+def damping_for(damping: float, num_inputs: int, num_tokens: float) -> float:
+    """The damping that also holds on other text than the T tokens it is computed from.
+
+    Few tokens fit noise: with 1 % damping and as many tokens as inputs the "repair" more than doubled the error on
+    unseen text. The ridge that is best there is (N/T)·(noise/signal) of the mean diagonal; it vanishes with T.
+    """
+    return damping + NOISE_TO_SIGNAL * num_inputs / num_tokens
+
+
+def accumulate_gram(gram_NN: Tensor, x_TN: Tensor) -> Tensor:
+    """``gram += Σ x xᵀ`` in the precision of ``gram``."""
+    return gram_NN.add_(_inner(x_TN.T, x_TN, gram_NN.dtype))
+
+
+def removal_update(w_ON: Tensor, gone_P: Tensor, kept_R: Tensor, a_PR: Tensor) -> Tensor:
+    """``W_R += W_P A`` in place; the columns P are left for the caller to zero."""
+    a_PN = w_ON.new_zeros(len(gone_P), w_ON.shape[1]).index_copy_(1, kept_R, a_PR.to(w_ON.dtype))
+    return w_ON.addmm_(w_ON.index_select(1, gone_P), a_PN)
+
+
+def regression_from_gram(gram_NN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+    """A = H_PR (H_RR + λI)⁻¹; a row that did not become better than nothing is zero."""
+    h_RR = gram_NN.index_select(0, kept_R).index_select(1, kept_R)
+    h_RP = gram_NN.index_select(0, kept_R).index_select(1, gone_P)
+    h_P = gram_NN.diagonal()[gone_P]
+    ridge = damping * (h_RR.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
+
+    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        factor = cholesky(h_RR.to(dtype), ridge.to(dtype))
+        if factor is None:
+            return None
+        a_RP = torch.cholesky_solve(h_RP.to(dtype), factor)
+        error_P = h_P - (a_RP * (2 * h_RP - h_RR @ a_RP.to(h_RP))).sum(0)
+        return a_RP.T, error_P
+
+    return _best(solve, h_P, len(kept_R))
+
+
+def regression_from_inputs(x_TN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+    """The same from the inputs themselves, by a T×T system: the cheaper way when there are fewer tokens than inputs."""
+    x_TR, x_TP = x_TN.index_select(1, kept_R), x_TN.index_select(1, gone_P)
+    wide = _wide(x_TN.dtype)
+    h_P = x_TP.to(wide).square().sum(0)
+    kernel_TT = _inner(x_TR, x_TR.T, wide)
+    ridge = damping * (kernel_TT.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
+
+    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        factor = cholesky(kernel_TT.to(dtype), ridge.to(dtype))
+        if factor is None:
+            return None
+        target_TP = x_TP.to(dtype)
+        a_RP = x_TR.T.to(dtype) @ torch.cholesky_solve(target_TP, factor)
+        error_P = (target_TP - x_TR.to(dtype) @ a_RP).square().sum(0)
+        return a_RP.T, error_P.to(wide)
+
+    return _best(solve, h_P, len(kept_R))
+
+
+class _Solve(Protocol):
+    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None: ...
+
+
+def _best(solve: _Solve, h_P: Tensor, num_kept: int) -> Tensor:
+    """fp32 if it works, else fp64, else no update: never NaN, never worse than leaving the rest as it is."""
+    for dtype in dict.fromkeys((h_P.dtype, torch.float64)):
+        found = solve(dtype)
+        if found is None:
+            continue
+        a_PR, error_P = found
+        slack = torch.finfo(h_P.dtype).eps ** 0.5  # the error itself is only known up to rounding
+        good_P = a_PR.isfinite().all(1) & (error_P <= h_P * (1 + slack))
+        if dtype == torch.float64 or bool(good_P.all()):
+            return torch.where(good_P[:, None], a_PR, 0.0).to(h_P.dtype)
+    return h_P.new_zeros(len(h_P), num_kept)
+
+
+def cholesky(matrix_NN: Tensor, ridge: Tensor) -> Tensor | None:
+    """The factor of ``matrix + ridge·I``, or None when it has none in this precision."""
+    damped = matrix_NN.clone()
+    damped.diagonal().add_(ridge)
+    factor: Tensor
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if int(info) != 0 or not bool(factor.diagonal().isfinite().all()):
+        return None
+    return factor
+
+
+def inverse_diagonal_from_gram(gram_NN: Tensor, living: Tensor, damping: float) -> Tensor:
+    """diag((H + λI)⁻¹) of the living inputs, by a triangular inverse (the full one is never formed)."""
+    h = gram_NN.index_select(0, living).index_select(1, living)
+    for dtype in dict.fromkeys((h.dtype, torch.float64)):
+        factor = cholesky(h.to(dtype), damping * h.diagonal().mean().to(dtype))
+        if factor is not None:
+            eye = torch.eye(len(h), dtype=dtype, device=h.device)
+            lower: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
+            return lower.square().sum(0).to(gram_NN.dtype)
+    return 1 / h.diagonal().clamp(min=torch.finfo(h.dtype).tiny)  # no curvature known but the diagonal
+
+
+def inverse_diagonal_from_inputs(x_TN: Tensor, living: Tensor, damping: float) -> Tensor:
+    """The same from inputs X: (1 − ‖L⁻¹ x_n‖²) / Tλ with L Lᵀ = X Xᵀ + TλI; the unit is that of Σ x xᵀ."""
+    x = x_TN.index_select(1, living)
+    kernel_TT = _inner(x, x.T, _wide(x.dtype))
+    ridge = damping * kernel_TT.diagonal().sum().double() / len(living)
+    factor = cholesky(kernel_TT.double(), ridge)
+    if factor is None:
+        return 1 / x.to(kernel_TT.dtype).square().sum(0).clamp(min=torch.finfo(kernel_TT.dtype).tiny)
+    lower: Tensor = torch.linalg.solve_triangular(factor, x.double(), upper=False)
+    leverage = lower.square().sum(0)
+    return ((1 - leverage).clamp(min=torch.finfo(torch.float64).eps) / ridge).to(kernel_TT.dtype)
+
+
+class Downdate:
+    """Removes inputs one after the other from one factorisation of H, exactly as one block would.
+
+    The columns of the inverse of what is left follow from those already taken (a Schur complement), so a removal
+    costs two triangular solves; neither the inverse nor a second factor is ever formed.
+    """
+
+    def __init__(self, gram_NN: Tensor, damping: float = DEFAULT_DAMPING) -> None:
+        factor = cholesky(gram_NN, damping * gram_NN.diagonal().mean())
+        assert factor is not None, "this Gram is singular: raise the damping"
+        self._factor = factor
+        self._gone = torch.zeros(0, dtype=torch.long, device=gram_NN.device)
+        self._taken_NQ = gram_NN.new_zeros(len(gram_NN), 0)
+
+    def remove(self, w_ON: Tensor, gone_P: Tensor) -> Tensor:
+        """Update the other columns of W in place and zero these."""
+        unit_NP = self._factor.new_zeros(len(self._factor), len(gone_P))
+        unit_NP[gone_P, torch.arange(len(gone_P), device=gone_P.device)] = 1
+        z_NP = torch.cholesky_solve(unit_NP, self._factor)
+        z_NP -= self._taken_NQ @ self._taken_NQ[gone_P].T
+        root_PP: Tensor = torch.linalg.cholesky(z_NP[gone_P])
+        scaled_PN: Tensor = torch.linalg.solve_triangular(root_PP, z_NP.T, upper=False)
+        w_ON -= torch.linalg.solve_triangular(root_PP, w_ON[:, gone_P].T, upper=False).T @ scaled_PN
+        self._taken_NQ = torch.cat([self._taken_NQ, scaled_PN.T], dim=1)
+        self._gone = torch.cat([self._gone, gone_P])
+        w_ON[:, self._gone] = 0
+        return w_ON
+
+
+class Inputs(Protocol):
+    """What is remembered of a layer's inputs: ``Gram`` or ``Sample``."""
+
+    def add(self, x_TN: Tensor) -> None: ...
+
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+        """A, [P, R], with the damping that its number of tokens calls for (``damping_for``)."""
+
+    def mean_square(self) -> Tensor:
+        """E[x²] of every input: the diagonal of H."""
+
+    def inverse_diagonal(self, living: Tensor, damping: float) -> Tensor:
+        """diag((H + λI)⁻¹) of the living inputs."""
+
+    def at_owner(self, number: int, exchange: Exchange) -> Inputs:
+        """With the tokens of all ranks, on the owner."""
+
+
+class Gram:
+    """H, summed up token by token: N² numbers however many tokens."""
+
+    def __init__(self, total_NN: Tensor | None = None, num_tokens: float = 0) -> None:
+        self.total_NN, self.num_tokens = total_NN, num_tokens
+
+    def add(self, x_TN: Tensor) -> None:
+        if self.total_NN is None:
+            self.total_NN = x_TN.new_zeros(x_TN.shape[1], x_TN.shape[1], dtype=_wide(x_TN.dtype))
+        accumulate_gram(self.total_NN, x_TN)
+        self.num_tokens += len(x_TN)
+
+    @property
+    def matrix_NN(self) -> Tensor:
+        assert self.total_NN is not None, "no inputs were seen"
+        return self.total_NN
+
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+        damping = damping_for(damping, len(gone_P) + len(kept_R), self.num_tokens)
+        return regression_from_gram(self.matrix_NN, gone_P, kept_R, damping)
+
+    def mean_square(self) -> Tensor:
+        return self.matrix_NN.diagonal() / self.num_tokens
+
+    def inverse_diagonal(self, living: Tensor, damping: float) -> Tensor:
+        return inverse_diagonal_from_gram(self.matrix_NN, living, damping) * self.num_tokens
+
+    def at_owner(self, number: int, exchange: Exchange) -> Gram:
+        count = torch.tensor(float(self.num_tokens), device=self.matrix_NN.device)
+        total = exchange.sum_to_owner(number, self.matrix_NN)
+        return Gram(total, float(exchange.sum_to_owner(number, count)))
+
+
+class Sample:
+    """The inputs themselves: T·N numbers, less than N² when tokens are few, and nothing is computed until asked."""
+
+    def __init__(self, rows: list[Tensor] | None = None) -> None:
+        self._rows = rows or []
+
+    def add(self, x_TN: Tensor) -> None:
+        self._rows.append(x_TN)
+
+    @property
+    def inputs_TN(self) -> Tensor:
+        assert self._rows, "no inputs were seen"
+        if len(self._rows) > 1:
+            self._rows = [torch.cat(self._rows)]
+        return self._rows[0]
+
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+        x_TN = self.inputs_TN
+        if x_TN.shape[0] < x_TN.shape[1]:
+            damping = damping_for(damping, len(gone_P) + len(kept_R), len(x_TN))
+            return regression_from_inputs(x_TN, gone_P, kept_R, damping)
+        return self._gram().regression(gone_P, kept_R, damping)
+
+    def mean_square(self) -> Tensor:
+        x_TN = self.inputs_TN
+        return x_TN.to(_wide(x_TN.dtype)).square().mean(0)
+
+    def inverse_diagonal(self, living: Tensor, damping: float) -> Tensor:
+        x_TN = self.inputs_TN
+        if x_TN.shape[0] < x_TN.shape[1]:
+            return inverse_diagonal_from_inputs(x_TN, living, damping) * len(x_TN)
+        return self._gram().inverse_diagonal(living, damping)
+
+    def at_owner(self, number: int, exchange: Exchange) -> Sample:
+        return Sample([exchange.rows_to_owner(number, self.inputs_TN)])
+
+    def _gram(self) -> Gram:
+        gram = Gram()
+        gram.add(self.inputs_TN)
+        return gram
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _inner(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a @ b`` summed in ``dtype``; half-precision inputs are multiplied as they are on a GPU (no copy)."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(dtype) @ b.to(dtype)

@@ -1,0 +1,324 @@
+"""``quantize`` and ``load``: from a model to a directory of integers and back to a model that can be evaluated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from math import exp
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dwindle.anatomy.build import build_on_meta
+from dwindle.directories import atomic_directory, refuse_existing
+from dwindle.errors import UserError
+from dwindle.posttraining import DEFAULT_TEXT
+from dwindle.progress import track
+from dwindle.quantization.clipping import group_clips
+from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
+from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
+from dwindle.sizes import format_bytes
+from dwindle.sources import Loaded, huggingface
+from dwindle.sources import load as load_source
+from dwindle.training.data import calibration_windows, validation_windows
+
+FORMAT = 1
+MARKER = "quantization.json"
+WEIGHTS = "quantized.safetensors"
+"""Not ``model.safetensors``: no other tool should take integers for weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What is rounded, and to how many bits."""
+
+    weight_bits: int
+    activation_bits: int | None
+    note: str
+
+
+SCHEMES: dict[str, Scheme] = {
+    "w8a8": Scheme(8, 8, "8-bit weights by row, 8-bit activations by token (but for the head's input)"),
+    "w8": Scheme(8, None, "8-bit weights by row"),
+    "w4": Scheme(4, None, "4-bit weights in groups, 8-bit embedding and head"),
+}
+
+
+@dataclass(slots=True)
+class Quantized:
+    """The quantised model, how it was made, and what it costs in perplexity where text to measure on was given."""
+
+    model: Any
+    tokenizer: Any
+    source: str
+    scheme: str
+    group: int
+    bytes_before: int
+    bytes_after: int
+    smoothing: Smoothing | None
+    perplexity: dict[str, float] = field(default_factory=dict)
+    """``source``, ``plain`` (rounded without smoothing or clipping) and ``quantized``."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.tokenizer))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "scheme": self.scheme,
+            "group": self.group if self.scheme == "w4" else None,
+            "bytes": {"before": self.bytes_before, "after": self.bytes_after},
+            "perplexity": self.perplexity,
+            "smoothed_places": _num_smoothed(self.smoothing),
+        }
+
+    def render(self) -> Table:
+        title = f"{self.source}, {self.scheme}: {SCHEMES[self.scheme].note}"
+        table = Table(title=title, title_justify="left")
+        for column in ("", "weights", "perplexity", "against the source"):
+            table.add_column(column, justify="right")
+        names = {"source": "source", "plain": "rounded only", "quantized": _recipe(self.smoothing)}
+        for key, name in names.items():
+            if key == "plain" and key not in self.perplexity:
+                continue
+            size = self.bytes_before if key == "source" else self.bytes_after
+            value = self.perplexity.get(key)
+            change = f"{value / self.perplexity['source'] - 1:+.2%}" if value is not None and key != "source" else ""
+            table.add_row(name, format_bytes(size), f"{value:.3f}" if value is not None else "-", change)
+        return table
+
+
+def _recipe(smoothing: Smoothing | None) -> str:
+    return "quantized" if smoothing is None else f"smoothed ({_num_smoothed(smoothing)} places)"
+
+
+def _num_smoothed(smoothing: Smoothing | None) -> int:
+    return 0 if smoothing is None else sum(alpha is not None for alpha in smoothing.chosen.values())
+
+
+def quantize(
+    source: str | PathLike[str] | Loaded,
+    scheme: str = "w8a8",
+    *,
+    out: str | PathLike[str] | None = None,
+    data: Sequence[str] = (DEFAULT_TEXT,),
+    valid: Sequence[str] = (),
+    smoothing: bool = True,
+    group: int = 32,
+    num_sequences: int = 32,
+    seq_len: int = 256,
+    valid_seq_len: int = 1024,
+    valid_tokens: int = 65_536,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Quantized:
+    """Round a model's weights (and, ``w8a8``, its activations), calibrated on text, and write it to ``out`` if given.
+
+    With ``valid`` the perplexity of the source, of plain rounding and of the result is measured on the same windows.
+    """
+    chosen = _check(scheme, group)
+    if out is not None:
+        refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
+    loaded = source if isinstance(source, Loaded) else load_source(source)
+    if loaded.tokenizer is None:
+        raise UserError(f"{loaded.source}: no tokenizer was found beside it: quantising needs text to calibrate on")
+    windows = calibration_windows(list(data), loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
+    held_out = (
+        validation_windows(list(valid), loaded.tokenizer, valid_seq_len, valid_tokens, option="--valid")
+        if valid
+        else None
+    )
+    perplexity: dict[str, float] = {}
+    if held_out is not None:
+        perplexity["source"] = measure_perplexity(loaded.model, held_out, "source")
+        if chosen.activation_bits or chosen.weight_bits < 8:
+            plain = quantized_copy(loaded.model, chosen, group, {})
+            perplexity["plain"] = measure_perplexity(plain, held_out, "rounded only")
+            del plain
+    model = deepcopy(loaded.model)
+    inputs = observe(model, windows)
+    found = smooth(model, inputs) if smoothing and chosen.activation_bits else None
+    model = quantized_copy(model, chosen, group, inputs)
+    if held_out is not None:
+        perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
+    result = Quantized(
+        model=model,
+        tokenizer=loaded.tokenizer,
+        source=loaded.source,
+        scheme=scheme,
+        group=group,
+        bytes_before=num_bytes(loaded.model),
+        bytes_after=num_bytes(model),
+        smoothing=found,
+        perplexity=perplexity,
+    )
+    if out is not None:
+        _save(result, Path(out), overwrite=overwrite)
+    return result
+
+
+def _check(scheme: str, group: int) -> Scheme:
+    if scheme not in SCHEMES:
+        raise UserError(f"--scheme {scheme!r}: give one of {', '.join(SCHEMES)}")
+    if group < 2 or group % 2:
+        raise UserError(f"--group {group}: give an even number of weights, such as 32")
+    return SCHEMES[scheme]
+
+
+@torch.no_grad()
+def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, Inputs]) -> Any:
+    """The model with every projection, its embedding and its head replaced; 4-bit weights are clipped where ``inputs``
+    has statistics of their layer. The head has 8-bit weights in every scheme and takes its input as it is: rounding
+    that one input costs as much as rounding those of six layers."""
+    smaller = deepcopy(model)
+    head = smaller.lm_head
+    tied = head.weight is smaller.model.embed_tokens.weight
+    linears = [(name, module) for name, module in smaller.named_modules() if isinstance(module, nn.Linear)]
+    for name, module in track(linears, "rounding", len(linears)):
+        if module is not head:
+            _replace(smaller, name, _rounded(module, scheme, group, inputs.get(name)))
+    embedding = smaller.model.embed_tokens.weight
+    dtype = embedding.dtype
+    values, scale = quantize_rows(embedding.float())
+    smaller.model.embed_tokens = Embedding8(values, scale, dtype)
+    if not tied:
+        values, scale = quantize_rows(head.weight.float())
+    bias = None if head.bias is None else head.bias.detach()
+    smaller.lm_head = Linear8(values, scale, bias, round_inputs=False)
+    return smaller
+
+
+def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: Inputs | None) -> nn.Module:
+    weight = module.weight.detach().float()
+    bias = None if module.bias is None else module.bias.detach()
+    importance = None if seen is None else seen.mean_square
+    if scheme.weight_bits == 8:
+        return Linear8(*quantize_rows(weight), bias, round_inputs=scheme.activation_bits is not None)
+    clips: Tensor | float = 1.0 if seen is None else group_clips(weight, group, importance)
+    values, scale, low = quantize_groups(weight, group, clips)
+    packed = pack_nibbles(values)
+    return Linear4(packed, scale.half(), low.half(), bias, in_features=module.in_features, group=group)
+
+
+def _replace(model: Any, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def num_bytes(model: Any) -> int:
+    """Of all parameters and of the buffers that are weights here; a shared tensor counts once."""
+    seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in _stored(model)}
+    return sum(seen.values())
+
+
+def _stored(model: Any) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if "rotary_emb" not in name:
+            yield name, buffer
+
+
+@torch.inference_mode()
+def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> float:
+    """exp of the mean loss over all tokens of the windows."""
+    total = 0.0
+    for window in track(windows, f"perplexity, {name}", len(windows)):
+        logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits.float(), window[1:], reduction="mean"))
+    return exp(total / len(windows))
+
+
+def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
+    model = result.model
+    tensors: dict[str, Tensor] = {}
+    places: dict[int, str] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in _stored(model):
+        if (first := places.setdefault(tensor.data_ptr(), name)) != name:
+            shared[name] = first
+        else:
+            tensors[name] = tensor.detach().contiguous()
+    description = {"format": FORMAT, **result.to_json(), "shared": shared}
+    with atomic_directory(out, marker=MARKER, overwrite=overwrite) as folder:
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        model.config.save_pretrained(folder)
+        _mark_config(folder / "config.json", result.scheme)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        result.tokenizer.save_pretrained(folder)
+        (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        for file in folder.iterdir():
+            file.chmod(0o644)
+
+
+def _mark_config(path: Path, scheme: str) -> None:
+    """So that whatever loads plain models refuses this one and says why."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": f"dwindle-{scheme}"}
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load(source: str | PathLike[str]) -> Loaded:
+    """A directory that ``quantize`` wrote, as a model that any evaluation of ours can run."""
+    folder = Path(source)
+    try:
+        description = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"source {folder}: not a complete directory of quantised weights ({error}): quantise the model again"
+        ) from error
+    if description.get("format") != FORMAT or description.get("scheme") not in SCHEMES:
+        raise UserError(f"source {folder}: {MARKER} was written by another version: quantise the model again")
+    tensors |= {name: tensors[first] for name, first in description["shared"].items() if first in tensors}
+    try:
+        model = _rebuilt(folder, description, tensors)
+    except KeyError as error:
+        raise UserError(f"source {folder}: {WEIGHTS} has no tensor {error}: quantise the model again") from error
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name in missing if "rotary_emb" not in name]
+    if missing or unexpected:
+        raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not belong: quantise the model again")
+    backbone = model.model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config)
+    return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
+
+
+def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The model with its integer modules; which they are follows from the scheme alone."""
+    scheme, group = SCHEMES[description["scheme"]], description["group"]
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model: Any = build_on_meta(_config(raw))
+    rounds = scheme.activation_bits is not None
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear):
+            continue
+        weight, scale, bias = tensors[f"{name}.weight"], tensors[f"{name}.scale"], tensors.get(f"{name}.bias")
+        if scheme.weight_bits == 8 or module is model.lm_head:
+            _replace(model, name, Linear8(weight, scale, bias, round_inputs=rounds and module is not model.lm_head))
+        else:
+            low, width = tensors[f"{name}.low"], module.in_features
+            _replace(model, name, Linear4(weight, scale, low, bias, in_features=width, group=group))
+    dtype = getattr(torch, str(raw.get("dtype") or "float32"))
+    name = "model.embed_tokens"
+    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype)
+    return model
+
+
+def _config(raw: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    from dwindle.anatomy.modeling_dwindle import PREFIX, classes_for
+
+    values = {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map", "model_type")}
+    if raw["model_type"].startswith(PREFIX):
+        return classes_for(raw["model_type"])[0](**values)
+    return AutoConfig.for_model(raw["model_type"], **values)

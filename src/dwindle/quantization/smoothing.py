@@ -1,0 +1,198 @@
+"""Moving the difficulty of activations into weights, exactly, before anything is rounded (SmoothQuant's migration).
+
+Channel j of an input is divided by s_j and column j of the weights that read it is multiplied by s_j, with
+``s_j = |x_j|^α / |w_j|^(1-α)`` and |·| the largest value (as in SmoothQuant) or the root mean square. The division
+costs nothing at run time: it goes into the gain of the norm before, or into the rows of the projection before (v for
+o, up for down), whose row scales absorb it without loss. α and |·| are chosen for each place on a grid by the error
+that 8-bit rounding leaves on a calibration sample, and "no migration" is one of the candidates, so smoothing never
+makes a place worse on that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dwindle.anatomy import Anatomy, Layer
+from dwindle.errors import UserError
+from dwindle.progress import track
+from dwindle.quantization.linear import quantize_rows, quantize_tokens
+
+ALPHAS = tuple(step / 10 for step in range(1, 10))
+_SAMPLE_ROWS = 256
+_TINY = 1e-5
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What one linear layer saw: the largest value and mean square of every channel, and a sample of tokens."""
+
+    peak: Tensor
+    mean_square: Tensor
+    sample: Tensor
+    num_windows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Projections that read the same input, and the tensor that can take the division."""
+
+    layer: int
+    readers: tuple[str, ...]
+    """Modules that read the input."""
+    writer: str
+    """Parameter that is divided."""
+    kind: str
+    """``norm`` (a gain), ``value`` (rows of v, shared by the queries of a head), ``up`` (rows of up)."""
+
+
+@dataclass(slots=True)
+class Smoothing:
+    """What was done at each place: the chosen α (None: nothing) and the rounding error before and after."""
+
+    chosen: dict[str, float | None] = field(default_factory=dict)
+    error_before: dict[str, float] = field(default_factory=dict)
+    error_after: dict[str, float] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, Inputs]:
+    """Run the calibration text and keep statistics of every linear layer's input."""
+    found: dict[str, Inputs] = {}
+    handles = []
+    per_window = max(1, _SAMPLE_ROWS // len(windows))
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach().float().flatten(0, -2)
+            rows = x[torch.linspace(0, len(x) - 1, min(per_window, len(x))).long()]
+            peak, square = x.abs().amax(0), x.square().mean(0)
+            if name not in found:
+                found[name] = Inputs(peak, square, rows, 1)
+                return
+            seen = found[name]
+            seen.peak = torch.maximum(seen.peak, peak)
+            seen.mean_square += (square - seen.mean_square) / (seen.num_windows + 1)
+            seen.sample = torch.cat([seen.sample, rows])
+            seen.num_windows += 1
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            handles.append(module.register_forward_pre_hook(watch(name)))
+    try:
+        device = next(model.parameters()).device
+        for window in track(windows, "calibrating", len(windows)):
+            model(input_ids=window[None].to(device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if any(not torch.isfinite(seen.peak).all() for seen in found.values()):
+        raise UserError(f"{option}: activations are not finite on the calibration text: the weights are broken")
+    return found
+
+
+def smooth(model: Any, inputs: Mapping[str, Inputs]) -> Smoothing:
+    """Migrate scales in place wherever it lowers the rounding error; the float model computes the same as before.
+
+    ``inputs`` is updated to what the layers will see afterwards.
+    """
+    anatomy = Anatomy.of(model)
+    result = Smoothing()
+    places = list(_places(model, anatomy))
+    for place in track(places, "smoothing", len(places)):
+        _smooth_place(model, anatomy, place, inputs, result)
+    return result
+
+
+@torch.no_grad()
+def _smooth_place(model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[str, Inputs], result: Smoothing) -> None:
+    seen = inputs[place.readers[0]]
+    weights = torch.cat([model.get_submodule(name).weight.float() for name in place.readers])
+    layer = anatomy.source.layers[place.layer]
+    plain = rounding_error(seen.sample, weights)
+    best: tuple[float, float | None, Tensor | None] = (plain, None, None)
+    for size_x, size_w in _sizes(seen, weights):
+        for alpha in ALPHAS:
+            scale = _tied(size_x.pow(alpha) / size_w.pow(1 - alpha), place, layer, anatomy.head_dim)
+            scale = scale / scale.log().mean().exp()
+            error = rounding_error(seen.sample / scale, weights * scale)
+            if error < best[0]:
+                best = (error, alpha, scale)
+    key = place.readers[0]
+    result.chosen[key], result.error_before[key], result.error_after[key] = best[1], plain, best[0]
+    if best[2] is not None:
+        _migrate(model, place, layer, anatomy.head_dim, best[2])
+        for name in place.readers:
+            there = inputs[name]
+            there.peak, there.sample = there.peak / best[2], there.sample / best[2]
+            there.mean_square = there.mean_square / best[2].square()
+
+
+def _sizes(seen: Inputs, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """How large channels are, of the inputs and of the weights."""
+    peak_x, rms_x = seen.peak, seen.mean_square.sqrt()
+    peak_w, rms_w = weights.abs().amax(0), weights.square().mean(0).sqrt()
+    for size_x, size_w in ((peak_x, peak_w), (peak_x, rms_w), (rms_x, rms_w)):
+        yield size_x.clamp(min=_TINY), size_w.clamp(min=_TINY)
+
+
+def rounding_error(x_TI: Tensor, w_OI: Tensor) -> float:
+    """Mean squared difference that 8-bit tokens and rows make in the output, relative to its mean square."""
+    exact = F.linear(x_TI, w_OI)
+    weight, scale = quantize_rows(w_OI)
+    rounded = F.linear(quantize_tokens(x_TI), weight.float()) * scale
+    return float((rounded - exact).square().mean() / exact.square().mean().clamp(min=_TINY))
+
+
+def _tied(scale: Tensor, place: Place, layer: Layer, head_dim: int) -> Tensor:
+    """Queries that share a value head must agree on its scale: the largest of them counts."""
+    if place.kind != "value":
+        return scale
+    by_query = scale.view(-1, head_dim)
+    owners = torch.tensor([layer.kv_heads.index(kv) for kv in layer.kv_of_query])
+    shared = torch.stack([by_query[owners == kv].amax(0) for kv in range(len(layer.kv_heads))])
+    return shared[owners].flatten()
+
+
+def _migrate(model: Any, place: Place, layer: Layer, head_dim: int, scale: Tensor) -> None:
+    for name in place.readers:
+        weight = model.get_submodule(name).weight
+        weight.mul_(scale.to(weight.dtype))
+    if place.kind == "value":
+        first = [layer.kv_of_query.index(kv) for kv in layer.kv_heads]
+        scale = scale.view(-1, head_dim)[first].flatten()
+    parameters = dict(model.named_parameters())
+    written = [parameters[place.writer]]
+    bias = place.writer.removesuffix("weight") + "bias"
+    if place.kind != "norm" and bias in parameters:
+        written.append(parameters[bias])
+    for tensor in written:
+        rows = tensor[-len(scale) :]  # of a fused projection the last part: v of qkv, up of gate_up
+        rows.div_(scale.to(tensor.dtype) if tensor.ndim == 1 else scale.to(tensor.dtype)[:, None])
+
+
+def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
+    """Every place where a division can be hidden; norms after the blocks (OLMo 2) leave only v and up."""
+    names = {name for name, _ in model.named_parameters()}
+    for layer in range(anatomy.num_layers):
+        prefix = f"model.layers.{layer}."
+
+        def present(parts: tuple[str, ...], prefix: str = prefix) -> tuple[str, ...]:
+            return tuple(prefix + part for part in parts if f"{prefix}{part}.weight" in names)
+
+        attention = present(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"))
+        ffn = present(("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"))
+        if f"{prefix}input_layernorm.weight" in names:
+            yield Place(layer, attention, f"{prefix}input_layernorm.weight", "norm")
+            yield Place(layer, ffn, f"{prefix}post_attention_layernorm.weight", "norm")
+        value = present(("self_attn.v_proj", "self_attn.qkv_proj"))[0]
+        up = present(("mlp.up_proj", "mlp.gate_up_proj"))[0]
+        yield Place(layer, (f"{prefix}self_attn.o_proj",), f"{value}.weight", "value")
+        yield Place(layer, (f"{prefix}mlp.down_proj",), f"{up}.weight", "up")

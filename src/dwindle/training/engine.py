@@ -1,0 +1,81 @@
+"""How a step is computed by one process or by several; the loop above is the same for all.
+
+The engine of one process is the plain calls. Engines of several processes (``training/distributed.py``) differ in
+how gradients are combined and in what each process holds of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from dwindle.training.loss import Precision, TokenLoss, autocast_for, evaluate_loss, language_model_loss
+
+
+class Engine:
+    """One process."""
+
+    rank = 0
+    size = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to people."""
+        return self.rank == 0
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take note of the model that the next steps train."""
+
+    def num_tokens(self, micro_batches: Sequence[Tensor], batches: Any) -> int:
+        """Predicted tokens of the step, over all processes."""
+        return sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in micro_batches)
+
+    def autocast(self, precision: Precision, device: str) -> AbstractContextManager[object]:
+        return autocast_for(precision, device)
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around the passes of one micro-batch; gradients are combined in the last one only."""
+        return nullcontext()
+
+    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> TokenLoss:
+        return language_model_loss(model, tokens_BT, **options)
+
+    def share(self, loss_sum: Tensor, stop: bool) -> tuple[Tensor, bool]:
+        """The loss summed over all processes, and whether any of them was asked to stop."""
+        return loss_sum, stop
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        return get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def clip(self, parameters: Iterable[nn.Parameter], largest: float, norm: Tensor) -> None:
+        clip_grads_with_norm_(parameters, largest, norm)
+
+    def evaluate(
+        self, model: nn.Module, windows_NT: Tensor, *, batch: int, chunk_tokens: int, precision: Precision
+    ) -> float:
+        """Mean nats per token over held-out windows."""
+        return evaluate_loss(model, windows_NT, batch=batch, chunk_tokens=chunk_tokens, precision=precision)
+
+    def barrier(self) -> None:
+        """Wait for all processes."""
+
+
+def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
+    """Compile the forward pass of every decoder layer; layers of equal shapes share one graph.
+
+    The pass alone, not the module call: the hooks by which FSDP2 gathers weights must stay outside the graph. With
+    ``fullgraph`` a model that cannot be compiled is an error instead of a silently slow run, and so is the limit on
+    graphs, which is raised to what layers of all different sizes need.
+    """
+    layers: Any = model.model.layers  # type: ignore[union-attr]
+    torch.compiler.reset()
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers) + 8)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * len(layers) + 256)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)

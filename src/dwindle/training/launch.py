@@ -1,0 +1,73 @@
+"""``--nproc N``: N processes on this machine, in the environment that ``torchrun --standalone`` gives them.
+
+torchrun itself passes Ctrl-C on as well as the terminal does, and kills after 30 seconds; here every process gets
+each signal once, and has the time it needs to finish its step and write a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+_GRACE_S = 20.0
+"""What the others are given to end by themselves once one process has failed."""
+
+
+def launch(num_processes: int, arguments: Sequence[str]) -> int:
+    """Run ``python -m dwindle <arguments>`` N times as one group; the exit code of the first that failed, or 0."""
+    port = _free_port()
+    processes = [_start(rank, num_processes, port, arguments) for rank in range(num_processes)]
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _wait(processes)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _start(rank: int, size: int, port: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    environment = os.environ | {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    # A session of its own, so that Ctrl-C reaches it through us and only once.
+    return subprocess.Popen([sys.executable, "-m", "dwindle", *arguments], env=environment, start_new_session=True)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
+        if failed:
+            break
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(0.05)
+    rank, code = failed[0]
+    if code < 0:
+        print(f"error: process {rank} was ended by {signal.Signals(-code).name}: stopping the others", file=sys.stderr)
+    deadline = time.monotonic() + _GRACE_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return code if code > 0 else 128 - code
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,107 @@
+"""What the latency table holds; never how fast anything was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dwindle.bench import latency
+from dwindle.bench.latency import LatencyTable, Spread, measure_latency
+from dwindle.bench.torch_engine import one_layer
+from dwindle.errors import UserError
+from tiny import tiny_directory, tiny_model, tokens
+
+SHORT: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 4, "repeats": 3}
+
+
+def test_live_models_in_this_process() -> None:
+    threads = torch.get_num_threads()
+    models = {"source": tiny_model(dtype=torch.float32), "pruned": tiny_model(num_hidden_layers=2)}
+    table = measure_latency(models, **SHORT)
+    assert [row.name for row in table.rows] == ["source", "pruned"]
+    assert torch.get_num_threads() == threads
+    for row in table.rows:
+        assert row.prefill_ms.low <= row.prefill_ms.median <= row.prefill_ms.high
+        assert row.decode_ms.median > 0 and row.outside_share is not None and 0 <= row.outside_share <= 1
+    assert table.row("source").decode_speedup == 1.0
+    assert table.row("pruned").parameters == sum(p.numel() for p in models["pruned"].parameters())
+    json.dumps(table.to_json())
+    table.render()
+
+
+def test_directories_in_their_own_processes(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="pip install 'dwindle[onnx]'")
+    pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
+    folder = tiny_directory(tmp_path / "a")
+    table = measure_latency([folder], runtime="onnx", **SHORT)
+    (row,) = table.rows
+    assert row.peak_memory is not None and row.peak_memory > row.num_bytes > 0
+    assert row.odd_sizes == "hidden 32, FFN 40"
+
+
+def test_llamacpp(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install 'dwindle[gguf]'")
+    pytest.importorskip("xllamacpp", reason="pip install 'dwindle[gguf]'")
+    from dwindle.export.exporting import export
+    from dwindle.sources import Loaded
+    from edge_models import byte_pair_tokenizer
+
+    model = tiny_model(dtype=torch.float32, vocab_size=300, attention_bias=False, mlp_bias=False)
+    loaded = Loaded(model, byte_pair_tokenizer(), "tiny", "huggingface")
+    table = measure_latency({"a": loaded}, runtime="llamacpp", type_="f32", **SHORT)
+    assert table.rows[0].outside_share is not None
+    path = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", verify=False).out
+    table = measure_latency([path], runtime="llamacpp", **SHORT)
+    assert table.rows[0].num_bytes == path.stat().st_size and table.rows[0].outside_share is None
+
+
+def test_one_layer_shares_everything() -> None:
+    model = tiny_model(dtype=torch.float32)
+    shorter = one_layer(model)
+    assert len(model.model.layers) == 3 and len(shorter.model.layers) == 1
+    assert model.config.num_hidden_layers == 3 and shorter.config.num_hidden_layers == 1
+    assert shorter.lm_head is model.lm_head
+    batch = tokens(1, 6)
+    with torch.inference_mode():
+        hidden = model.model(input_ids=batch, output_hidden_states=True).hidden_states[1]
+        expected = model.lm_head(model.model.norm(hidden))
+        assert torch.allclose(shorter(input_ids=batch).logits, expected, atol=1e-5)
+
+
+def test_the_share_outside_the_layers_is_a_straight_line() -> None:
+    """10 ms outside, 2 ms a layer, 30 layers: 10 / 70."""
+    assert latency._outside([70.0], [12.0], 30) == pytest.approx(10 / 70)
+    assert latency._outside([70.0], [], 30) is None
+    assert latency._outside([5.0], [5.0], 1) is None
+
+
+def test_ratios_are_taken_within_a_turn() -> None:
+    assert latency._ratio([10.0, 20.0, 40.0], [5.0, 10.0, 20.0]) == 2.0
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert f"{Spread(3.0, 2.0, 4.0):.1f}" == "3.0 (2.0–4.0)"
+
+
+def test_a_model_that_is_not_faster_is_explained() -> None:
+    one = Spread(1.0, 1.0, 1.0)
+    base = latency.Latency("a", "torch", 1, 100, 1, one, one, 0.2, None, "", 1.0, 1.0)
+    slow = latency.Latency("b", "torch", 1, 50, 1, one, one, 0.4, None, "hidden 563", 1.0, 1.0)
+    (note,) = LatencyTable([base, slow]).notes()
+    assert "1.00 ×" in note and "40% of its time" in note and "hidden 563" in note and "--round" in note
+
+
+def test_user_errors(tmp_path: Path) -> None:
+    model = {"a": tiny_model()}
+    with pytest.raises(UserError, match="--runtime"):
+        measure_latency(model, runtime="tensorrt")
+    with pytest.raises(UserError, match="--threads"):
+        measure_latency(model, threads=100_000)
+    with pytest.raises(UserError, match="--repeats"):
+        measure_latency(model, repeats=0)
+    with pytest.raises(UserError, match="at least one model"):
+        measure_latency({})
+    with pytest.raises(UserError, match="does not exist"):
+        measure_latency([str(tmp_path / "none.gguf")])

@@ -1,0 +1,67 @@
+"""``--nproc``: real processes, one of them killed, the rest by the launcher and ``resume``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_ranks import assert_same, recipe
+
+from dwindle.config import write_toml
+from dwindle.pretrain import pretrain, resume
+from dwindle.training.checkpoint import list_checkpoints
+from tiny import tiny_directory
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dwindle", *arguments]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the processes")
+def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) -> None:
+    tiny_directory(tmp_path / "model", tie_word_embeddings=True)
+    settings = recipe(tmp_path, "fsdp", tokens=40 * 168)
+    settings.checkpoint.every = 3
+    pretrain(settings, tmp_path / "alone")
+    write_toml(settings, tmp_path / "recipe.toml")
+    run = tmp_path / "run"
+    launcher = launch("pretrain", str(tmp_path / "recipe.toml"), "--out", str(run), "--nproc", "2")
+    deadline = time.monotonic() + 90
+    while not list_checkpoints(run) and time.monotonic() < deadline and launcher.poll() is None:
+        time.sleep(0.02)
+    os.kill(children_of(launcher.pid)[-1], signal.SIGKILL)
+    _, messages = launcher.communicate(timeout=60)
+    assert launcher.returncode != 0 and "was ended by SIGKILL" in messages
+    assert list_checkpoints(run) and not (run / "model").exists()
+    resume(run)
+    assert_same(run, tmp_path / "alone")
+
+
+def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:
+    tiny_directory(tmp_path / "model")
+    settings = recipe(tmp_path)
+    settings.data.train = [str(tmp_path / "nothing.txt")]
+    write_toml(settings, tmp_path / "recipe.toml")
+    out = ["--out", str(tmp_path / "run"), "--nproc", "2"]
+    launcher = launch("pretrain", str(tmp_path / "recipe.toml"), *out)
+    _, messages = launcher.communicate(timeout=90)
+    assert launcher.returncode == 2 and messages.count("error:") == 1 and "nothing.txt" in messages
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,206 @@
+"""Several gloo ranks compute what one process computes, and continue each other's runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks, start_ranks, wait_ranks
+from safetensors.torch import load_file
+
+from dwindle.errors import UserError
+from dwindle.pretrain import pretrain, resume
+from dwindle.pruning.ledger import read_ledger
+from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.data import DataConfig
+from dwindle.training.distributed import Parallel, World, choose_engine
+from tiny import tiny_directory
+
+STEPS = 50
+
+
+def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
+    """7 sequences a step, which no number of ranks divides; widths that 3 ranks do not divide either."""
+    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, "compact_threshold": 0.15, "compact_multiple": 4}
+    settings |= {"smoothing": 0.3, "attention": "cluster", "milestones": ["70%"]} | (prune or {})
+    options = {"tokens": STEPS * 168, "tokens_per_step": 168, "micro_batch": 2, "lr": 3e-3, "parallel": parallel}
+    return Recipe(
+        source=ModelConfig(model=str(place / "model"), device="cpu"),
+        data=DataConfig(
+            train=["pydoc:train"], valid=["pydoc:valid"], seq_len=24, valid_tokens=264, cache_dir=str(place / "cache")
+        ),
+        training=TrainingConfig(**options | training),
+        prune=PruneConfig(**settings),
+        validation=ValidationConfig(every=20),
+        checkpoint=CheckpointConfig(every=10, keep_last=9),
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ranks")
+    tiny_directory(place / "model", tie_word_embeddings=True)
+    return place
+
+
+@pytest.fixture(scope="module")
+def alone(place: Path) -> Path:
+    """The run of one process that all others are compared with."""
+    run = place / "alone"
+    pretrain(recipe(place), run)
+    ledger = read_ledger(run)
+    removed = [event["type"] for event in ledger if event["event"] == "prune"]
+    assert len(removed) >= 10 and set(removed) == {"attn", "ffn", "stem"}
+    assert sum(event["event"] == "compact" for event in ledger) >= 2
+    return run
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def choices(run: Path) -> list[dict[str, Any]]:
+    """The ledger but for the last digits of scores, and for the settings of the first line."""
+    return [{k: v for k, v in event.items() if k != "saliency"} for event in read_ledger(run)[1:]]
+
+
+def assert_same(run: Path, alone: Path, tolerance: float = 1e-5) -> None:
+    ours, theirs = metrics(run), metrics(alone)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for key in ("loss", "valid_loss", "grad_norm"):
+        values = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in b]
+        assert [a for a, _ in values] == pytest.approx([b for _, b in values], abs=tolerance, rel=tolerance), key
+    assert choices(run) == choices(alone)
+    for folder in ("model", "milestones/70%"):
+        assert (run / folder / "structure.json").read_bytes() == (alone / folder / "structure.json").read_bytes()
+        weights, expected = (load_file(r / folder / "model.safetensors") for r in (run, alone))
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], atol=2e-3, rtol=0)  # Adam amplifies small gradients
+
+
+@pytest.fixture(scope="module")
+def on_three(place: Path, alone: Path) -> Path:
+    run = place / "fsdp-3"
+    run_ranks(3, lambda rank: pretrain(recipe(place, "fsdp"), run))
+    return run
+
+
+def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> None:
+    assert_same(on_three, alone)
+    newest = list_checkpoints(on_three)[-1]
+    assert len(list(newest.glob("model-*-of-00003.safetensors"))) == 3 and not (newest / "model.safetensors").exists()
+
+
+def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, place: Path) -> None:
+    run = place / "elastic"
+    shutil.copytree(on_three, run)
+    forget_after(run, 20)
+    run_ranks(2, lambda rank: resume(run))
+    assert_same(run, alone)
+    forget_after(run, 40)
+    resume(run)
+    assert_same(run, alone)
+    forget_after(run, 45)  # written by one process at step 50: nothing of two is left in it
+    assert list_checkpoints(run)[-1].name == "step-00000040"
+    run_ranks(3, lambda rank: resume(run))
+    assert_same(run, alone)
+
+
+def forget_after(run: Path, step: int) -> None:
+    """As if the run had been killed after that step."""
+    shutil.rmtree(run / "model")
+    for checkpoint in list_checkpoints(run):
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+
+
+def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
+    run = place / "ddp-2"
+    run_ranks(2, lambda rank: pretrain(recipe(place, "ddp"), run))
+    assert_same(run, alone)
+    assert (list_checkpoints(run)[-1] / "model.safetensors").exists()
+
+
+def test_sharded_inside_nodes_and_replicated_over_them(place: Path, alone: Path) -> None:
+    run = place / "hsdp-4"
+    run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp"), run), per_node=2)
+    assert_same(run, alone)
+    assert len(list(list_checkpoints(run)[-1].glob("model-*-of-00002.safetensors"))) == 2
+
+
+def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
+    """Other roundings than autocast (the residual stream is bf16), the same training."""
+    for name, size in (("bf16-1", 1), ("bf16-2", 2)):
+        parallel = "fsdp" if size > 1 else "auto"
+        settings = recipe(place, parallel, prune={"enabled": False}, precision="bf16", tokens=12 * 168)
+        with torch.backends.mkldnn.flags(enabled=False):  # ends the process on machines that announce AMX but forbid it
+            run_ranks(size, lambda rank, s=settings, n=name: pretrain(s, place / n))  # type: ignore[misc]
+    ours, theirs = ([line["loss"] for line in metrics(place / name)] for name in ("bf16-2", "bf16-1"))
+    assert ours == pytest.approx(theirs, abs=0.05)
+    newest = list_checkpoints(place / "bf16-2")[-1]
+    weights = load_file(newest / "model-00001-of-00002.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_resumes(place: Path, alone: Path) -> None:
+    run = place / "killed"
+
+    def task(rank: int) -> None:
+        from dwindle.training.loop import Trainer
+
+        original = Trainer.update
+
+        def update(self: Trainer, *args: Any, **options: Any) -> float:
+            if rank == 1 and self.step == 33:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(self, *args, **options)
+
+        Trainer.update = update  # type: ignore[method-assign]
+        pretrain(recipe(place, "fsdp"), run)
+
+    statuses = wait_ranks(start_ranks(2, task), seconds=60)
+    assert os.WIFSIGNALED(statuses[1]) and statuses[0] != 0
+    assert not (run / "model").exists() and list_checkpoints(run)
+    run_ranks(2, lambda rank: resume(run))
+    assert_same(run, alone)
+
+
+def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def task(rank: int) -> None:
+        try:
+            pretrain(recipe(place, "fsdp"), place / "alone")
+        except UserError as error:
+            os.write(2, f"error: {error}\n".encode())
+            raise SystemExit(2) from None
+
+    (place / "alone").mkdir(exist_ok=True)
+    (place / "alone" / "recipe.toml").touch()
+    statuses = wait_ranks(start_ranks(2, task))
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
+    assert capfd.readouterr().err.count("a run is there") == 1
+
+
+def test_tensors_of_the_main_process_reach_all() -> None:
+    def task(rank: int) -> None:
+        from dwindle.training.distributed import joined
+
+        with joined("cpu") as world:
+            for shape in ((3, 4), (5,), ()):
+                sent = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
+                assert torch.equal(world.broadcast(sent if rank == 0 else None), sent)
+
+    run_ranks(2, task)
+
+
+@pytest.mark.parametrize(("parallel", "message"), [("none", "is for one process"), ("hsdp", "there is only one")])
+def test_parallelism_that_does_not_fit(parallel: Parallel, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        choose_engine(World(size=2, local_size=2), parallel, device="cpu", precision="fp32", num_parameters=1)

@@ -1,0 +1,52 @@
+"""Several ranks make the same second-order updates and layer-wise scores as one process with all their tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from safetensors.torch import load_file
+from test_ranks import choices, metrics, recipe
+
+from dwindle.pretrain import pretrain
+from tiny import tiny_directory
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "taylor": {"second_order": True, "milestones": []},
+    "obc": {"metric": "obc", "second_order": True, "smoothing": 0.0, "milestones": []},
+    "sampled inputs": {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": 8, "milestones": []},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("second-order-ranks")
+    tiny_directory(place / "model", tie_word_embeddings=True)
+    return place
+
+
+@pytest.mark.parametrize(("parallel", "ranks"), [("ddp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize("name", ["taylor", "obc"])
+def test_ranks_equal_one_process(place: Path, name: str, parallel: str, ranks: int) -> None:
+    alone, run = place / f"{name}-alone", place / f"{name}-{parallel}"
+    training = {"tokens": 12 * 168}
+    if not alone.exists():
+        pretrain(recipe(place, prune=OPTIONS[name], **training), alone)
+    run_ranks(ranks, lambda rank: pretrain(recipe(place, parallel, prune=OPTIONS[name], **training), run))
+    assert choices(run) == choices(alone)
+    ours, theirs = ([line["loss"] for line in metrics(r)] for r in (run, alone))
+    assert ours == pytest.approx(theirs, abs=1e-4, rel=1e-4)
+    weights, expected = (load_file(r / "model" / "model.safetensors") for r in (run, alone))
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], atol=5e-3, rtol=0)  # Adam amplifies small gradients
+
+
+def test_ranks_collect_sampled_inputs(place: Path) -> None:
+    """Few tokens from each rank: rows travel instead of Grams; all ranks end with the same model."""
+    run = place / "sampled"
+    options = OPTIONS["sampled inputs"]
+    run_ranks(3, lambda rank: pretrain(recipe(place, "ddp", prune=options, tokens=12 * 168), run))
+    assert all(line["loss"] < 10 for line in metrics(run))

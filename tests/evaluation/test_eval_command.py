@@ -1,0 +1,163 @@
+"""``dwindle eval`` and ``dwindle table`` as a person types them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eval_sets import write_sets
+
+from dwindle import cli
+from dwindle.evaluation.results import EvalResult, read_result
+from dwindle.evaluation.table import trained_tokens
+from tiny import tiny_directory
+
+Command = Any
+
+
+@pytest.fixture
+def dwindle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.chdir(tmp_path)
+    write_sets(tmp_path / "sets")
+    tiny_directory(tmp_path / "model", max_position_embeddings=256)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as done:
+            code = int(done.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def test_eval_prints_tables_and_json(dwindle: Command) -> None:
+    code, out, _ = dwindle("eval", "model", "--data", "sets", "--out", "result.json", "--items", "items.jsonl")
+    assert code == 0
+    for word in ("ARC-c", "WinoGrande", "acc_norm", "average of the seven", "prompt: Question:"):
+        assert word in out
+    code, out, _ = dwindle("eval", "model", "--tasks", "all", "--data", "sets", "--json")
+    found = json.loads(out)
+    assert len(found["tasks"]) == 10
+    assert found["texts"][0]["name"] == "wikitext"
+    assert found["average"]["value"] == pytest.approx(read_result(Path("result.json")).average())
+    item = json.loads(Path("items.jsonl").read_text().splitlines()[0])
+    assert set(item) == {"task", "item", "gold", "loglikelihoods"}
+
+
+def test_a_result_survives_its_file(dwindle: Command) -> None:
+    dwindle("eval", "model", "--tasks", "piqa,wikitext", "--data", "sets", "--out", "result.json")
+    result = read_result(Path("result.json"))
+    assert EvalResult.from_json(result.to_json(), "x") == result
+
+
+def test_skipped_items_are_shown(dwindle: Command) -> None:
+    with Path("sets/piqa.validation.jsonl").open("a") as file:
+        file.write("{}\n" + json.dumps({"goal": "g", "sol1": "a" * 300, "sol2": "b", "label": 0}) + "\n")
+    code, out, _ = dwindle("eval", "model", "--tasks", "piqa", "--data", "sets")
+    assert code == 0
+    assert "2 skipped: line 3: field 'goal' is missing" in " ".join(out.split())
+    assert "more than the model's 256" in " ".join(out.split())
+
+
+def test_perplexity_of_any_text(dwindle: Command) -> None:
+    Path("story.txt").write_text("Once upon a time. " * 30)
+    code, out, _ = dwindle("eval", "model", "--text", "story.txt", "--json")
+    (text,) = json.loads(out)["texts"]
+    assert (code, text["name"], text["num_tokens"]) == (0, "text:story.txt", 540)
+    assert json.loads(out)["tasks"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("eval", "model", "--tasks", "nothing"), "--tasks: unknown task 'nothing'"),
+        (("eval", "model", "--data", "nowhere"), "--data: nowhere is not a folder"),
+        (("eval", "model", "--data", "sets", "--engine", "x"), "--engine: 'x' is not one of dwindle, harness"),
+        (("eval", "model", "--data", "sets", "--batch", "-1"), "--batch: -1 must be"),
+        (("eval", "model", "--data", "sets", "--limit", "0"), "--limit: 0 must be"),
+        (("eval", "model", "--data", "sets", "--max-length", "9999"), "--max-length: 9999 must lie between"),
+        (("eval", "model", "--text", "none.txt"), "--text: none.txt does not exist"),
+        (("eval", "model", "--data", "sets", "--out", "sets"), "--out: sets already exists"),
+        (("eval", "none/", "--data", "sets"), "none/"),
+        (("table",), "table: name at least one model"),
+        (("table", "bad.json"), "bad.json: is not a result of `dwindle eval --out`"),
+    ],
+)
+def test_mistakes_are_one_line(dwindle: Command, arguments: tuple[str, ...], message: str) -> None:
+    Path("bad.json").write_text('{"format": "other"}')
+    code, out, err = dwindle(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_no_harness_is_one_line(dwindle: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # type: ignore[arg-type]
+    code, _, err = dwindle("eval", "model", "--data", "sets", "--engine", "harness")
+    assert code == 2
+    assert "--engine harness: needs lm-evaluation-harness: run `pip install" in err
+
+
+def test_quantised_models(dwindle: Command) -> None:
+    from dwindle.quantization.quantize import quantize
+
+    Path("story.txt").write_text("Once upon a time there was a tea pot. " * 100)
+    sizes = {"num_sequences": 2, "seq_len": 32, "valid_seq_len": 32, "valid_tokens": 64}
+    quantize("model", "w8a8", out="small", data=["story.txt"], valid=["story.txt"], **sizes)  # type: ignore[arg-type]
+    whole, small = (json.loads(dwindle("eval", name, "--data", "sets", "--json")[1]) for name in ("model", "small"))
+    assert small["parameters"] == whole["parameters"]
+    assert [task["num_items"] for task in small["tasks"]] == [task["num_items"] for task in whole["tasks"]]
+
+
+def make_run(folder: Path) -> None:
+    tiny_directory(folder / "model", max_position_embeddings=256)
+    (folder / "recipe.toml").write_text("")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "tokens": 1000}\n{"step": 2, "tokens": 2000000}\n')
+
+
+def test_table_of_a_run_a_model_and_a_saved_result(dwindle: Command, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    assert trained_tokens(tmp_path / "run") == 2_000_000
+    dwindle("eval", "model", "--data", "sets", "--out", "result.json")
+    sources = ("run", "model", "result.json")
+    code, out, _ = dwindle("table", *sources, "--data", "sets", "--published", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0
+    assert [row["kind"] for row in rows[:4]] == ["measured"] * 3 + ["published"]
+    assert rows[0]["tokens"] == "2M"
+    assert rows[0]["values"] == rows[1]["values"] == rows[2]["values"]
+    assert {
+        "model": rows[3]["model"],
+        "average": rows[3]["values"]["average"],
+    } == {"model": "SmolLM-135M", "average": 49.87}
+    _, text, _ = dwindle("table", "result.json", "--published")
+    assert "not measured here" in text
+    assert sum(" published " in line for line in text.splitlines()) == 11
+    _, markdown, _ = dwindle("table", "result.json", "--markdown")
+    assert markdown.startswith("| model | source | parameters | tokens | ARC-c | ARC-e |")
+
+
+def test_a_table_of_saved_results_needs_no_data(dwindle: Command) -> None:
+    dwindle("eval", "model", "--tasks", "piqa", "--data", "sets", "--limit", "1", "--out", "result.json")
+    code, out, _ = dwindle("table", "result.json")
+    assert code == 0
+    assert "measured (first 1)" in out
+    assert "average" not in out.splitlines()[0]
+
+
+def test_an_unfinished_run_is_named(dwindle: Command) -> None:
+    Path("begun").mkdir()
+    Path("begun/recipe.toml").write_text("")
+    code, _, err = dwindle("table", "begun", "--data", "sets")
+    assert code == 2
+    assert "dwindle resume begun" in err

@@ -1,0 +1,211 @@
+"""GGUF files run in llama.cpp and say what the source says; what cannot be said is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dwindle.errors import UserError
+from dwindle.export import gguf_writer, verification
+from dwindle.export.exporting import export
+from dwindle.export.gguf_vocabulary import vocabulary_of
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.verification import PROMPTS, Mismatch
+from dwindle.sources import Loaded, load
+from dwindle.sources.common import interleaved_to_halves
+from edge_models import byte_pair_tokenizer, greedy, pruned_smollm2, slow, tiny_loaded
+
+pytest.importorskip("gguf", reason="pip install 'dwindle[gguf]'")
+pytest.importorskip("xllamacpp", reason="pip install 'dwindle[gguf]'")
+
+
+@pytest.mark.parametrize("structure", ["full", "odd"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "phi3", "smollm3"])
+def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sliding_window": None} if family in ("mistral", "phi3") else {}
+    if family == "smollm3":
+        options |= {"num_hidden_layers": 4}  # its fourth layer has no rotation
+    loaded = tiny_loaded(family, structure, **options)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    assert found.verified is not None and found.verified.max_error < 1e-3
+    other = {"mistral": "llama"} | ({"qwen2": "deci"} if structure == "odd" else {})
+    assert found.architecture == other.get(family, family)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer(PROMPTS[0]).input_ids
+    with RuntimeProcess("llamacpp", found.out) as runtime:
+        theirs = [place[0][0] for place in runtime.call("greedy", ids=ids, count=12)]
+    assert theirs == greedy(loaded.model, ids, 12)
+
+
+@pytest.mark.parametrize("structure", ["cluster", "layers"])
+@pytest.mark.parametrize(("stock", "architecture"), [(False, "deci"), (True, "llama")])
+def test_unequal_layers_run_as_deci_or_made_equal(
+    structure: str, stock: bool, architecture: str, tmp_path: Path
+) -> None:
+    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type_="f32", stock=stock)
+    assert found.verified is not None and found.verified.max_error < 1e-3
+    assert found.architecture == architecture
+
+
+def test_what_is_written_is_what_our_reader_reads(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama", "odd")
+    out = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32").out
+    again = load(out)
+    for (name, a), (_, b) in zip(loaded.model.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert again.tokenizer is not None
+    assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
+    text = "The lazy fox<|im_start|> pays 37."
+    assert again.tokenizer(text).input_ids == loaded.tokenizer(text).input_ids
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])
+def test_smaller_types_run_and_are_smaller(kind: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=96)
+    size = export(loaded, "gguf", tmp_path / "f32.gguf", type_="f32").num_bytes
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_=kind)
+    assert found.num_bytes < size and not found.warnings
+
+
+def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama", "odd")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0")
+    assert len(found.warnings) == 1
+    assert "hidden 31" in found.warnings[0] and "--round 32" in found.warnings[0]
+    rounded = export(loaded, "gguf", tmp_path / "r.gguf", type_="q8_0", round_to=32)
+    assert not rounded.warnings
+    assert rounded.resized is not None and rounded.resized.parameters_after > rounded.resized.parameters_before
+
+
+def test_row_order_is_the_inverse_of_the_readers() -> None:
+    rows = torch.randn(12 * 4, 5)
+    assert torch.equal(interleaved_to_halves(gguf_writer.interleaved_from(rows, 4), 4), rows)
+    there = gguf_writer.interleaved_from(rows, 4)
+    assert torch.equal(gguf_writer.interleaved_from(there, 4, inverse=True), rows)
+
+
+def test_a_wrong_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_writer, "interleaved_from", lambda rows, heads, inverse=False: rows)
+    with pytest.raises(Mismatch, match=r"differs from the source in llama\.cpp"):
+        export(tiny_loaded(), "gguf", tmp_path / "m.gguf", type_="f32")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_llamacpp_refuses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, *args: Any, **kwargs: Any) -> gguf_writer.Written:
+        path.write_bytes(b"GGUF" + bytes(100))
+        return gguf_writer.Written("llama")
+
+    monkeypatch.setattr(gguf_writer, "write_gguf", broken)
+    with pytest.raises(Mismatch, match=r"llama\.cpp does not run"):
+        export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
+    import socket
+    import subprocess
+    import sys
+
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / f".m.writing-{socket.gethostname()}-{ended.pid}.gguf").write_text("half")
+    (tmp_path / ".m.writing-elsewhere-1.gguf").write_text("another machine's")
+    export(tiny_loaded(), "gguf", tmp_path / "m.gguf", verify=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.writing-elsewhere-1.gguf", "m.gguf"]
+
+
+def test_other_token_ids_are_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dwindle.export.gguf_vocabulary._added_around", lambda tokenizer: (True, False))
+    with pytest.raises(Mismatch, match="other tokens"):
+        export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pre_tokenizers_known_alike_and_unknown() -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    spelled_out = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(gpt2), "isolated"), bytes_only])
+    assert vocabulary_of(byte_pair_tokenizer(), 310, "m").pre == "gpt-2"
+    alike = vocabulary_of(byte_pair_tokenizer(spelled_out), 310, "m")
+    assert alike.pre == "gpt-2" and "not a known one" in str(alike.warning)
+    with pytest.raises(UserError, match="pre-tokenizer is none"):
+        vocabulary_of(byte_pair_tokenizer(bytes_only), 310, "m")
+
+
+def test_user_errors(tmp_path: Path) -> None:
+    loaded = tiny_loaded()
+    with pytest.raises(UserError, match=r"ends in \.gguf"):
+        export(loaded, "gguf", tmp_path / "m.bin")
+    with pytest.raises(UserError, match="--type"):
+        export(loaded, "gguf", tmp_path / "m.gguf", type_="q5")
+    with pytest.raises(UserError, match="--to"):
+        export(loaded, "pickle", tmp_path / "m")
+    (tmp_path / "there.gguf").write_text("mine")
+    with pytest.raises(UserError, match="already exists"):
+        export(loaded, "gguf", tmp_path / "there.gguf")
+    with pytest.raises(UserError, match="no tokenizer"):
+        export(Loaded(loaded.model, None, "tiny", "huggingface"), "gguf", tmp_path / "m.gguf")
+    with pytest.raises(UserError, match="layers of different sizes"):
+        export(tiny_loaded("qwen3", "layers"), "gguf", tmp_path / "m.gguf")
+    with pytest.raises(RuntimeFailure):
+        RuntimeProcess("llamacpp", tmp_path / "there.gguf")
+    assert [p.name for p in tmp_path.iterdir()] == ["there.gguf"]
+
+
+def test_stories260k_in_llamacpp(shared_data: Path, tmp_path: Path) -> None:
+    """A sentencepiece vocabulary with byte fallback."""
+    source = load(shared_data / "models" / "stories260K" / "stories260K.bin")
+    found = export(source, "gguf", tmp_path / "m.gguf", type_="f32")
+    assert found.verified is not None and found.verified.max_error < 1e-3
+
+
+@slow
+@pytest.mark.parametrize(
+    ("kind", "stock", "architecture"),
+    [
+        ("source", False, "llama"),
+        ("odd", False, "llama"),
+        ("half", False, "llama"),
+        ("cluster", True, "llama"),
+        ("cluster", False, "deci"),
+        ("layers", False, "deci"),
+    ],
+)
+def test_smollm2_greedy_continuations_are_equal(kind: str, stock: bool, architecture: str, tmp_path: Path) -> None:
+    loaded = pruned_smollm2(kind)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", stock=stock)
+    assert found.architecture == architecture
+    print(json.dumps({"kind": kind, **found.to_json()}))
+    with RuntimeProcess("llamacpp", found.out, context=128) as runtime:
+        for text in PROMPTS:
+            ids = loaded.tokenizer(text).input_ids  # type: ignore[misc]
+            theirs = [place[0][0] for place in runtime.call("greedy", ids=ids, count=64)]
+            assert theirs == greedy(loaded.model, ids, 64), text
+
+
+@slow
+def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> None:
+    from dwindle.training.data import validation_windows
+
+    loaded = load("smollm2-135m")
+    path = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0").out
+    text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
+    windows = validation_windows([text], loaded.tokenizer, 256, 2048)  # type: ignore[arg-type]
+    ours: list[float] = []
+    for window in windows:
+        log_p = verification.logits_of(loaded.model, window[:-1].tolist()).log_softmax(-1)
+        ours += (-log_p.gather(1, window[1:, None])[:, 0]).tolist()
+    with RuntimeProcess("llamacpp", path, context=300) as runtime:
+        theirs = [value for window in windows for value in runtime.call("nll", ids=window.tolist(), start=1)]
+    ratio = math.exp(float(np.mean(theirs)) - float(np.mean(ours)))
+    print(f"perplexity: source {math.exp(float(np.mean(ours))):.3f}, q8_0 in llama.cpp × {ratio:.4f}")
+    assert ratio < 1.01

@@ -1,0 +1,125 @@
+"""ONNX graphs equal transformers in prefill and in cached decoding, for stock and for cluster models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dwindle.errors import UserError
+from dwindle.export.exporting import export
+from dwindle.export.verification import Mismatch
+from edge_models import pruned_smollm2, slow, tiny_loaded
+from tiny import FAMILIES
+
+pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
+pytest.importorskip("onnxruntime", reason="pip install 'dwindle[onnx]'")
+np = pytest.importorskip("numpy")
+
+from dwindle.export.onnx_runtime import OnnxEngine  # noqa: E402
+
+
+def largest_difference(model: Any, path: Path, batch: torch.Tensor, steps: int) -> float:
+    """Prefill and ``steps`` cached tokens, both sides carrying their own cache."""
+    engine = OnnxEngine(path)
+    engine.reset(batch=len(batch))
+    worst, past = 0.0, None
+    new = batch
+    with torch.inference_mode():
+        for _ in range(steps + 1):
+            out = model(input_ids=new, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            found = torch.from_numpy(engine.step(new.numpy()))
+            worst = max(worst, float((found - out.logits).abs().max()))
+            new = out.logits[:, -1:].argmax(-1)
+    return worst
+
+
+@pytest.mark.parametrize("structure", ["odd", "cluster", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_transformers(family: str, structure: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded(family, structure)
+    found = export(loaded, "onnx", tmp_path / "out")
+    assert found.verified is not None and found.verified.max_error < 1e-5
+    batch = torch.randint(300, (3, 11), generator=torch.Generator().manual_seed(1))
+    assert largest_difference(loaded.model, tmp_path / "out" / "model.onnx", batch, 16) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32
+            }
+        },
+    ],
+    ids=["biases", "linear", "yarn"],
+)  # fmt: skip
+def test_options_of_llama(options: dict[str, Any], tmp_path: Path) -> None:
+    assert export(tiny_loaded("llama", **options), "onnx", tmp_path / "out").verified is not None
+
+
+def test_attention_windows(tmp_path: Path) -> None:
+    loaded = tiny_loaded("mistral", sliding_window=5)
+    export(loaded, "onnx", tmp_path / "out")
+    batch = torch.randint(300, (2, 9), generator=torch.Generator().manual_seed(1))
+    assert largest_difference(loaded.model, tmp_path / "out" / "model.onnx", batch, 8) < 1e-4
+
+
+def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
+    """The mask and positions are inputs, so that prompts of different lengths share a batch."""
+    import onnxruntime
+
+    loaded = tiny_loaded()
+    export(loaded, "onnx", tmp_path / "out")
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / "model.onnx"), providers=["CPUExecutionProvider"])
+    ids = np.array([[7, 8, 9, 10]], np.int64)
+    with torch.inference_mode():
+        expected = loaded.model(input_ids=torch.from_numpy(ids)).logits[0, -1]
+    empty = {
+        item.name: np.zeros((1, item.shape[1], 0, item.shape[3]), np.float32)
+        for item in session.get_inputs()
+        if item.name.startswith("past")
+    }
+    feeds = {
+        "input_ids": np.concatenate([np.zeros((1, 3), np.int64), ids], 1),
+        "attention_mask": np.array([[0, 0, 0, 1, 1, 1, 1]], np.int64),
+        "position_ids": np.array([[0, 0, 0, 0, 1, 2, 3]], np.int64),
+        **empty,
+    }
+    found = session.run(["logits"], feeds)[0][0, -1]
+    assert np.abs(found - expected.numpy()).max() < 1e-4
+
+
+def test_a_wrong_graph_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dwindle.export.onnx_graph._Decoder._rotated", lambda self, x: x)
+    with pytest.raises(Mismatch, match="onnxruntime"):
+        export(tiny_loaded(), "onnx", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="activation 'gelu'"):
+        export(tiny_loaded(hidden_act="gelu"), "onnx", tmp_path / "out")
+    with pytest.raises(UserError, match="--type"):
+        export(tiny_loaded(), "onnx", tmp_path / "out", type_="q8_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+@slow
+@pytest.mark.parametrize("kind", ["source", "odd", "cluster"])
+def test_smollm2(kind: str, tmp_path: Path) -> None:
+    loaded = pruned_smollm2(kind)
+    export(loaded, "onnx", tmp_path / "out")
+    assert loaded.tokenizer is not None
+    texts = ("The capital of France is now a", "Once upon a time there was")
+    rows = [loaded.tokenizer(text).input_ids[:6] for text in texts]
+    batch = torch.tensor(rows)
+    worst = largest_difference(loaded.model, tmp_path / "out" / "model.onnx", batch, 16)
+    print(f"{kind}: {worst:.2e}")
+    assert worst < 1e-4

@@ -1,0 +1,157 @@
+"""Cluster attention, unequal layers and odd widths made stock: more numbers, the same function."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from dwindle.anatomy import Anatomy
+from dwindle.errors import UserError
+from dwindle.export import resize as resizing
+from dwindle.export.exporting import export
+from dwindle.export.resize import resize
+from dwindle.export.verification import Mismatch
+from dwindle.sources import load
+from edge_models import tiny_loaded
+from tiny import FAMILIES, tokens
+
+EXACT = [family for family in FAMILIES if family != "olmo2"]
+
+
+def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=batch).logits
+
+
+@pytest.mark.parametrize("structure", ["cluster", "layers", "odd"])
+@pytest.mark.parametrize("family", EXACT)
+def test_the_enlarged_model_is_stock_and_exact(family: str, structure: str) -> None:
+    model = tiny_loaded(family, structure).model
+    found = resize(model, uniform=True)
+    shape = Anatomy.of(found.model).source
+    assert shape.is_uniform and not found.model.config.model_type.startswith("dwindle_")
+    assert found.parameters_after == sum(p.numel() for p in found.model.parameters())
+    assert found.parameters_before == sum(p.numel() for p in model.parameters())
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(found.model, batch), logits(model, batch), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_widths_are_rounded_exactly(family: str) -> None:
+    model = tiny_loaded(family, "odd").model
+    found = resize(model, uniform=True, round_to=16)
+    shape = Anatomy.of(found.model).source
+    assert len(shape.hidden) == 32 and {len(la.ffn) for la in shape.layers} == {48}
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(found.model, batch), logits(model, batch), atol=2e-5, rtol=1e-4)
+
+
+def test_layers_are_made_regular_one_by_one() -> None:
+    model = tiny_loaded("llama", "layers").model
+    found = resize(model, uniform=False)
+    layers = Anatomy.of(found.model).source.layers
+    assert all(layer.is_regular for layer in layers)
+    assert len({(len(la.query_heads), len(la.ffn)) for la in layers}) > 1
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(found.model, batch), logits(model, batch), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [(3, 1, 2), (1, 1), (4,), (2, 2, 1), (5, 1, 1, 1)])
+def test_the_grouping_is_the_smallest_possible(counts: tuple[int, ...]) -> None:
+    """Against every grouping that could hold these heads."""
+    per_kv, kv_heads = resizing._smallest([counts])
+    fits = [
+        (kv, group)
+        for kv, group in itertools.product(range(1, 20), range(1, 8))
+        if sum(-(-n // group) for n in counts) <= kv
+    ]
+    assert kv_heads * (per_kv + 1) == min(kv * (group + 1) for kv, group in fits)
+    plan = resizing._layer_plan(counts, per_kv, kv_heads, ())
+    owners = [head for head, n in enumerate(counts) for _ in range(n)]
+    for place, query in enumerate(plan.query):
+        assert query == resizing.NOTHING or plan.kv[place // per_kv] == owners[query]
+    assert sorted(q for q in plan.query if q != resizing.NOTHING) == list(range(sum(counts)))
+
+
+def test_nothing_to_do_costs_nothing() -> None:
+    model = tiny_loaded("llama").model
+    found = resize(model, uniform=True)
+    assert found.model is model and not found.changed
+
+
+def test_norms_over_all_heads_are_refused() -> None:
+    with pytest.raises(UserError, match="normalises over all heads"):
+        resize(tiny_loaded("olmo2", "cluster").model, uniform=True)
+
+
+def test_stock_directory_loads_anywhere_and_says_what_it_cost(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama", "cluster")
+    found = export(loaded, "hf", tmp_path / "out", stock=True)
+    assert found.verified is not None and found.resized is not None
+    assert "KV cache per token" in found.render()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(theirs, batch), logits(loaded.model, batch), atol=1e-5, rtol=1e-5)
+    structure = json.loads((tmp_path / "out" / "structure.json").read_text())
+    assert len(structure["layers"][0]["query_heads"]) == theirs.config.num_attention_heads
+    assert not (tmp_path / "out" / "modeling_dwindle.py").exists()
+
+
+def test_a_plain_export_keeps_structure_ledger_and_dtype(tmp_path: Path) -> None:
+    import dwindle
+
+    loaded = tiny_loaded()
+    dwindle.prune(loaded, "90%", metric="magnitude", attention="cluster", out=tmp_path / "in", dtype=torch.bfloat16)
+    found = export(tmp_path / "in", "hf", tmp_path / "out")
+    assert found.type == "bfloat16" and load(tmp_path / "out", dtype="auto").model.dtype == torch.bfloat16
+    for name in ("structure.json", "ledger.jsonl"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "in" / name).read_text()
+    assert export(tmp_path / "in", "hf", tmp_path / "half", type_="f16").type == "float16"
+
+
+def test_a_wrong_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_loaded("llama", "cluster")
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        found = resize(*args, **kwargs)
+        with torch.no_grad():
+            next(found.model.model.layers[0].parameters()).mul_(1.5)
+        return found
+
+    monkeypatch.setattr("dwindle.export.exporting.resize", wrong)
+    with pytest.raises(Mismatch, match="once made stock"):
+        export(loaded, "hf", tmp_path / "out", stock=True)
+    monkeypatch.undo()
+    written = type(loaded.model).save_pretrained
+
+    def damaged(self: Any, folder: Any, **kwargs: Any) -> None:
+        other = tiny_loaded("llama", "cluster", rms_norm_eps=0.5).model
+        written(other, folder, **kwargs)
+
+    monkeypatch.setattr(type(loaded.model), "save_pretrained", damaged)
+    with pytest.raises(Mismatch, match="transformers"):
+        export(loaded, "hf", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_commands(tmp_path: Path) -> None:
+    import dwindle.commands.export  # noqa: F401  (registers the commands)
+    from dwindle.commands.app import app
+
+    loaded = tiny_loaded("llama", "cluster")
+    export(loaded, "hf", tmp_path / "in")
+    run = CliRunner()
+    done = run.invoke(
+        app, ["export", str(tmp_path / "in"), "--to", "hf", "--stock", "--out", str(tmp_path / "out"), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["cost"]["parameters_after"] > found["cost"]["parameters_before"]
+    assert found["verified"]["max_error"] <= found["verified"]["tolerance"]

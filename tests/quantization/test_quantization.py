@@ -1,0 +1,177 @@
+"""Integers that say what the float model says: exact smoothing, exact storage, errors as small as the bits allow."""
+
+from __future__ import annotations
+
+import json
+import os
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dwindle
+from dwindle.errors import UserError
+from dwindle.quantization import SCHEMES, load, quantize
+from dwindle.quantization.clipping import CLIPS_4, group_clips
+from dwindle.quantization.linear import (
+    Linear8,
+    dequantize_groups,
+    pack_nibbles,
+    quantize_groups,
+    quantize_rows,
+    quantize_tokens,
+    unpack_nibbles,
+)
+from dwindle.quantization.smoothing import observe, smooth
+from dwindle.sources import Loaded
+from tiny import FAMILIES, tiny_directory, tiny_model, tiny_tokenizer, tokens
+
+
+def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=batch).logits
+
+
+def tiny_source(family: str = "llama", **options: Any) -> Loaded:
+    model = tiny_model(family, dtype=torch.float32, vocab_size=257, **options)
+    return Loaded(model, tiny_tokenizer(), "tiny", "huggingface")
+
+
+def test_rows_against_a_loop() -> None:
+    weight = torch.randn(5, 7)
+    values, scale = quantize_rows(weight)
+    for row in range(5):
+        step = max(abs(float(v)) for v in weight[row]) / 127
+        assert float(scale[row]) == pytest.approx(step)
+        assert values[row].tolist() == [round(float(v) / float(scale[row])) for v in weight[row]]
+
+
+def test_tokens_against_a_loop() -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    found = quantize_tokens(x)
+    for b in range(2):
+        for t in range(3):
+            step = float(x[b, t].abs().max()) / 127
+            for i in range(8):
+                assert float(found[b, t, i]) == pytest.approx(round(float(x[b, t, i]) / step) * step, abs=1e-12)
+    assert torch.equal(quantize_tokens(torch.zeros(1, 4)), torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("width", [32, 40, 7])
+def test_groups_stay_within_half_a_step(width: int) -> None:
+    weight = torch.randn(6, width)
+    values, scale, low = quantize_groups(weight, 8)
+    assert values.max() <= 15
+    packed = pack_nibbles(values)
+    assert packed.shape == (6, (width + 1) // 2)
+    assert torch.equal(unpack_nibbles(packed, width), values)
+    error = (dequantize_groups(values, scale, low, 8) - weight).abs()
+    step = scale.repeat_interleave(8, dim=1)[:, :width]
+    assert (error <= step * 0.5001).all()
+
+
+def test_clipping_never_makes_the_weighted_error_larger() -> None:
+    weight, importance = torch.randn(9, 64).pow(3), torch.rand(64)
+
+    def error(clip: Any) -> float:
+        restored = dequantize_groups(*quantize_groups(weight, 16, clip), 16)
+        return float(((restored - weight).square() * importance).sum())
+
+    assert error(group_clips(weight, 16, importance)) < min(error(clip) for clip in CLIPS_4)
+
+
+def test_a_linear_layer_multiplies_integers() -> None:
+    layer = torch.nn.Linear(16, 8)
+    values, scale = quantize_rows(layer.weight.detach())
+    quantized = Linear8(values, scale, layer.bias.detach(), round_inputs=True)
+    x = torch.randn(3, 16)
+    step = x.abs().amax(-1, keepdim=True) / 127
+    whole = (x / step).round().long() @ values.long().T
+    expected = whole * step * scale + layer.bias
+    assert torch.allclose(quantized(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_smoothing_does_not_change_the_float_model(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float32, vocab_size=257)
+    with torch.no_grad():  # outliers, as real models have them
+        for layer in model.model.layers:
+            for name, gain in layer.named_parameters():
+                if name.endswith("input_layernorm.weight"):
+                    gain[3] *= 30
+    batch = tokens(4, 24)
+    smoothed = deepcopy(model)
+    inputs = observe(smoothed, batch)
+    found = smooth(smoothed, inputs)
+    assert any(alpha is not None for alpha in found.chosen.values())
+    assert all(found.error_after[k] <= found.error_before[k] for k in found.chosen)
+    assert torch.allclose(logits(smoothed, batch), logits(model, batch), atol=2e-4, rtol=1e-3)
+    again = observe(smoothed, batch)
+    for name, seen in inputs.items():
+        assert torch.allclose(seen.peak, again[name].peak, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_and_loaded_are_bit_equal_and_close_to_the_source(family: str, scheme: str, tmp_path: Path) -> None:
+    source = tiny_source(family)
+    found = quantize(source, scheme, out=tmp_path / "q", num_sequences=4, seq_len=32)
+    batch = tokens(2, 16)
+    expected = logits(source.model, batch)
+    ours = logits(found.model, batch)
+    assert torch.equal(logits(load(tmp_path / "q").model, batch), ours)
+    limit = {"w8a8": 0.01, "w8": 0.005, "w4": 0.3}[scheme]
+    assert float((ours - expected).square().mean() / expected.square().mean()) < limit
+    assert found.bytes_after < 0.4 * found.bytes_before
+    assert (tmp_path / "q" / "quantized.safetensors").stat().st_size < 0.6 * found.bytes_before
+
+
+def test_cluster_models_and_generation(tmp_path: Path) -> None:
+    folder = tiny_directory(tmp_path / "in")
+    dwindle.prune(folder, "hidden=30,heads=5,ffn=33", metric="magnitude", attention="cluster", out=tmp_path / "cluster")
+    found = quantize(tmp_path / "cluster", "w8a8", out=tmp_path / "q", num_sequences=4, seq_len=32)
+    model = load(tmp_path / "q").model
+    batch = tokens(1, 8)
+    assert torch.equal(logits(model, batch), logits(found.model, batch))
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(model.generate(batch, **greedy), found.model.generate(batch, **greedy))
+
+
+def test_perplexities_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    found = quantize(
+        tiny_source(), "w8a8", valid=[str(tmp_path / "text.txt")], num_sequences=4, seq_len=32, valid_seq_len=64
+    )
+    assert set(found.perplexity) == {"source", "plain", "quantized"}
+    assert found.perplexity["quantized"] == pytest.approx(found.perplexity["source"], rel=0.1)
+    json.dumps(found.to_json())
+
+
+def test_user_errors(tmp_path: Path) -> None:
+    source = tiny_source()
+    with pytest.raises(UserError, match="--scheme"):
+        quantize(source, "w3")
+    with pytest.raises(UserError, match="--group"):
+        quantize(source, "w4", group=7)
+    quantize(source, "w8", out=tmp_path / "q", num_sequences=2, seq_len=16)
+    with pytest.raises(UserError, match="already exists"):
+        quantize(source, "w8", out=tmp_path / "q")
+    with pytest.raises(UserError, match="dwindle-w8 quantised"):
+        dwindle.load(tmp_path / "q")
+    with pytest.raises(UserError, match="not a complete directory"):
+        load(tmp_path)
+    whole = (tmp_path / "q" / "quantized.safetensors").read_bytes()
+    (tmp_path / "q" / "quantized.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="not a complete directory"):
+        load(tmp_path / "q")
+
+
+@pytest.mark.skipif(os.environ.get("DWINDLE_SLOW") != "1", reason="minutes: set DWINDLE_SLOW=1 to run it")
+def test_smollm2_w8a8_within_two_percent(shared_data: Path) -> None:
+    text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
+    found = quantize("smollm2-135m", "w8a8", valid=[text], valid_seq_len=512, valid_tokens=16_384)
+    print(json.dumps(found.to_json()))
+    assert found.perplexity["quantized"] < 1.02 * found.perplexity["source"]
+    assert found.perplexity["quantized"] < found.perplexity["plain"]
