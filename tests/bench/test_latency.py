@@ -79,6 +79,15 @@ def test_the_share_outside_the_layers_is_a_straight_line() -> None:
     assert latency._outside([5.0], [5.0], 1) is None
 
 
+def test_sizes(tmp_path: Path) -> None:
+    model = tiny_model(intermediate_size=64)
+    assert latency.odd_sizes(model) == "hidden 32" and latency.odd_sizes(model, 64) == ""
+    assert latency._file_size(tmp_path / "an alias") is None
+    (tmp_path / "model.onnx").write_bytes(b"12")
+    (tmp_path / "model.onnx.data").write_bytes(b"345")
+    assert latency._file_size(tmp_path / "model.onnx") == latency._file_size(tmp_path) == 5
+
+
 def test_ratios_are_taken_within_a_turn() -> None:
     assert latency._ratio([10.0, 20.0, 40.0], [5.0, 10.0, 20.0]) == 2.0
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)

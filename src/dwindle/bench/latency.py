@@ -320,7 +320,7 @@ class _Source:
             "parameters": sum(p.numel() for p in model.parameters()),
             "num_layers": int(model.config.num_hidden_layers),
             "vocab_size": int(model.config.vocab_size),
-            "odd_sizes": odd_sizes(model),
+            "odd_sizes": odd_sizes(model, 1 if runtime == "torch" else self.round_to or 1),
         }
         if runtime == "torch" and not isinstance(self.given, (str, os.PathLike)):
             live = TorchEngine(model, threads=threads)
@@ -333,7 +333,7 @@ class _Source:
         if single is not None:
             other = running.enter_context(RuntimeProcess(engine, single, threads=threads, context=context))
             one_timed = _remote(other)
-        size = _file_size(path)
+        size = _file_size(path) or sum(p.nbytes for p in model.parameters())
         return _Runner(timed=_remote(process), timed_one_layer=one_timed, num_bytes=size, process=process, **facts)
 
     def loaded(self) -> Loaded:
@@ -378,19 +378,23 @@ def _remote(process: RuntimeProcess, method: str = "timed") -> Timed:
     return timed
 
 
-def odd_sizes(model: Any) -> str:
-    """The widths that are no multiple of 64."""
+def odd_sizes(model: Any, round_to: int = 1) -> str:
+    """The widths that are no multiple of 64, once they are padded to ``round_to``."""
     from dwindle.anatomy import Anatomy
 
     structure = Anatomy.of(model).source
     widths = {"hidden": [len(structure.hidden)], "FFN": sorted({len(la.ffn) for la in structure.layers})}
-    odd = {name: [size for size in sizes if size % ROUND] for name, sizes in widths.items()}
+    padded = {name: sorted({-(-size // round_to) * round_to for size in sizes}) for name, sizes in widths.items()}
+    odd = {name: [size for size in sizes if size % ROUND] for name, sizes in padded.items()}
     return ", ".join(
         f"{name} {sizes[0]}" + (f"…{sizes[-1]}" if len(sizes) > 1 else "") for name, sizes in odd.items() if sizes
     )
 
 
-def _file_size(path: Path) -> int:
+def _file_size(path: Path) -> int | None:
+    """None for aliases and hub ids, which are no path."""
+    if not path.exists():
+        return None
     if path.is_dir():
         return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
     data = path.with_name(f"{path.name}.data")

@@ -1,6 +1,6 @@
 """Clipping of 4-bit weight ranges, in closed form: what OmniQuant learns by gradient is one number per group, and with
 the inputs' correlations left out its objective is a sum over groups, so a small grid finds the minimum of each on its
-own. At 8 bits it gains nothing (measured), so it is not done there."""
+own. At 8 bits it gained nothing on SmolLM2-135M, so it is not done there."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _check(scheme: str, group: int) -> Scheme:
 def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, Inputs]) -> Any:
     """The model with every projection, its embedding and its head replaced; 4-bit weights are clipped where ``inputs``
     has statistics of their layer. The head has 8-bit weights in every scheme and takes its input as it is: rounding
-    that one input costs as much as rounding those of six layers."""
+    that one input made about a sixth of the whole loss on SmolLM2-135M."""
     smaller = deepcopy(model)
     head = smaller.lm_head
     tied = head.weight is smaller.model.embed_tokens.weight
