@@ -27,7 +27,7 @@ from dwindle.evaluation.metrics import Accuracy
 from dwindle.evaluation.perplexity import TextData, detokenize
 from dwindle.evaluation.tasks import WIKITEXT
 
-INSTALL = "pip install 'lm_eval==0.4.13'"
+INSTALL = "pip install 'lm_eval==0.4.13' accelerate"
 _SPLIT = "test"
 _BOTH = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
 
