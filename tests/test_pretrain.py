@@ -283,16 +283,15 @@ def test_killed_and_resumed_equals_uninterrupted(place: Path, attention: str) ->
             if wait(child, chance.uniform(0.02, 0.5)) is None:
                 kill(child)
                 kills += 1
-    if attention == "cluster":
-        assert kills >= 8
-    for _ in range(14 if attention == "regular" else 6):
-        if (run / "model").exists():  # it got through: once more from the start
+    wanted, patience = 22 if attention == "regular" else 12, 0.9
+    while kills < wanted:
+        if (run / "model").exists():  # it got through: once more from the start, and killed sooner
             assert_same_run(run, reference)
             shutil.rmtree(run)
+            patience *= 0.7
         child = start(lambda: go_on(settings, run))
-        if wait(child, chance.uniform(0.02, 0.9)) is None:
+        if wait(child, chance.uniform(0.02, max(0.04, patience))) is None:
             kill(child)
             kills += 1
     assert wait(start(lambda: go_on(settings, run)), 120) == 0
     assert_same_run(run, reference)
-    assert kills >= (20 if attention == "regular" else 10), kills
