@@ -61,6 +61,8 @@ def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path
         for key, (out_rows, in_columns) in expected.items():
             assert torch.equal(small[prefix + key], big[prefix + key][out_rows][:, in_columns]), key
     assert result.after.total == sum(p.numel() for p in dwindle.load(tmp_path / "out").model.parameters())
+    for number, weight in enumerate(structure.pop("layer_parameters")):
+        assert weight == sum(t.numel() for name, t in small.items() if name.startswith(f"model.layers.{number}."))
     replayed = dwindle.replay(source, tmp_path / "out" / "ledger.jsonl")
     assert replayed.structure.to_json(str(source)) == structure
     batch = torch.arange(1, 20)[None]

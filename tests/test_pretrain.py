@@ -110,6 +110,16 @@ def test_groups_leave_evenly(place: Path) -> None:
     assert max(b - a for a, b in pairwise(gaps)) <= 2 and max(by_step.values()) == 1
 
 
+def test_rounded_sizes_are_reached_by_the_end_of_the_horizon(place: Path) -> None:
+    """The shape is chosen from the first scores and lies below the target's count: the pacing goes on to it."""
+    run = place / "rounded"
+    result = pretrain(recipe(place, prune={"round_to": 8}), run)
+    structure = json.loads((run / "model" / "structure.json").read_text())
+    assert result.target_reached and result.parameters <= 37408 // 2
+    assert len(structure["hidden"]) % 8 == 0 and all(len(layer["ffn"]) % 8 == 0 for layer in structure["layers"])
+    assert 0.6 * 48 < events(run, "prune")[-1]["step"] <= round(0.7 * 48)
+
+
 @pytest.mark.parametrize(("ratio", "per_step"), [("2:1", {1: 2, 2: 2, 3: 2}), ("1:3", {3: 1, 6: 1, 9: 1})])
 def test_ratios_alternate(place: Path, ratio: str, per_step: dict[int, int]) -> None:
     run = place / f"ratio-{ratio[0]}"

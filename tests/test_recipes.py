@@ -11,6 +11,7 @@ from dwindle.config import field_docs, from_toml, to_toml, write_toml
 from dwindle.errors import UserError
 from dwindle.recipe import (
     CheckpointConfig,
+    DistillConfig,
     ModelConfig,
     PruneConfig,
     Recipe,
@@ -61,6 +62,9 @@ def test_the_promised_recipes_are_there() -> None:
         "smollm-1.7b-to-469m",
         "smollm-1.7b-to-1.1b",
         "smollm-360m-to-134m",
+        "mobilellm-350m-to-125m",
+        "qwen2.5-0.5b-to-350m",
+        "adapt-demo",
     }
 
 
@@ -87,6 +91,17 @@ def test_token_counts_of_the_paper(name: str, ratio: str | None, pruning: float,
     assert recipe.prune.ratio == ratio
     if recipe.prune.effective_horizon is not None:
         assert recipe.prune.effective_horizon * recipe.num_tokens == pytest.approx(pruning, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mobilellm-350m-to-125m", "qwen2.5-0.5b-to-350m"])
+def test_settings_of_the_adapt_paper(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    assert recipe.num_tokens == pytest.approx(3.87e9, rel=1e-4) and recipe.num_sequences_per_step == 128
+    assert (recipe.training.lr, recipe.training.min_lr_ratio, recipe.training.schedule) == (2e-5, 0.1, "wsd")
+    assert recipe.num_warmup_steps == pytest.approx(0.05 * recipe.num_steps, abs=1)
+    assert recipe.num_decay_steps == pytest.approx(0.1 * recipe.num_steps, abs=1)
+    assert recipe.prune.method == "adapt" and recipe.prune.effective_horizon is None
+    assert recipe.prune.effective_groups == ("attn", "ffn")
 
 
 def test_demo_fits_a_cpu() -> None:
@@ -159,9 +174,10 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["data.seed=-1"], "data.seed: -1 is too small"),
         (["source.model= "], "source.model: is empty"),
         (["data.train=[]"], "data.train: missing"),
-        (["data.sources.a.paths=x"], "data.train: give either data.train or data.sources"),
+        (["data.sources.a.paths=x"], "data.train: cannot be combined with data.sources"),
         (["data.train=[]", "data.sources.a.paths=[]"], "data.sources.a.paths: is empty"),
         (["data.train=[]", "data.sources.a={paths=['x'],weight=0}"], "data.sources.a.weight: must be above 0"),
+        (["validation.batch=-1"], "validation.batch: must be at least 1"),
         (["data.valid=books.jsonl.xz"], "data.valid: books.jsonl.xz is also trained on"),
         (["data.valid=[]", "validation.every=5"], "validation.every: needs text in data.valid"),
         (["prune.target="], "prune.target: missing"),
@@ -173,7 +189,7 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["prune.horizon=0"], "prune.horizon: 0.0 must be above 0"),
         (["prune.horizon=1.5"], "prune.horizon: 1.5 must be above 0 and at most 1"),
         (["prune.warmup_steps=26"], "prune.warmup_steps: 26 leaves no step for events: they end at step 25"),
-        (["prune.groups=[]"], "prune.groups: is empty"),
+        (["prune.groups=[]"], "prune.groups: leaves nothing"),
         (["prune.smoothing=1"], "prune.smoothing: must lie from 0"),
         (["prune.compact_threshold=0"], "prune.compact_threshold: must be above 0"),
         (["prune.min_heads=0"], "prune.min_heads: must be at least 1"),
@@ -240,5 +256,6 @@ def test_existing_paths_become_absolute(recipe_file: Path, tmp_path: Path, monke
 
 
 def test_every_field_has_its_line_of_help() -> None:
-    for section in (ModelConfig, TrainingConfig, PruneConfig, ValidationConfig, CheckpointConfig, Recipe):
+    sections = (ModelConfig, TrainingConfig, PruneConfig, DistillConfig, ValidationConfig, CheckpointConfig, Recipe)
+    for section in sections:
         assert set(field_docs(section)) == {field.name for field in fields(section)}, section

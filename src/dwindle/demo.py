@@ -116,7 +116,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
 def _save_source(source: Loaded, out: Path, overwrite: bool) -> None:
     """The source in the same format, so that sizes compare."""
     anatomy = Anatomy.of(source.model)
-    ledger = [source_event(source.source, anatomy.count(anatomy.source).total, {})]
+    ledger = [source_event(source.source, anatomy, {})]
     save_model(
         source.model,
         source.tokenizer,

@@ -10,15 +10,18 @@ from rich.table import Table
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.errors import UserError
-from dwindle.pruning.pacing import Horizon, Pacing, Ratio
-from dwindle.pruning.saliency import ElementScores, Scores, metric_named
+from dwindle.pruning.allocation import AllocationOptions, Allocator, level_scores
+from dwindle.pruning.anywhere import GlobalSelector
+from dwindle.pruning.choosing import ChooserKind, make_chooser
+from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
+from dwindle.pruning.saliency import ElementScores, metric_named
 from dwindle.pruning.selection import SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from dwindle.recipe import Recipe
 from dwindle.sizes import format_bytes
-from dwindle.sources import load, load_config
-from dwindle.training.loss import Precision
+from dwindle.sources import load, load_config, load_tokenizer
+from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 16384}
 _ADAM_BYTES = 16
@@ -33,6 +36,7 @@ class PruningPlan:
     end_count: int
     pacing: Pacing
     selection: SelectionOptions
+    chooser: ChooserKind
     milestones: list[tuple[str, int]]
 
 
@@ -42,7 +46,7 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     if not prune.enabled:
         return None
     selection = SelectionOptions(
-        groups=tuple(prune.groups),
+        groups=prune.effective_groups,
         attention=prune.attention,
         compare=prune.compare,
         min_heads=prune.min_heads,
@@ -50,12 +54,15 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         min_hidden=prune.min_hidden,
     )
     target = parse_target(prune.target, anatomy, "prune.target")
-    selector = Selector(anatomy, target, selection)
+    kind: ChooserKind = "adapt" if prune.method == "adapt" else prune.selection
+    make_chooser(kind, anatomy, target, selection)  # refuses what cannot be reached
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     pacing: Pacing
-    if prune.steps_ratio is not None:
+    if prune.method == "adapt":
+        pacing = Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
+    elif prune.steps_ratio is not None:
         pacing = Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
-        _check_enough_events(pacing, recipe, start - end, _largest_group(anatomy, selector))
+        _check_enough_events(pacing, recipe, start - end, _largest_group(anatomy, target, selection, kind))
     else:
         assert prune.effective_horizon is not None
         last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
@@ -64,21 +71,19 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     for text, size in milestones:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
-    return PruningPlan(target, end, pacing, selection, milestones)
+    return PruningPlan(target, end, pacing, selection, kind, milestones)
 
 
-def _largest_group(anatomy: Anatomy, selector: Selector) -> int:
+def _largest_group(anatomy: Anatomy, target: Target, selection: SelectionOptions, kind: ChooserKind) -> int:
     """The most that one event can remove."""
-    count = anatomy.count(anatomy.source).total
-    layers = anatomy.source.layers
-    level = Scores(
-        anatomy.source,
-        [torch.zeros(len(la.query_heads)) for la in layers],
-        [torch.zeros(len(la.ffn)) for la in layers],
-        torch.zeros(len(anatomy.source.hidden)),
-    )
-    found = selector.candidates(level, anatomy.source).values()
-    return max(count - anatomy.count(anatomy.source.without(c.group)).total for c in found)
+    source = anatomy.source
+    level, count = level_scores(source), anatomy.count(source).total
+    if kind == "global":
+        left = GlobalSelector(anatomy, target, selection).sizes_after_one(level, source)
+    else:
+        found = Selector(anatomy, target, selection).candidates(level, source).values()
+        left = [anatomy.count(source.without(candidate.group)).total for candidate in found]
+    return count - min(left)
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, excess: int, largest: int) -> None:
@@ -107,6 +112,35 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
     return wanted
 
 
+def teacher_dtype(precision: Precision, device: str) -> torch.dtype:
+    """A teacher is never updated, so bf16 training on a GPU needs no wider copy of it."""
+    return torch.bfloat16 if precision == "bf16" and device == "cuda" else weights_dtype(precision)
+
+
+def teacher_of(recipe: Recipe, config: Any) -> str | None:
+    """The source of the teacher, checked against the model that is trained; None without distillation."""
+    distill = recipe.distill
+    if not distill.weight:
+        return None
+    teacher, key = distill.teacher or recipe.source.model, "distill.teacher"
+    vocabulary = load_config(teacher).vocab_size
+    if vocabulary != config.vocab_size:
+        raise UserError(
+            f"{key}: {teacher} has {vocabulary:,} tokens, {recipe.source.model} has {config.vocab_size:,}: choose a "
+            "teacher with the same tokenizer"
+        )
+    if distill.teacher and load_tokenizer(teacher).get_vocab() != load_tokenizer(recipe.source.model).get_vocab():
+        raise UserError(
+            f"{key}: {teacher} gives other numbers to tokens than {recipe.source.model}: choose a teacher with the "
+            "same tokenizer"
+        )
+    if distill.top_k > vocabulary:
+        raise UserError(
+            f"distill.top_k: {distill.top_k:,} is above the {vocabulary:,} tokens of {teacher}: use 0 for all"
+        )
+    return teacher
+
+
 def micro_batch_of(recipe: Recipe, device: str) -> int:
     """Sequences in one forward pass."""
     chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
@@ -133,6 +167,7 @@ class Plan:
     shape_estimate: dict[str, int]
     memory_bytes_estimate: int
     milestones: dict[str, int]
+    teacher: str | None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,6 +186,7 @@ class Plan:
             "shape now": before,
             "shape expected": f"{shape} (estimate from weight magnitudes; the gradients of the run decide)",
             "milestones": ", ".join(self.milestones) or "none",
+            "teacher": self.teacher or "none",
             "memory": f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})",
         }
         for name, text in rows.items():
@@ -187,11 +223,14 @@ def make_plan(recipe: Recipe) -> Plan:
         shape_estimate=asdict(Shape.of(structure)),
         memory_bytes_estimate=_memory(recipe, config, before, device),
         milestones=dict(plan.milestones) if plan is not None else {},
+        teacher=teacher_of(recipe, config),
     )
 
 
 def _simulate(recipe: Recipe, plan: PruningPlan) -> tuple[int, Structure]:
     prunable = Prunable(load(recipe.source.model).model)
+    if plan.chooser != "coupled":
+        return _simulate_layers(recipe, plan, prunable)
     target, end = plan.target, prunable.alive
     for _ in range(2):
         selector = Selector(prunable.anatomy, target, plan.selection)
@@ -208,12 +247,38 @@ def _simulate(recipe: Recipe, plan: PruningPlan) -> tuple[int, Structure]:
     return events, end
 
 
+def _simulate_layers(recipe: Recipe, plan: PruningPlan, prunable: Prunable) -> tuple[int, Structure]:
+    """Methods that give every layer its own sizes; layer importance is not known yet, so all layers count alike."""
+    anatomy, alive = prunable.anatomy, prunable.alive
+    scores = ElementScores(prunable, {}, {}, metric_named("magnitude")).scores
+    if plan.chooser == "global":
+        choices = GlobalSelector(anatomy, plan.target, plan.selection).choose_while(scores, alive, lambda *_: True)
+        events = len(choices)
+    else:
+        allocator = Allocator(anatomy, plan.target, plan.selection, AllocationOptions(amplitude=0.0))
+        choices = allocator.choose(scores, [0.0] * anatomy.num_layers, alive, plan.end_count)
+        events = recipe.prune.interleaves * len(choices)
+    return events, choices[-1].rest if choices else alive
+
+
 def _memory(recipe: Recipe, config: Any, parameters: int, device: str) -> int:
-    """Weights, gradients and moments, the activations of a micro-batch, and the logits of one chunk."""
+    """Weights, gradients and moments, the activations of a micro-batch, the logits of one chunk, and the teacher."""
     tokens = micro_batch_of(recipe, device) * recipe.data.seq_len
     wide = 2 if precision_of(recipe, device) == "bf16" else 4
     per_layer = 10 * config.hidden_size + 4 * config.intermediate_size
     layers = 1 if recipe.training.activation_checkpointing else config.num_hidden_layers
     activations = tokens * wide * (per_layer * layers + config.hidden_size * config.num_hidden_layers)
     logits = 3 * 4 * min(tokens, recipe.training.ce_chunk_tokens) * config.vocab_size
-    return int(parameters * _ADAM_BYTES + activations + logits)
+    return int(parameters * _ADAM_BYTES + activations + logits) + _teacher_memory(recipe, config, device, tokens)
+
+
+def _teacher_memory(recipe: Recipe, config: Any, device: str, tokens: int) -> int:
+    """Its weights, its final hidden states, and its share of a chunk's logits; a frozen model keeps nothing else."""
+    source = teacher_of(recipe, config)
+    if source is None:
+        return 0
+    teacher = load_config(source)
+    anatomy, dtype = Anatomy.of_config(teacher), teacher_dtype(precision_of(recipe, device), device)
+    states = tokens * teacher.hidden_size
+    logits = 3 * 4 * min(tokens, recipe.training.ce_chunk_tokens) * teacher.vocab_size
+    return int((anatomy.count(anatomy.source).total + states) * dtype.itemsize + logits)

@@ -13,15 +13,20 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from dwindle.adaptive import ADAPT_ITERATIONS, ADAPT_METRIC, ADAPT_SEQ_LEN, ADAPT_SEQUENCES, AdaptJob
 from dwindle.anatomy import KINDS, Anatomy, Kind, ParameterCount, Structure
 from dwindle.anatomy.build import cut, is_custom
 from dwindle.errors import UserError
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.progress import Bar
+from dwindle.pruning.allocation import ADAPT_KINDS, DEFAULT_AMPLITUDE, AllocationOptions, Allocator
+from dwindle.pruning.anywhere import GlobalSelector
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.importance import Distance
+from dwindle.pruning.layerplan import Balance
 from dwindle.pruning.ledger import Event, prune_event, read_ledger, replay_structure, source_event
-from dwindle.pruning.saliency import ElementScores, Metric, metric_named
+from dwindle.pruning.saliency import ElementScores, Metric, metric_named, score_model
 from dwindle.pruning.secondorder import repair
 from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
@@ -60,6 +65,10 @@ class Pruned:
             "parameters": {"before": self.before.total, "after": self.after.total},
             "non_embedding": {"before": self.before.non_embedding, "after": self.after.non_embedding},
             "shape": asdict(Shape.of(self.structure)),
+            "layers": [
+                {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn)}
+                for la in self.structure.layers
+            ],
         }
 
     def render(self, out: str | PathLike[str]) -> Table:
@@ -67,10 +76,14 @@ class Pruned:
         table = Table(title=f"{self.source} → {out}", title_justify="left")
         for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
             table.add_column(column, justify="right")
-        rows = (("before", self.before, self.source_shape), ("after", self.after, Shape.of(self.structure)))
-        for name, count, shape in rows:
-            sizes = (shape.hidden, shape.heads, shape.ffn)
-            table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *map(str, sizes))
+        layers, shape = self.structure.layers, self.source_shape
+        heads, widths = [len(la.query_heads) for la in layers], [len(la.ffn) for la in layers]
+        rows = (
+            ("before", self.before, (str(shape.hidden), str(shape.heads), str(shape.ffn))),
+            ("after", self.after, (str(len(self.structure.hidden)), _span(heads), _span(widths))),
+        )
+        for name, count, sizes in rows:
+            table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *sizes)
         return table
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
@@ -86,24 +99,34 @@ class Pruned:
         )
 
 
+def _span(sizes: Sequence[int]) -> str:
+    """The size of all layers, or the smallest and the largest."""
+    return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+
+
 def prune(
     source: str | PathLike[str] | Loaded,
     to: str,
     *,
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
-    metric: str = "taylor",
+    method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm",
+    selection: Literal["coupled", "global"] = "coupled",
+    metric: str | None = None,
     second_order: bool = False,
-    groups: Sequence[Kind] = KINDS,
+    groups: Sequence[Kind] | None = None,
     attention: Literal["cluster", "regular"] = "regular",
     compare: Literal["mean", "sum"] = "mean",
-    rounds: int = 1,
+    rounds: int | None = None,
+    amplitude: float = DEFAULT_AMPLITUDE,
+    distance: Distance = "cosine",
+    balance: Balance = "score",
     round_to: int | None = None,
     min_heads: int = 1,
     min_ffn: int = DEFAULT_MIN_WIDTH,
     min_hidden: int = DEFAULT_MIN_WIDTH,
-    num_sequences: int = 64,
-    seq_len: int = 256,
+    num_sequences: int | None = None,
+    seq_len: int | None = None,
     gram_tokens: int | None = None,
     damping: float = DEFAULT_DAMPING,
     seed: int = 0,
@@ -113,102 +136,209 @@ def prune(
 ) -> Pruned:
     """Prune a model to a size after calibration, and write it to ``out`` if given.
 
+    ``efficientllm`` removes minimal groups, the same in every layer or (``selection="global"``) the weakest anywhere;
+    ``adapt`` gives every layer its own sizes by its importance (Adapt-Pruner, with ``amplitude`` and ``distance``);
+    ``uniform`` takes the same share of every layer (LLM-Pruner); in both ``balance`` says what leaves inside a layer.
+    What is None depends on the method: ``DEFAULTS``.
+
     Scores are measured once, or anew in each of ``rounds`` (equal steps of the parameter count) on the model as it is
     by then. Scoring is in float32; the written weights have ``dtype``, by default the one the source is stored in.
 
     With ``second_order`` the weights that stay are changed so that every layer's output moves least (EfficientLLM-B),
     from the inputs of ``gram_tokens`` calibration tokens (None: all of them); ``damping`` is its ridge.
     """
+    if method not in DEFAULTS:
+        raise UserError(f"method {method!r}: choose {', '.join(DEFAULTS)}")
+    usual = DEFAULTS[method]
+    settings = _Settings(
+        method=method,
+        selection=selection,
+        metric=usual.metric if metric is None else metric,
+        second_order=second_order,
+        rounds=usual.rounds if rounds is None else rounds,
+        amplitude=amplitude,
+        distance=distance,
+        balance=balance,
+        round_to=round_to,
+        gram_tokens=gram_tokens,
+        damping=damping,
+        seed=seed,
+    )
     options = SelectionOptions(
-        groups=tuple(groups),
+        groups=usual.groups if groups is None else tuple(groups),
         attention=attention,
         compare=compare,
         min_heads=min_heads,
         min_ffn=min_ffn,
         min_hidden=min_hidden,
     )
-    scoring = metric_named(metric)
-    if rounds < 1:
-        raise UserError(f"rounds {rounds}: at least one round is needed")
-    if round_to is not None and round_to < 1:
-        raise UserError(f"round-to {round_to}: give a multiple of at least 1, such as 64")
-    if gram_tokens is not None and gram_tokens < 1:
-        raise UserError(f"gram-tokens {gram_tokens}: give a number of tokens of at least 1")
-    if not 0 <= damping < float("inf"):
-        raise UserError(f"damping {damping}: give a share of the mean curvature, such as {DEFAULT_DAMPING}")
+    settings.check()
     if out is not None:
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy)
-    Selector(anatomy, target, options)  # refuses impossible targets before the weights are read
+    settings.check_target(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     windows = None
-    if scoring.needs or second_order:
-        windows = _windows(loaded, data, num_sequences, seq_len, seed)
-
-    job = _Job(prunable, metric, options, target, windows, round_to, seed, second_order, gram_tokens, damping)
-    events = job.run(rounds, loaded.source)
-    result = Pruned(
-        model=prunable.compacted(),
-        tokenizer=loaded.tokenizer,
-        source=loaded.source,
-        structure=prunable.alive,
-        source_shape=Shape.of(prunable.anatomy.source),
-        before=prunable.anatomy.count(prunable.anatomy.source),
-        after=prunable.anatomy.count(prunable.alive),
-        ledger=events,
-    )
+    if settings.needs_text:
+        windows = _windows(loaded, data, num_sequences or usual.num_sequences, seq_len or usual.seq_len, seed)
+    events = settings.job(prunable, options, target, windows).run(settings.rounds, loaded.source)
+    result = _result(loaded, prunable, events)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
         result.save(out, overwrite=overwrite)
     return result
 
 
+def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
+    anatomy = prunable.anatomy
+    return Pruned(
+        model=prunable.compacted(),
+        tokenizer=loaded.tokenizer,
+        source=loaded.source,
+        structure=prunable.alive,
+        source_shape=Shape.of(anatomy.source),
+        before=anatomy.count(anatomy.source),
+        after=anatomy.count(prunable.alive),
+        ledger=events,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MethodDefaults:
+    """What a method uses where nothing else is said."""
+
+    metric: str
+    groups: tuple[Kind, ...]
+    rounds: int
+    num_sequences: int
+    seq_len: int
+
+
+DEFAULTS = {
+    "efficientllm": MethodDefaults("taylor", KINDS, 1, 64, 256),
+    "adapt": MethodDefaults(ADAPT_METRIC, ADAPT_KINDS, ADAPT_ITERATIONS, ADAPT_SEQUENCES, ADAPT_SEQ_LEN),
+    "uniform": MethodDefaults(ADAPT_METRIC, ADAPT_KINDS, 1, ADAPT_SEQUENCES, ADAPT_SEQ_LEN),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Settings:
+    """How, as opposed to what and how far."""
+
+    method: Literal["efficientllm", "adapt", "uniform"]
+    selection: Literal["coupled", "global"]
+    metric: str
+    second_order: bool
+    rounds: int
+    amplitude: float
+    distance: Distance
+    balance: Balance
+    round_to: int | None
+    gram_tokens: int | None
+    damping: float
+    seed: int
+
+    @property
+    def needs_text(self) -> bool:
+        return bool(metric_named(self.metric).needs) or self.second_order or self.method == "adapt"
+
+    @property
+    def allocation(self) -> AllocationOptions:
+        return AllocationOptions(amplitude=self.amplitude, distance=self.distance, balance=self.balance)
+
+    def check(self) -> None:
+        metric_named(self.metric)
+        if self.selection not in ("coupled", "global"):
+            raise UserError(f"selection {self.selection!r}: choose coupled or global")
+        if self.rounds < 1:
+            raise UserError(f"rounds {self.rounds}: at least one round is needed")
+        if self.round_to is not None and self.round_to < 1:
+            raise UserError(f"round-to {self.round_to}: give a multiple of at least 1, such as 64")
+        if self.gram_tokens is not None and self.gram_tokens < 1:
+            raise UserError(f"gram-tokens {self.gram_tokens}: give a number of tokens of at least 1")
+        if not 0 <= self.damping < float("inf"):
+            raise UserError(f"damping {self.damping}: give a share of the mean curvature, such as {DEFAULT_DAMPING}")
+        if self.selection == "global" and self.method != "efficientllm":
+            raise UserError(f"selection global: belongs to the method efficientllm, not {self.method}")
+        own_sizes = self.method if self.method != "efficientllm" else "global" if self.selection == "global" else None
+        if self.round_to is not None and own_sizes is not None:
+            raise UserError(f"round-to {self.round_to}: {own_sizes} cannot round: use `dwindle export --round`")
+
+    def check_target(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
+        if self.method != "efficientllm":
+            Allocator(anatomy, target, options, self.allocation)
+        elif self.selection == "global":
+            GlobalSelector(anatomy, target, options)
+        else:
+            Selector(anatomy, target, options)
+
+    def job(self, prunable: Prunable, options: SelectionOptions, target: Target, windows: Tensor | None) -> Any:
+        """Something with ``run(rounds, source)`` that gives the ledger's events."""
+        if self.method == "efficientllm":
+            return _Job(prunable, self, options, target, windows)
+        return AdaptJob(
+            prunable,
+            Allocator(prunable.anatomy, target, options, self.allocation),
+            self.method,
+            self.metric,
+            target.num_parameters,
+            windows,
+            self.seed,
+            self.second_order,
+            self.gram_tokens,
+            self.damping,
+        )
+
+
 @dataclass(slots=True)
 class _Job:
-    """One pruning from source to target, round by round."""
+    """One pruning from source to target by minimal groups, round by round."""
 
     prunable: Prunable
-    metric: str
+    settings: _Settings
     options: SelectionOptions
     target: Target
     windows: Tensor | None
-    round_to: int | None
-    seed: int
-    second_order: bool
-    gram_tokens: int | None
-    damping: float
 
     def run(self, rounds: int, source: str) -> list[Event]:
-        anatomy = self.prunable.anatomy
+        anatomy, how = self.prunable.anatomy, self.settings
         start, goal = anatomy.count(anatomy.source).total, final_count(anatomy, self.target)
-        settings = {"metric": self.metric, "second_order": self.second_order, "rounds": rounds, "seed": self.seed}
-        settings |= asdict(self.options)
-        events = [source_event(source, start, settings)]
+        about = {"metric": how.metric, "second_order": how.second_order, "rounds": rounds, "seed": how.seed}
+        about |= {"selection": how.selection} | asdict(self.options)
+        events = [source_event(source, anatomy, about)]
         for number in range(1, rounds + 1):
-            metric = metric_named(self.metric, seed=self.seed * 1000 + number)
             found = calibrate(
                 self.prunable,
                 self.windows,
-                metric,
-                second_order=self.second_order,
-                gram_tokens=self.gram_tokens,
-                damping=self.damping,
+                self._metric(number),
+                second_order=how.second_order,
+                gram_tokens=how.gram_tokens,
+                damping=how.damping,
             )
             aim = self.target if number == rounds else Target(start - (start - goal) * number // rounds)
-            choices = choose_groups(self.prunable, aim, found, metric, self.options)
-            if number == rounds and self.round_to is not None and aim.shape is None:
+            choices = self._choices(aim, found, number)
+            if number == rounds and how.round_to is not None and aim.shape is None:
                 natural = choices[-1].rest if choices else self.prunable.alive
-                shape = rounded_shape(anatomy, natural, self.prunable.alive, aim, self.options, self.round_to)
-                again = metric_named(self.metric, seed=self.seed * 1000 + number)
-                choices = choose_groups(self.prunable, Target(0, shape), found, again, self.options)
+                shape = rounded_shape(anatomy, natural, self.prunable.alive, aim, self.options, how.round_to)
+                choices = self._choices(Target(0, shape), found, number)
             events += [prune_event(choice, step=number, tokens=0) for choice in choices]
             if choices:
-                if found.inputs is not None and self.second_order:
-                    repair(self.prunable, choices[-1].rest, found.inputs, damping=self.damping)
+                if found.inputs is not None and how.second_order:
+                    repair(self.prunable, choices[-1].rest, found.inputs, damping=how.damping)
                 self.prunable.kill(choices[-1].rest)
         return events
+
+    def _metric(self, number: int) -> Metric:
+        return metric_named(self.settings.metric, seed=self.settings.seed * 1000 + number)
+
+    def _choices(self, aim: Target, found: Calibration, number: int) -> list[Choice]:
+        if self.settings.selection == "coupled":
+            return choose_groups(self.prunable, aim, found, self._metric(number), self.options)
+        scores = score_model(self.prunable, found.gradients, found.fishers, self._metric(number))
+        selector = GlobalSelector(self.prunable.anatomy, aim, self.options)
+        return selector.choose_while(scores, self.prunable.alive, lambda *_: True)
 
 
 def choose_groups(

@@ -13,16 +13,25 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy
-from dwindle.anatomy.build import build, build_on_meta, config_for
+from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
 from dwindle.config import write_toml
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
-from dwindle.plan import PruningPlan, device_of, micro_batch_of, plan_pruning, precision_of
+from dwindle.plan import (
+    PruningPlan,
+    device_of,
+    micro_batch_of,
+    plan_pruning,
+    precision_of,
+    teacher_dtype,
+    teacher_of,
+)
 from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
@@ -35,6 +44,7 @@ from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, list_chec
 from dwindle.training.checkpointwriter import CheckpointWriter
 from dwindle.training.data import BatchStream, open_training_data
 from dwindle.training.display import Display
+from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.distributed import ShardedEngine, SharedEngine, World, choose_engine, joined
 from dwindle.training.engine import compile_blocks
 from dwindle.training.loop import Trainer, TrainerOptions
@@ -81,8 +91,14 @@ def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = Fals
 def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     """Refuse what cannot work, then make the run's directory; ``resume`` does the rest."""
     recipe.data.check()
+    if recipe.validation.tasks:
+        from dwindle.evaluation.callback import recipe_data
+
+        recipe_data(recipe.validation)
     check_run_directory(run, overwrite=overwrite)
-    plan_pruning(recipe, Anatomy.of_config(load_config(recipe.source.model)))
+    config = load_config(recipe.source.model)
+    plan_pruning(recipe, Anatomy.of_config(config))
+    teacher_of(recipe, config)
     if run.exists():
         shutil.rmtree(run)
     run.mkdir(parents=True)
@@ -158,6 +174,7 @@ class Job:
             world_size=self.world.size,
         )
         model, optimizer = self._model(checkpoint)
+        teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
         self.trainer = Trainer(
             model,
@@ -175,6 +192,7 @@ class Job:
             callbacks=self._callbacks(),
             stop=stop,
             engine=self.engine,
+            teacher=teacher,
         )
         if checkpoint is not None:
             self.trainer.load_checkpoint(checkpoint)
@@ -215,7 +233,7 @@ class Job:
             model, fetch = build_on_meta(config_for(config, physical)), self._fetcher(checkpoint)
             model.config.dtype = weights_dtype(self.precision)
         elif checkpoint is None:
-            model = load(source, dtype=weights_dtype(self.precision), device=self.device).model
+            model = self._fresh_model()
         else:
             tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
             model = build(config_for(config, physical), tensors)
@@ -228,11 +246,37 @@ class Job:
             self.pruner.prunable.refresh()
         return model, optimizer
 
+    def _fresh_model(self) -> nn.Module:
+        """The source as training finds it; on several processes that shard it, only the main one makes this."""
+        source, dtype = self.recipe.source, weights_dtype(self.precision)
+        if source.random_init:
+            return build_random(load_config(source.model), self.recipe.training.seed).to(self.device, dtype)
+        model: nn.Module = load(source.model, dtype=dtype, device=self.device).model
+        return model
+
+    def _teacher(self, config: Any) -> Teacher | None:
+        """The frozen model of [distill]: whole in every process, or sharded like the model that it teaches."""
+        source = teacher_of(self.recipe, config)
+        if source is None:
+            return None
+        dtype = teacher_dtype(self.precision, self.device)
+        sharded = isinstance(self.engine, ShardedEngine)
+        model = build_on_meta(load_config(source)) if sharded else load(source, dtype=dtype, device=self.device).model
+        if self.recipe.training.compile:
+            compile_blocks(model)
+        states = HiddenStates(model)
+        if isinstance(self.engine, ShardedEngine):
+            self.engine.shard_root(states, source_tensors(source, dtype, self.world))
+        distill = self.recipe.distill
+        return Teacher.of(states, Distillation(distill.weight, distill.temperature, distill.top_k))
+
     def _fetcher(self, checkpoint: Checkpoint | None) -> Callable[[str], Tensor]:
         """Whole tensors by name, one at a time, for a model that no process need hold whole."""
         dtype = weights_dtype(self.precision)
         if checkpoint is not None:
             return checkpoint.pieces("model").__getitem__
+        if self.recipe.source.random_init:
+            return from_main(self._fresh_model, self.world)
         return source_tensors(self.recipe.source.model, dtype, self.world)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
@@ -243,6 +287,10 @@ class Job:
             plan.pacing,
             selection=plan.selection,
             options=PrunerOptions(
+                chooser=plan.chooser,
+                amplitude=prune.amplitude,
+                distance=prune.distance,
+                balance=prune.balance,
                 metric=prune.metric,
                 fisher=prune.fisher,
                 smoothing=prune.smoothing,
@@ -333,12 +381,10 @@ class Job:
         self._save(self.run / "milestones" / name.replace("/", "-"))
 
     def _task_evaluator(self) -> Callback:
-        from dwindle.evaluation.callback import TaskEvaluator
-        from dwindle.evaluation.evaluate import load_data
+        from dwindle.evaluation.callback import TaskEvaluator, recipe_data
 
         settings = self.recipe.validation
-        data = load_data(settings.tasks, settings.data, limit=settings.limit, option="validation.tasks")
-        return TaskEvaluator(data, self.tokenizer, settings.every, batch=settings.batch)
+        return TaskEvaluator(recipe_data(settings), self.tokenizer, settings.every, batch=settings.batch)
 
     def _results(self) -> dict[str, float | int | str]:
         """What the card says about the training."""
@@ -350,7 +396,7 @@ class Job:
     def _save(self, out: Path) -> Path:
         """All processes take part in gathering a sharded model; the main one writes."""
         model, structure = self.trainer.model, self.anatomy.source
-        ledger = [source_event(self.recipe.source.model, self.anatomy.count(structure).total, {})]
+        ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
         if self.pruner is not None or isinstance(self.engine, ShardedEngine):
             prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
             model, structure = prunable.compacted(), prunable.alive
@@ -379,7 +425,12 @@ def source_tensors(source: str, dtype: torch.dtype, world: World) -> Callable[[s
     if files:
         named = {name: pieces for pieces in map(TensorPieces, [[file] for file in files]) for name in pieces}
         return lambda name: named[name][name].to(dtype)
-    whole = dict(load(source, dtype=dtype).model.named_parameters()) if world.is_main else {}
+    return from_main(lambda: load(source, dtype=dtype).model, world)
+
+
+def from_main(make: Callable[[], nn.Module], world: World) -> Callable[[str], Tensor]:
+    """Tensors by name of a model that only the main process makes; every process asks in the same order."""
+    whole = dict(make().named_parameters()) if world.is_main else {}
 
     def broadcast(name: str) -> Tensor:
         return world.broadcast(whole[name].detach() if world.is_main else None)

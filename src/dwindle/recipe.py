@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from dwindle.anatomy.structure import Kind
 from dwindle.config import apply_overrides, from_dict, read_toml
 from dwindle.errors import UserError
 from dwindle.sizes import parse_count
@@ -30,6 +31,8 @@ class ModelConfig:
     """What to make smaller: Hugging Face directory or hub id, a .gguf or llama2.c file, or smollm2-135m."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU when there is one."""
+    random_init: bool = False
+    """Take only the shape of the model, with random weights drawn from training.seed: training from scratch."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +91,19 @@ class PruneConfig:
     """Set to false to train without pruning."""
     target: str = ""
     """What is left at the end: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
+    method: Literal["efficientllm", "adapt"] = "efficientllm"
+    """Groups one by one, or Adapt-Accel: prune some of every layer by its importance, train, repeat (hidden channels
+    stay then, whatever groups says)."""
+    selection: Literal["coupled", "global"] = "coupled"
+    """With efficientllm: the same group in every layer, or at each event the weakest group anywhere."""
+    interleaves: int = 20
+    """With adapt: how many times the model is pruned and trained."""
+    amplitude: float = 0.02
+    """With adapt: how far apart a stage moves the sparsity of the least and the most important layer; 0 not at all."""
+    distance: Literal["cosine", "euclidean", "manhattan"] = "cosine"
+    """With adapt: how the change that a layer makes to the stream, its importance, is measured."""
+    balance: Literal["score", "ratio"] = "score"
+    """With adapt: inside a layer the weakest groups leave, or equal shares of its heads and of its channels."""
     metric: Literal["taylor", "taylor1", "obd", "wanda", "obc", "magnitude", "random"] = "taylor"
     """Score of a weight; the group with the lowest score leaves first."""
     second_order: bool = False
@@ -129,10 +145,15 @@ class PruneConfig:
 
     @property
     def effective_horizon(self) -> float | None:
-        """The horizon in force: None when a ratio decides instead."""
-        if self.ratio is not None:
+        """The horizon in force: None when a ratio or stages decide instead."""
+        if self.ratio is not None or self.method == "adapt":
             return None
         return DEFAULT_HORIZON if self.horizon is None else self.horizon
+
+    @property
+    def effective_groups(self) -> tuple[Kind, ...]:
+        """The kinds that really may leave: Adapt-Pruner keeps the hidden size."""
+        return tuple(kind for kind in self.groups if self.method != "adapt" or kind != "stem")
 
     @property
     def steps_ratio(self) -> tuple[int, int] | None:
@@ -145,6 +166,20 @@ class PruneConfig:
                 f'prune.ratio: {self.ratio!r} is not pruning steps : gradient steps, such as "4:1" or "1:9"'
             )
         return int(match[1]), int(match[2])
+
+
+@dataclass(kw_only=True, slots=True)
+class DistillConfig:
+    """What the model learns from a frozen teacher, beside the text."""
+
+    weight: float = 0.0
+    """Share of the teacher in the objective, (1 - weight) * cross-entropy + weight * T^2 * KL; 0 is without one."""
+    temperature: float = 1.0
+    """T, by which both models' logits are divided before they are compared."""
+    top_k: int = 0
+    """Tell only the teacher's k most likely tokens apart and take all others together; 0 is all of them."""
+    teacher: str = ""
+    """The model that teaches, with the same vocabulary; empty takes source.model as it was."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,6 +220,8 @@ class Recipe:
     """How the model learns."""
     prune: PruneConfig = field(default_factory=PruneConfig)
     """What leaves the model, and when."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """What the model learns from a frozen teacher, beside the text."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     """When the loss on data.valid is measured."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -225,9 +262,11 @@ class Recipe:
 
     def validate(self) -> None:
         """Refuse what the types allow but no run could use; the message names the key and the fix."""
-        _check_data(self)
+        self.data.check_values()
+        _check_source_and_validation(self)
         _check_amounts(self)
         _check_optimizer(self)
+        _check_distill(self.distill)
         if self.prune.enabled:
             _check_prune(self)
 
@@ -249,8 +288,9 @@ def absolute_paths(recipe: Recipe) -> Recipe:
     resolved.data.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]
-    if os.path.exists(resolved.source.model):
-        resolved.source.model = os.path.abspath(resolved.source.model)
+    for section, key in ((resolved.source, "model"), (resolved.distill, "teacher")):
+        if os.path.exists(getattr(section, key)):
+            setattr(section, key, os.path.abspath(getattr(section, key)))
     return resolved
 
 
@@ -302,22 +342,13 @@ def _require(holds: bool, key: str, problem: str) -> None:
         raise UserError(f"{key}: {problem}")
 
 
-def _check_data(recipe: Recipe) -> None:
-    data = recipe.data
+def _check_source_and_validation(recipe: Recipe) -> None:
     _require(bool(recipe.source.model.strip()), "source.model", "is empty: name the model to make smaller")
-    _require(bool(data.train or data.sources), "data.train", 'missing: list the text, as in train = ["books.txt"]')
-    _require(not (data.train and data.sources), "data.train", "give either data.train or data.sources, not both")
-    _require(data.seq_len >= 2, "data.seq_len", f"{data.seq_len} is too short: use at least 2")
-    for name, source in data.sources.items():
-        _require(bool(source.paths), f"data.sources.{name}.paths", "is empty: list at least one file")
-        _require(source.weight > 0, f"data.sources.{name}.weight", "must be above 0: remove the source instead")
-    trained = {*data.train, *(path for source in data.sources.values() for path in source.paths)}
-    for path in data.valid:
-        _require(path not in trained, "data.valid", f"{path} is also trained on: hold other text out")
     validation = recipe.validation
-    has_something = bool(data.valid or validation.tasks) or validation.every <= 0
+    has_something = bool(recipe.data.valid or validation.tasks) or validation.every <= 0
     _require(has_something, "validation.every", "needs text in data.valid, or validation.tasks: add one, or set 0")
     _require(validation.limit >= 1, "validation.limit", "must be at least 1")
+    _require(validation.batch >= 0, "validation.batch", "must be at least 1, or 0 to choose")
 
 
 def _check_amounts(recipe: Recipe) -> None:
@@ -378,6 +409,13 @@ def _check_optimizer(recipe: Recipe) -> None:
         _require(getattr(training, name) >= 0, f"training.{name}", "must not be negative")
 
 
+def _check_distill(distill: DistillConfig) -> None:
+    _require(0 <= distill.weight <= 1, "distill.weight", f"{distill.weight} must lie between 0 (no teacher) and 1")
+    in_range = 0 < distill.temperature < float("inf")
+    _require(in_range, "distill.temperature", f"{distill.temperature} must be above 0: 1 changes nothing")
+    _require(distill.top_k >= 0, "distill.top_k", f"{distill.top_k} must be at least 1, or 0 for the whole vocabulary")
+
+
 def _check_prune(recipe: Recipe) -> None:
     prune = recipe.prune
     _require(
@@ -387,7 +425,9 @@ def _check_prune(recipe: Recipe) -> None:
     )
     target = parse_size(prune.target, "prune.target")
     _check_timing(recipe)
-    _require(bool(prune.groups), "prune.groups", "is empty: name at least one of attn, ffn, stem")
+    kinds = "attn, ffn" if prune.method == "adapt" else "attn, ffn, stem"
+    _require(bool(prune.effective_groups), "prune.groups", f"leaves nothing to prune: name at least one of {kinds}")
+    _check_method(recipe, target)
     _require(0 <= prune.smoothing < 1, "prune.smoothing", "must lie from 0 (off) to below 1")
     _require(0 <= prune.damping < float("inf"), "prune.damping", "must be a number from 0 on, such as 0.01")
     _require(parse_count(prune.gram_tokens, "prune.gram_tokens") >= 1, "prune.gram_tokens", "must be at least 1")
@@ -401,8 +441,37 @@ def _check_prune(recipe: Recipe) -> None:
         _require(reached, "prune.milestones", f"{text!r} is not above prune.target = {prune.target}")
 
 
+def _check_method(recipe: Recipe, target: Size) -> None:
+    """Layers of different sizes cannot end in one shape or on round widths."""
+    prune = recipe.prune
+    adapt = prune.method == "adapt"
+    _require(0 <= prune.amplitude <= 1, "prune.amplitude", f"{prune.amplitude} must lie from 0 to 1, such as 0.02")
+    _require(not adapt or prune.selection == "coupled", "prune.selection", "belongs to method efficientllm: remove it")
+    if adapt or prune.selection == "global":
+        name = 'method "adapt"' if adapt else 'selection "global"'
+        shaped = target.kind == "shape"
+        _require(not shaped, "prune.target", f"{name} gives every layer its own sizes: give a size such as 60%")
+        _require(prune.round_to == 1, "prune.round_to", f"{name} gives every layer its own sizes: set 1")
+
+
+def _check_stages(recipe: Recipe) -> None:
+    prune = recipe.prune
+    for name in ("horizon", "ratio"):
+        given = getattr(prune, name) is not None
+        _require(not given, f"prune.{name}", 'method "adapt" prunes in prune.interleaves stages: remove it')
+    steps = recipe.num_steps - prune.warmup_steps
+    _require(
+        1 <= prune.interleaves <= steps,
+        "prune.interleaves",
+        f"{prune.interleaves} must lie between 1 and the {max(steps, 0)} steps after prune.warmup_steps",
+    )
+
+
 def _check_timing(recipe: Recipe) -> None:
     prune = recipe.prune
+    if prune.method == "adapt":
+        _check_stages(recipe)
+        return
     both = prune.horizon is not None and prune.ratio is not None
     _require(not both, "prune.horizon", "give either prune.horizon or prune.ratio, not both (…=none unsets one)")
     horizon = prune.effective_horizon

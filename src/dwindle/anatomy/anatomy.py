@@ -15,13 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.families import Family, family_of
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Layer, Structure
 from dwindle.errors import UserError
 
 _LAYER_PREFIX = "model.layers."
 
 FIXED = ("vocab", "dim")
 """Units that pruning never touches."""
+
+Leaving = Mapping[tuple[str, int | None], list[int]]
+"""Places that leave, by unit and layer (None: hidden)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,15 @@ class Anatomy:
             total += self._sizes(number, structure, sizes)[0]
         return ParameterCount(total, embedding)
 
+    def layer_counts(self, structure: Structure) -> list[int]:
+        """Exact parameters of every decoder layer."""
+        return [self.count_layer(n, len(structure.hidden), layer) for n, layer in enumerate(structure.layers)]
+
+    def count_layer(self, number: int, hidden: int, layer: Layer) -> int:
+        """Exact parameters of one decoder layer of these sizes."""
+        alone = Structure(tuple(range(hidden)), (layer,) * (number + 1))
+        return self._sizes(number, alone, (hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn)))[0]
+
     def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[int, ...]) -> tuple[int, int]:
         """(all, embedding) parameters of one layer, or of what lies outside the layers."""
         rows = self._rows_of[layer]
@@ -162,18 +174,34 @@ class Anatomy:
             offset += self.width(unit, row.layer, within)
         return torch.cat(pieces)
 
-    def spans(self, row: Row, before: Structure, after: Structure, within: Structure) -> Iterator[tuple[int, int, int]]:
-        """(axis, start, length) of what a tensor with structure ``within`` loses when ``before`` becomes ``after``."""
+    def leaving(self, before: Structure, after: Structure, within: Structure) -> Leaving:
+        """For every unit of a layer (or, hidden, of all) that loses something: where that lies in ``within``.
+
+        Found once for an event, however many tensors it touches.
+        """
+        units: list[tuple[str, int | None]] = [("hidden", None)]
+        for number, (had, has) in enumerate(zip(before.layers, after.layers, strict=True)):
+            if had is not has:
+                units += [(unit, number) for unit in ("query", "kv", "ffn")]
+        found: dict[tuple[str, int | None], list[int]] = {}
+        for unit, layer in units:
+            gone = lost(before.unit(unit, layer), after.unit(unit, layer))
+            if gone:
+                found[unit, layer] = places(gone, within.unit(unit, layer))
+        return found
+
+    def spans(self, row: Row, leaving: Leaving, within: Structure) -> Iterator[tuple[int, int, int]]:
+        """(axis, start, length) of what a tensor with structure ``within`` loses; neighbours are one span."""
         for axis, units in enumerate(row.axes):
             offset = 0
             for unit in units:
                 if unit in FIXED:
                     break
-                gone = lost(before.unit(unit, row.layer), after.unit(unit, row.layer))
                 stretch = self.stretch(unit)
-                for place in places(gone, within.unit(unit, row.layer)):
-                    yield axis, offset + place * stretch, stretch
-                offset += self.width(unit, row.layer, within)
+                for first, count in _runs(leaving.get((unit, None if unit == "hidden" else row.layer), [])):
+                    yield axis, offset + first * stretch, count * stretch
+                if len(units) > 1:
+                    offset += self.width(unit, row.layer, within)
 
     def slice(self, row: Row, tensor: Tensor, keep: Structure, within: Structure) -> Tensor:
         """The tensor of a model with structure ``keep``, cut out of one with structure ``within``."""
@@ -230,6 +258,15 @@ def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
 def places(indices: Iterable[int], present: tuple[int, ...]) -> list[int]:
     """Where each index stands in a sorted tuple."""
     return [bisect_left(present, index) for index in indices]
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of neighbouring places, which are sorted."""
+    start = 0
+    for number in range(1, len(places) + 1):
+        if number == len(places) or places[number] != places[number - 1] + 1:
+            yield places[start], number - start
+            start = number
 
 
 def _find(kept: tuple[int, ...], present: tuple[int, ...]) -> Tensor:

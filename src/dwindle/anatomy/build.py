@@ -75,6 +75,17 @@ def build_on_meta(config: Any) -> nn.Module:
     return model
 
 
+def build_random(config: Any, seed: int) -> nn.Module:
+    """The model as its family initialises it (fp32), the same for the same seed; other random numbers are untouched."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if is_custom(config):
+            model: nn.Module = classes_for(config.model_type)[1](config)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
 def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     """The model around the given tensors, which it takes over (no copy)."""
     model = build_on_meta(config)

@@ -28,20 +28,54 @@ def prune(
         list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's own documentation (pydoc).")
     ] = None,
     more_data: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    metric: Annotated[str, typer.Option(help="taylor, taylor1, obd, wanda, obc, magnitude or random.")] = "taylor",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="efficientllm (minimal groups), adapt (layers by their importance, Adapt-Pruner) or uniform "
+            "(the same share of every layer, LLM-Pruner)."
+        ),
+    ] = "efficientllm",
+    selection: Annotated[
+        str, typer.Option(help="With efficientllm: coupled (the same group in every layer) or global (anywhere).")
+    ] = "coupled",
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="taylor, taylor1, obd, wanda, obc, magnitude or random; default: taylor, with adapt, uniform taylor1."
+        ),
+    ] = None,
     second_order: Annotated[
         bool, typer.Option("--second-order", help="Repair what stays from the layers' inputs (EfficientLLM-B).")
     ] = False,
-    groups: Annotated[str, typer.Option(help="The types that may leave.")] = "attn,ffn,stem",
+    groups: Annotated[
+        str | None,
+        typer.Option(help="The types that may leave; default: attn,ffn,stem, with adapt and uniform attn,ffn."),
+    ] = None,
     attention: Annotated[str, typer.Option(help="regular (stock everywhere) or cluster (the paper's).")] = "regular",
     compare: Annotated[str, typer.Option(help="How types are compared: mean or sum of element scores.")] = "mean",
-    rounds: Annotated[int, typer.Option(help="Score anew this many times on the way.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option(help="Score anew this many times on the way; default: 1, with adapt 50.")
+    ] = None,
+    amplitude: Annotated[
+        float, typer.Option(help="With adapt: how far a round moves the least and the most important layer apart.")
+    ] = 0.02,
+    distance: Annotated[
+        str,
+        typer.Option(help="With adapt: how a layer's change of the stream is measured: cosine, euclidean, manhattan."),
+    ] = "cosine",
+    balance: Annotated[
+        str, typer.Option(help="With adapt, uniform: the weakest of a layer leaves (score), or equal shares (ratio).")
+    ] = "score",
     round_to: Annotated[int | None, typer.Option(help="Make the final widths multiples of this.")] = None,
     min_heads: Annotated[int, typer.Option(help="Query heads that stay in every layer.")] = 1,
     min_ffn: Annotated[int, typer.Option(help="FFN channels that stay in every layer.")] = 8,
     min_hidden: Annotated[int, typer.Option(help="Hidden channels that stay.")] = 8,
-    sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 64,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a calibration sequence.")] = 256,
+    sequences: Annotated[
+        int | None, typer.Option(help="Calibration sequences; default: 64, with adapt and uniform 512.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens in a calibration sequence; default: 256, with adapt and uniform 64.")
+    ] = None,
     gram_tokens: Annotated[
         int | None, typer.Option(help="Calibration tokens whose inputs the second order uses; default: all.")
     ] = None,
@@ -51,7 +85,7 @@ def prune(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prune without training: one-shot, or in rounds with new scores."""
+    """Prune without training: in one go, or in rounds with new scores; every layer alike, or each by its importance."""
     from dwindle.posttraining import DEFAULT_TEXT, prune
 
     if more_data and not data:
@@ -61,12 +95,17 @@ def prune(
         to,
         out=out,
         data=[*(data or [DEFAULT_TEXT]), *(more_data or [])],
+        method=method,  # type: ignore[arg-type]
+        selection=selection,  # type: ignore[arg-type]
         metric=metric,
         second_order=second_order,
-        groups=[part.strip() for part in groups.split(",") if part.strip()],  # type: ignore[misc]
+        groups=None if groups is None else [part.strip() for part in groups.split(",") if part.strip()],  # type: ignore[misc]
         attention=attention,  # type: ignore[arg-type]
         compare=compare,  # type: ignore[arg-type]
         rounds=rounds,
+        amplitude=amplitude,
+        distance=distance,  # type: ignore[arg-type]
+        balance=balance,  # type: ignore[arg-type]
         round_to=round_to,
         min_heads=min_heads,
         min_ffn=min_ffn,

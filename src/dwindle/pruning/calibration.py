@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 
 from dwindle.anatomy import KINDS
 from dwindle.errors import UserError
-from dwindle.progress import track
+from dwindle.progress import Bar
 from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.saliency import LayerCurvature, Metric
 from dwindle.pruning.secondorder import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
+
+_PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
+"""Tokens in one pass where windows need not be apart."""
 
 
 @dataclass(slots=True)
@@ -26,6 +30,8 @@ class Calibration:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     fishers: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: InputStatistics | None = None
+    importance: list[float] = field(default_factory=list)
+    """How much every layer changes the stream, if that was asked for."""
     loss: float | None = None
 
 
@@ -37,15 +43,18 @@ def calibrate(
     second_order: bool = False,
     gram_tokens: int | None = None,
     damping: float = DEFAULT_DAMPING,
+    layers: LayerWatch | None = None,
+    bar: Bar | None = None,
 ) -> Calibration:
-    """One pass for each window: backward too if the metric uses gradients, for the output projections only.
+    """Passes over the windows: backward too if the metric uses gradients, for the output projections only.
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
     layers are watched for the second-order update and the layer-wise metrics, all tokens or ``gram_tokens`` of them.
+    ``layers`` measures the layers' importance in the same passes. ``bar`` counts windows over several calibrations.
     """
     found = Calibration()
     watched = second_order or "inputs" in metric.needs
-    if not metric.needs and not watched:
+    if not metric.needs and not watched and layers is None:
         return found
     assert windows is not None, "this needs calibration text"
     taps: InputTaps | None = None
@@ -54,11 +63,17 @@ def calibrate(
         found.inputs = InputStatistics(num_tokens)
         units = units_to_watch(metric, KINDS, second_order=second_order)
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
+    if layers is not None:
+        layers.attach(prunable.model)
+        layers.open()
     try:
-        found.loss = _passes(prunable, windows, metric, found, taps)
+        with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:
+            found.loss = _passes(prunable, windows, metric, found, taps, bar)
     finally:
         if taps is not None:
             taps.remove()
+    if layers is not None:
+        found.importance = layers.close()
     if not torch.isfinite(torch.tensor(found.loss)):
         raise UserError("calibration: the loss is not finite: the source's weights or the data are broken")
     if metric.curvature is not None:
@@ -67,46 +82,56 @@ def calibrate(
     return found
 
 
-def _passes(prunable: Prunable, windows: Tensor, metric: Metric, found: Calibration, taps: InputTaps | None) -> float:
-    """The mean loss; every window gives an equal share of the watched tokens."""
+def _passes(
+    prunable: Prunable, windows: Tensor, metric: Metric, found: Calibration, taps: InputTaps | None, bar: Bar
+) -> float:
+    """The mean loss; every window gives an equal share of the watched tokens.
+
+    A window is a pass of its own only where it must be: for squared gradients.
+    """
     model, anatomy = prunable.model, prunable.anatomy
     outputs = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
     names = {row.name for row in outputs} if metric.needs & {"gradient", "fisher"} else set()
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    size = 1 if "fisher" in metric.needs else max(1, _PASS_TOKENS[device.type] // windows.shape[1])
+    first = 0
     with _only_these_need_gradients(model, names):
-        for number, window in enumerate(track(windows, "calibrating", len(windows))):
+        for batch in torch.split(windows, size):
+            last = first + len(batch)
             if taps is not None and found.inputs is not None:
-                share = found.inputs.num_tokens * (number + 1) // len(windows)
-                taps.open(share - found.inputs.num_tokens * number // len(windows))
-            batch = window[None].to(device)
+                share = found.inputs.num_tokens * last // len(windows)
+                taps.open(share - found.inputs.num_tokens * first // len(windows))
+            batch = batch.to(device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-            total += loss.item()
+            total += loss.detach() * len(batch)
             if scored:
                 loss.backward()
                 prunable.mask_gradients()
-                _accumulate(found, scored, metric, len(windows))
-    return total / len(windows)
+                _accumulate(found, scored, metric, len(batch) / len(windows))
+            first = last
+            bar.advance(len(batch))
+    return float(total) / len(windows)
 
 
-def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Metric, count: int) -> None:
+def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Metric, share: float) -> None:
     for name, parameter in scored.items():
         gradient = parameter.grad
         assert gradient is not None, name
         if "gradient" in metric.needs:
-            _add(found.gradients, name, gradient, count)
+            _add(found.gradients, name, gradient, share)
         if "fisher" in metric.needs:
             assert isinstance(found.fishers, dict)
-            _add(found.fishers, name, gradient.square(), count)
+            _add(found.fishers, name, gradient.square(), share)
         parameter.grad = None
 
 
-def _add(sums: dict[str, Tensor], name: str, value: Tensor, count: int) -> None:
+def _add(sums: dict[str, Tensor], name: str, value: Tensor, share: float) -> None:
     if name in sums:
-        sums[name].add_(value, alpha=1 / count)
+        sums[name].add_(value, alpha=share)
     else:
-        sums[name] = value / count
+        sums[name] = value * share
 
 
 @contextmanager

@@ -1,22 +1,24 @@
 """The architecture's history: append-only JSON lines, one for each event, indices in the source's numbering.
 
-    {"event": "source", "format": 1, "source": …, "parameters": …, …}
+    {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […], …}
     {"event": "prune", "step": …, "tokens": …, "type": "ffn", "indices": [[…], …],
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
+    {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
 
 ``indices`` has one list for each layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is what is left.
+``allocation`` comes before the groups that leave with it (method adapt): a number for each layer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dwindle.anatomy import KINDS, Group, Structure
+from dwindle.anatomy import KINDS, Anatomy, Group, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.selection import Choice
 from dwindle.sizes import parse_count
@@ -26,13 +28,14 @@ FORMAT = 1
 Event = dict[str, Any]
 
 
-def source_event(source: str, num_parameters: int, options: Mapping[str, Any]) -> Event:
+def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> Event:
     """The first line: what everything after it refers to."""
     return {
         "event": "source",
         "format": FORMAT,
         "source": source,
-        "parameters": num_parameters,
+        "parameters": anatomy.count(anatomy.source).total,
+        "layer_parameters": anatomy.layer_counts(anatomy.source),
         "options": dict(options),
     }
 
@@ -47,6 +50,11 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
         "saliency": {kind: choice.saliency.get(kind) for kind in KINDS},
         "parameters": choice.num_parameters,
     }
+
+
+def allocation_event(step: int, importance: Sequence[float], sparsity: Sequence[float]) -> Event:
+    """How much of every layer is to have left by now, and the importance that decided it."""
+    return {"event": "allocation", "step": step, "importance": list(importance), "sparsity": list(sparsity)}
 
 
 def read_ledger(path: str | PathLike[str]) -> list[Event]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,13 +17,17 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy import Structure
-from dwindle.anatomy.anatomy import places
+from dwindle.pruning.allocation import DEFAULT_AMPLITUDE, AllocationOptions
+from dwindle.pruning.bucketing import bucketed
+from dwindle.pruning.choosing import ChooserKind, make_chooser
 from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.importance import Distance
+from dwindle.pruning.layerplan import Balance
 from dwindle.pruning.ledger import prune_event, source_event
-from dwindle.pruning.pacing import Pacing
+from dwindle.pruning.pacing import Horizon, Pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.secondorder import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
-from dwindle.pruning.selection import Choice, SelectionOptions, Selector, final_count, rounded_shape
+from dwindle.pruning.selection import Choice, SelectionOptions, final_count
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
@@ -39,6 +43,11 @@ if TYPE_CHECKING:
 class PrunerOptions:
     """How a pruner scores and when it compacts; what may leave is in ``SelectionOptions``."""
 
+    chooser: ChooserKind = "coupled"
+    """The same group in every layer, one group anywhere (global), or by layer importance (adapt)."""
+    amplitude: float = DEFAULT_AMPLITUDE
+    distance: Distance = "cosine"
+    balance: Balance = "score"
     metric: str = "taylor"
     fisher: Literal["step", "adam"] = "step"
     """The squared gradient of the step, or Adam's (bias-corrected) second moment."""
@@ -74,7 +83,6 @@ class Pruner(Callback):
         on_milestone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.prunable = prunable
-        self.target = target
         self.pacing = pacing
         self.selection = selection
         self.options = options
@@ -90,39 +98,48 @@ class Pruner(Callback):
         self._scores_inputs = "inputs" in metric.needs
         units = units_to_watch(metric, selection.groups, second_order=options.second_order)
         self._watch = InputWatch(units, options.gram_tokens)
-        self._selector = Selector(prunable.anatomy, target, selection)
-        self._shape_chosen = options.round_to <= 1 or target.shape is not None
+        self._chooser = make_chooser(
+            options.chooser,
+            prunable.anatomy,
+            target,
+            selection,
+            round_to=options.round_to,
+            allocation=AllocationOptions(
+                amplitude=options.amplitude, distance=options.distance, balance=options.balance
+            ),
+        )
 
     @property
     def end_count(self) -> int:
         """Parameters at the target."""
-        return final_count(self.prunable.anatomy, self.target)
+        return final_count(self.prunable.anatomy, self._chooser.target)
+
+    @property
+    def _pace(self) -> Pacing:
+        """To the real end: with rounding it is a shape, chosen from the first scores, below the target's count."""
+        return replace(self.pacing, end_count=self.end_count) if isinstance(self.pacing, Horizon) else self.pacing
 
     @property
     def finished(self) -> bool:
         """Whether nothing more will leave."""
-        if self.target.shape is not None:
-            return Shape.of(self.prunable.alive) == self.target.shape
-        return self._shape_chosen and self.prunable.num_parameters <= self.end_count
+        return self._chooser.is_finished(self.prunable.alive, self.prunable.num_parameters)
 
     def on_start(self, trainer: Trainer) -> None:
         assert trainer.model is self.prunable.model
         if trainer.step == 0:
             anatomy = self.prunable.anatomy
             settings = asdict(self.selection) | asdict(self.options) | {"pacing": asdict(self.pacing)}  # type: ignore[call-overload]
-            self._ledger.append(source_event(self.source, anatomy.count(anatomy.source).total, settings))
+            self._ledger.append(source_event(self.source, anatomy, settings))
         self._listen(trainer)
         self._report(trainer)
 
-    @property
-    def edits_gradients(self) -> bool:
-        return self.prunable.masks_gradients
+    def edit_gradients(self, trainer: Trainer) -> None:
+        self.prunable.mask_gradients()
 
     def after_backward(self, trainer: Trainer) -> None:
-        self.prunable.mask_gradients()
         if self.finished:
             return
-        due = self.pacing.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
+        due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
         if not due and not self.options.smoothing:
             return
         self._pending = self._begin_score(trainer)
@@ -133,6 +150,8 @@ class Pruner(Callback):
             if self.options.second_order:
                 repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.options.damping)
             self.prunable.kill(choices[-1].rest, trainer.optimizer)
+            for note in self._chooser.notes(trainer.step):
+                self._ledger.append(note)
             for choice in choices:
                 self._ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
@@ -149,11 +168,15 @@ class Pruner(Callback):
         self._ledger.close()
 
     def _listen(self, trainer: Trainer) -> None:
-        """Watch the layers' inputs in the next step if they will be needed after it."""
-        if self.finished or not (self.options.second_order or self._scores_inputs):
+        """Watch in the next step what will be needed after it: the layers' inputs, what the layers change."""
+        if self.finished:
+            return
+        due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
+        if due:
+            self._chooser.listen(self.prunable.model)
+        if not (self.options.second_order or self._scores_inputs):
             return
         self._watch.attach(self.prunable)
-        due = self.pacing.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
         if due or (self.options.smoothing and self._scores_inputs):
             self._watch.listen()
 
@@ -164,48 +187,22 @@ class Pruner(Callback):
         scores, self._pending = self._pending(), None
         if self.options.smoothing:
             scores = self._smoothed = scores.smoothed(self._smoothed, self.options.smoothing)
-        due = self.pacing.due(trainer.step, self.prunable.num_parameters, self.num_events)
-        return self._choose(scores, trainer.step) if due else []
+        due = self._pace.due(trainer.step, self.prunable.num_parameters, self.num_events)
+        if not due:
+            return []
+        return self._chooser.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events)
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         metric = metric_named(self.options.metric, seed=self.options.seed * 1_000_003 + trainer.step)
-        gradients = {n: local(p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None}
-        fishers: Mapping[str, Tensor] = Fishers(trainer, self.options.fisher, gradients)
+        anatomy, parameters = self.prunable.anatomy, self.prunable.parameters
+        rows = (anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn"))
+        gradients = {row.name: local(g) for row in rows if (g := parameters[row.name].grad) is not None}
+        fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.options.damping)
-        return begin_scores(self.prunable, gradients, fishers, metric)
-
-    def _choose(self, scores: Scores, step: int) -> list[Choice]:
-        """Every group that is due by now, from the same gradients; sums of one group ignore the others' leaving."""
-        if not self._shape_chosen:
-            self._choose_shape(scores)
-        working = copy_of(scores)
-        alive, choices = self.prunable.alive, []
-        count, events = self.prunable.num_parameters, self.num_events
-        while self.pacing.due(step, count, events):
-            choice = self._selector.choose(working, alive)
-            if choice is None:
-                break
-            choices.append(choice)
-            alive, count, events = choice.rest, choice.num_parameters, events + 1
-            exclude(working, choice)
-        return choices
-
-    def _choose_shape(self, scores: Scores) -> None:
-        """With rounding, the final shape follows from the first scores, so that all types can land on multiples."""
-        working = copy_of(scores)
-        alive = self.prunable.alive
-        while (choice := self._selector.choose(working, alive)) is not None:
-            alive = choice.rest
-            exclude(working, choice)
-        anatomy, now = self.prunable.anatomy, self.prunable.alive
-        shape = rounded_shape(anatomy, alive, now, self.target, self.selection, self.options.round_to)
-        self._aim_at(shape)
-
-    def _aim_at(self, shape: Shape) -> None:
-        self.target = Target(0, shape)
-        self._selector = Selector(self.prunable.anatomy, self.target, self.selection)
-        self._shape_chosen = True
+        elif self.options.fisher == "adam":
+            fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
+        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.options.fused_loss)
 
     def _forget_dead_scores(self) -> None:
         if self._smoothed is not None:
@@ -220,7 +217,7 @@ class Pruner(Callback):
         threshold = self.options.compact_threshold
         if threshold >= 1 or (self.prunable.dead_share < threshold and not self.finished):
             return
-        keep = self.prunable.rounded(self.options.compact_multiple)
+        keep = bucketed(self.prunable.alive, self.prunable.physical, self.options.compact_multiple)
         if keep != self.prunable.physical:
             self.compact(trainer, keep)
 
@@ -243,7 +240,7 @@ class Pruner(Callback):
             trainer.notes["parameters"] = format_count(now)
             trainer.notes["next event"] = "none, target reached"
             return
-        following = self.pacing.next_step(trainer.step + 1, now, self.num_events)
+        following = self._pace.next_step(trainer.step + 1, now, self.num_events)
         trainer.notes["parameters"] = f"{format_count(now)} → {format_count(end)}"
         trainer.notes["next event"] = f"step {following}"
 
@@ -252,7 +249,7 @@ class Pruner(Callback):
             "physical": self.prunable.physical.to_json(self.source),
             "alive": self.prunable.alive.to_json(self.source),
             "num_events": self.num_events,
-            "shape": asdict(self.target.shape) if self.target.shape else None,
+            "chooser": self._chooser.state_dict(),
             "milestones": [name for name, _ in self.milestones],
         }
 
@@ -262,8 +259,7 @@ class Pruner(Callback):
         self.prunable.restore(Structure.from_json(state["alive"]))
         self.num_events = int(state["num_events"])
         self.milestones = [item for item in self.milestones if item[0] in state["milestones"]]
-        if state["shape"] is not None:
-            self._aim_at(Shape(**state["shape"]))
+        self._chooser.load_state_dict(state["chooser"])
 
     def tensors(self) -> dict[str, Tensor]:
         if self._smoothed is None:
@@ -277,45 +273,28 @@ class Pruner(Callback):
         self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"])
 
 
-class Fishers(Mapping[str, Tensor]):
-    """The diagonal Fisher by tensor name, formed only when asked for: one tensor at a time."""
+class AdamFisher(Mapping[str, Tensor]):
+    """Adam's second moment as diagonal Fisher, by tensor name; formed one tensor at a time, nothing is waited for."""
 
-    def __init__(self, trainer: Trainer, kind: str, gradients: Mapping[str, Tensor]) -> None:
-        self._trainer, self._kind, self._gradients = trainer, kind, gradients
-        self._parameters = dict(trainer.model.named_parameters())
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+        """Empty before Adam's first step: then there is only the gradient."""
+        self._states = {
+            n: optimizer.state[p] for n, p in parameters.items() if "exp_avg_sq" in optimizer.state.get(p, {})
+        }
+        self._beta = optimizer.param_groups[0].get("betas", (0.0, 0.0))[1]
 
     def __getitem__(self, name: str) -> Tensor:
-        state = self._trainer.optimizer.state.get(self._parameters[name], {}) if self._kind == "adam" else {}
-        if "exp_avg_sq" not in state:  # before Adam's first step there is only the gradient
-            return self._gradients[name].square()
-        beta = self._trainer.optimizer.param_groups[0]["betas"][1]
-        moment: Tensor = local(state["exp_avg_sq"]) / (1 - beta ** float(state["step"]))
+        state = self._states[name]
+        moment: Tensor = local(state["exp_avg_sq"]) / (1 - self._beta ** torch.as_tensor(state["step"]).double())
         return moment
 
     def __iter__(self) -> Any:
-        return iter(self._gradients)
+        return iter(self._states)
 
     def __len__(self) -> int:
-        return len(self._gradients)
+        return len(self._states)
 
 
 def physical_structure(state: Mapping[str, Any]) -> Structure:
     """The shapes that a pruner's state was saved with."""
     return Structure.from_json(state["physical"])
-
-
-def copy_of(scores: Scores) -> Scores:
-    return Scores(
-        scores.structure, [t.clone() for t in scores.attn], [t.clone() for t in scores.ffn], scores.stem.clone()
-    )
-
-
-def exclude(scores: Scores, choice: Choice) -> None:
-    """Never choose this group again."""
-    group, structure = choice.group, scores.structure
-    if group.kind == "stem":
-        scores.stem[places(group.members[0], structure.hidden)] = float("inf")
-        return
-    values, unit = (scores.attn, "query") if group.kind == "attn" else (scores.ffn, "ffn")
-    for layer, members in enumerate(group.members):
-        values[layer][places(members, structure.unit(unit, layer))] = float("inf")

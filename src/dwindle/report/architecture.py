@@ -53,6 +53,8 @@ class ArchitectureView:
     hidden_before: int
     hidden_after: int
     layers: list[LayerView]
+    parameters: list[tuple[int, int]]
+    """Of every layer, before and after; empty where the files do not say it."""
     found_in: str
     """The file that said what is left, relative to the run."""
 
@@ -121,7 +123,10 @@ def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> Architectu
         lost = gone_queries[place].union(q for q in range(counts[place]) if q not in maps[place])
         views.append(LayerView(kv, sorted(lost), *_before_after(layer["ffn"], gone_ffn[place])))
     before, after = _before_after(structure["hidden"], set().union(*gone["stem"]))
-    return ArchitectureView(before, after, views, name)
+    weights: list[Any] = [ledger.source.get("layer_parameters"), structure.get("layer_parameters")]
+    weighed = all(isinstance(own, list) and len(own) == len(layers) for own in weights)
+    parameters = [(int(b), int(a)) for b, a in zip(*weights, strict=True)] if weighed else []
+    return ArchitectureView(before, after, views, parameters, name)
 
 
 def _before_after(there: Any, gone: set[int]) -> tuple[int, int]:

@@ -147,6 +147,8 @@ class LedgerLog:
         """Events that this version does not understand."""
         self.compactions: list[Compaction] = []
         self.prunes = Prunes()
+        self.allocations: list[list[float]] = []
+        """The importance of every layer, iteration by iteration (method adapt)."""
         self.gone: dict[str, list[set[int]]] = {kind: [] for kind in KINDS}
         """Removed indices: one set per layer (attn, ffn), one set in all (stem)."""
 
@@ -170,6 +172,8 @@ class LedgerLog:
         elif event == "compact":
             sizes = {k: int(v) for k, v in record.items() if k not in ("step", "tokens") and type(v) is int}
             self.compactions.append(Compaction(int(record["step"]), int(record["tokens"]), sizes))
+        elif event == "allocation":
+            self.allocations.append([float(value) for value in record["importance"]])
         else:
             return False
         return True

@@ -14,7 +14,8 @@ from dwindle.directories import atomic_directory
 from dwindle.errors import UserError
 from dwindle.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
-from dwindle.report.figures import Figure, Panel, Series, build_figures, plain
+from dwindle.report.figure import Figure, Panel, Series, plain
+from dwindle.report.figures import build_figures
 from dwindle.report.run import Run
 from dwindle.sizes import format_count
 
@@ -53,6 +54,14 @@ def write_plots(run: Run, out: str | os.PathLike[str], *, dpi: int = 200, overwr
         data |= {} if view is None else {"architecture": view.to_json()}
         (folder / MARKER).write_text(json.dumps(data), encoding="utf-8")
         return sorted(path.name for path in folder.iterdir())
+
+
+def write_figure(figure: Figure, folder: Path, *, dpi: int = 200) -> list[Path]:
+    """One figure that is not of a single run, such as a study's, as PNG and SVG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with _matplotlib() as pyplot:
+        _save(pyplot, _draw(pyplot, figure), folder, figure.id, dpi)
+    return [folder / f"{figure.id}.{kind}" for kind in ("png", "svg")]
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import Any
 
 from dwindle import __version__
 from dwindle.report.architecture import ArchitectureView
-from dwindle.report.figures import NAMES, build_figures, end_count, plain
+from dwindle.report.figure import plain
+from dwindle.report.figures import NAMES, build_figures, end_count
 from dwindle.report.results import result_tables
 from dwindle.report.run import Run
 from dwindle.report.tables import cost_of, cost_table

@@ -1,0 +1,140 @@
+"""How much each decoder layer changes the stream that passes through it: the layer importance of Adapt-Pruner.
+
+Shapes: B sequences, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dwindle.errors import UserError
+from dwindle.training.shards import several_processes
+
+Distance = Literal["cosine", "euclidean", "manhattan"]
+DISTANCES: tuple[Distance, ...] = get_args(Distance)
+
+
+def _cosine(before_ND: Tensor, after_ND: Tensor) -> Tensor:
+    """A layer that only lengthens the stream (the next norm undoes that) changes nothing."""
+    return -torch.cosine_similarity(before_ND, after_ND, dim=-1)
+
+
+def _euclidean(before_ND: Tensor, after_ND: Tensor) -> Tensor:
+    return (after_ND - before_ND).square().sum(dim=-1).sqrt()
+
+
+def _manhattan(before_ND: Tensor, after_ND: Tensor) -> Tensor:
+    return (after_ND - before_ND).abs().sum(dim=-1)
+
+
+_CHANGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": _cosine,
+    "euclidean": _euclidean,
+    "manhattan": _manhattan,
+}
+
+
+def normalised(importance: Sequence[float]) -> list[float]:
+    """Mean 0 and largest absolute value 1; all zero if the layers do not differ."""
+    mean = sum(importance) / len(importance)
+    centred = [value - mean for value in importance]
+    most = max(map(abs, centred))
+    return [value / most if most > 0 else 0.0 for value in centred]
+
+
+def model_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """What a decoder is called with: token numbers [B, T], or their embeddings [B, T, D]."""
+    given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    found: Tensor = args[0] if given is None else given
+    return found
+
+
+def is_placeholder(inputs: Tensor) -> bool:
+    """Whether a batch is the one that an idle process takes part with: the same token everywhere."""
+    rows = inputs.flatten(0, 1)
+    return bool((rows == rows[:1]).all())
+
+
+class LayerWatch:
+    """Compares what enters and leaves every decoder layer while open, over all tokens of all processes.
+
+    The hooks are on the layers as modules, outside what is compiled (``compile_blocks`` compiles their forward
+    passes), so opening and closing costs no new graph.
+    """
+
+    def __init__(self, distance: str = "cosine", *, only_in_training: bool = False) -> None:
+        if distance not in DISTANCES:
+            raise UserError(f"distance {distance!r}: choose {', '.join(DISTANCES)}")
+        self._change = _CHANGE[distance]
+        self._only_in_training = only_in_training
+        self._is_open = False
+        self._counts = True
+        self._model: object = None
+        self._handles: list[RemovableHandle] = []
+        self._sums: list[Tensor] = []
+        self._tokens: list[int] = []
+
+    def attach(self, model: Any) -> None:
+        """Watch this model from now on, and no other."""
+        if self._model is model:
+            return
+        self.detach()
+        self._model = model
+        backbone: nn.Module = model.model
+        self._handles = [backbone.register_forward_pre_hook(self._before, with_kwargs=True)]
+        for number, layer in enumerate(model.model.layers):
+            hook = self._hook(number)
+            self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._model = [], None
+
+    def open(self) -> None:
+        """From the next forward pass on."""
+        assert self._model is not None, "attach a model first"
+        self._is_open = True
+        layers = len(self._handles) - 1
+        self._sums, self._tokens = [torch.zeros(())] * layers, [0] * layers
+
+    def close(self) -> list[float]:
+        """The mean over the tokens since ``open``, one number for each layer, equal on all processes."""
+        assert self._is_open and self._tokens, "nothing was watched"
+        self._is_open = False
+        device = self._sums[0].device
+        counts = torch.tensor(self._tokens, dtype=torch.float64).to(device)
+        both = torch.stack([torch.stack([total.to(device).double() for total in self._sums]), counts])
+        if several_processes():
+            dist.all_reduce(both)
+        totals, tokens = both.cpu()
+        assert bool((tokens > 0).all()), "no forward pass since the watch was opened"
+        return [float(value) for value in totals / tokens]
+
+    def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An idle process takes part in a step with a batch of nothing but token 0, which must not count."""
+        self._counts = self._is_open and (backbone.training or not self._only_in_training)
+        if self._counts and several_processes():
+            self._counts = not is_placeholder(model_input(args, kwargs))
+
+    def _hook(self, number: int) -> Callable[..., None]:
+        @torch.no_grad()
+        def listen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not self._counts:
+                return
+            before: Tensor = args[0] if args else kwargs["hidden_states"]
+            after: Tensor = output[0] if isinstance(output, tuple) else output
+            wide = torch.promote_types(before.dtype, torch.float32)
+            before_ND, after_ND = before.flatten(0, -2).to(wide), after.flatten(0, -2).to(wide)
+            total = self._change(before_ND, after_ND).sum(dtype=torch.float64)
+            self._sums[number] = self._sums[number].to(total) + total
+            self._tokens[number] += len(before_ND)
+
+        return listen
