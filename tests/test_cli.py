@@ -167,6 +167,18 @@ def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
     assert code == 0 and json.loads(out)["status"] == "finished"
 
 
+def test_a_warning_is_one_line_for_a_person(shell: Shell) -> None:
+    options = ["training.tokens=960", "checkpoint.every=2", "--out", "damaged"]
+    assert shell("pretrain", "recipe.toml", *options)[0] == 0
+    newest = sorted((shell.folder / "damaged" / "checkpoints").iterdir())[-1]
+    (newest / "optimizer.safetensors").write_bytes(b"nonsense")
+    code, _, err = shell("resume", "damaged")
+    assert code == 0
+    [line] = [line for line in err.splitlines() if "damaged (" in line]
+    assert line.startswith(f"warning: checkpoint damaged/checkpoints/{newest.name} is damaged (optimizer.safetensors")
+    assert "CheckpointWarning" not in err and ".py" not in err
+
+
 def test_stop_signals_save_and_say_how_to_go_on(place: Path) -> None:
     running = process("pretrain", "recipe.toml", "training.tokens=2M", "--out", "stopped", cwd=place)
     deadline = time.monotonic() + 60

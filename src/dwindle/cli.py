@@ -1,4 +1,4 @@
-"""Entry point of ``dwindle``: user errors become one line and exit code 2."""
+"""Entry point of ``dwindle``: user errors become one line and exit code 2, warnings one line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import os
 import pkgutil
 import sys
+import warnings
+from typing import TextIO
 
 from dwindle import commands
 from dwindle.commands.app import app
@@ -18,13 +20,33 @@ def main() -> None:
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+_show_others = warnings.showwarning
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Ours are for the person who typed the command: one line, without the place in the code."""
+    if category.__module__.partition(".")[0] == "dwindle":
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        _show_others(message, category, filename, lineno, file, line)
 
 
 def _quiet_libraries() -> None:

@@ -27,7 +27,7 @@ def atomic_directory(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
-        temporary = target.parent / f".{target.name}.writing-{_owner(os.getpid())}"
+        temporary = target.parent / f".{target.name}.writing-{owner(os.getpid())}"
         temporary.mkdir()
     except OSError as error:
         raise UserError(
@@ -92,7 +92,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _owner(pid: int) -> str:
+def owner(pid: int) -> str:
+    """What temporary names end in, so that whoever comes later can tell whether their process still runs."""
     return f"{socket.gethostname()}-{pid}"
 
 
@@ -101,11 +102,12 @@ def _remove_abandoned(target: Path) -> None:
     prefix = f".{target.name}.writing-{socket.gethostname()}-"
     for path in list(target.parent.iterdir()):
         pid = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and pid.isdigit() and not _is_running(int(pid)):
+        if path.name.startswith(prefix) and pid.isdigit() and not is_running(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Another process of this machine; this one has no abandoned files."""
     if pid == os.getpid():
         return False
     if os.name != "posix":  # there a signal 0 is not a harmless question

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import dwindle
 from dwindle.bench import latency
 from dwindle.bench.latency import LatencyTable, Spread, measure_latency
 from dwindle.bench.torch_engine import one_layer
@@ -70,6 +71,16 @@ def test_one_layer_shares_everything() -> None:
         hidden = model.model(input_ids=batch, output_hidden_states=True).hidden_states[1]
         expected = model.lm_head(model.model.norm(hidden))
         assert torch.allclose(shorter(input_ids=batch).logits, expected, atol=1e-5)
+
+
+def test_one_layer_of_a_directory_is_described_as_one(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
+    dwindle.prune(tiny_directory(tmp_path / "model"), "80%", metric="magnitude", out=tmp_path / "small")
+    source = latency._Source("small", 0, str(tmp_path / "small"), tmp_path, "f16", None)
+    whole, single = source.files("onnx")
+    assert single is not None
+    for path, num_layers in ((whole, 3), (single, 1)):
+        assert len(json.loads((path.parent / "structure.json").read_text())["layers"]) == num_layers
 
 
 def test_the_share_outside_the_layers_is_a_straight_line() -> None:

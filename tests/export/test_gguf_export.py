@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.export import gguf_writer, verification
 from dwindle.export.exporting import export
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.resize import resize
 from dwindle.export.verification import PROMPTS, Mismatch
-from dwindle.sources import Loaded, load
+from dwindle.sources import Loaded, load, load_config
 from dwindle.sources.common import interleaved_to_halves
 from edge_models import byte_pair_tokenizer, greedy, pruned_smollm2, slow, tiny_loaded
 
@@ -63,6 +65,46 @@ def test_what_is_written_is_what_our_reader_reads(tmp_path: Path) -> None:
     assert again.tokenizer.chat_template == loaded.tokenizer.chat_template
     text = "The lazy fox<|im_start|> pays 37."
     assert again.tokenizer(text).input_ids == loaded.tokenizer(text).input_ids
+
+
+@pytest.mark.parametrize(
+    ("family", "structure", "model_type"),
+    [
+        ("llama", "layers", "dwindle_llama"),
+        ("llama", "cluster", "dwindle_llama"),
+        ("mistral", "layers", "dwindle_llama"),
+        ("qwen2", "layers", "dwindle_qwen2"),
+        ("qwen2", "odd", "qwen2"),
+    ],
+)
+def test_a_deci_file_is_read_back_layer_by_layer(family: str, structure: str, model_type: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
+    loaded = tiny_loaded(family, structure, **options)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", verify=False)
+    assert found.architecture == "deci"
+    again = load(found.out)
+    assert again.model.config.model_type == load_config(found.out).model_type == model_type
+    written = resize(loaded.model, uniform=False).model  # irregular layers are made regular, the others stay
+    batch = torch.arange(40).view(2, 20) + 3
+    with torch.inference_mode():
+        assert torch.equal(again.model(input_ids=batch).logits, written(input_ids=batch).logits)
+    same = Anatomy.of(again.model).source
+    assert same == Anatomy.of(written).source and same.is_uniform == (structure == "odd")
+    text = "The lazy fox<|im_start|> pays 37."
+    assert again.tokenizer is not None and again.tokenizer(text).input_ids == loaded.tokenizer(text).input_ids
+
+
+def test_deci_files_that_are_no_llama_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = gguf_writer._layer_sizes
+    for key, value, message in (
+        ("attention.head_count_kv", [4, 0, 4], "a layer without attention or FFN"),
+        ("attention.head_count_kv", [4, 4, 4], "6 query heads on 4 key/value heads in layer 1"),
+        ("feed_forward_length", [32, 37], "the file is not a usable model"),
+    ):
+        monkeypatch.setattr(gguf_writer, "_layer_sizes", lambda *a, k=key, v=value: sizes(*a) | {k: v})
+        out = export(tiny_loaded("llama", "layers"), "gguf", tmp_path / "m.gguf", verify=False, overwrite=True).out
+        with pytest.raises(UserError, match=message):
+            load_config(out)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])

@@ -13,11 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.anatomy.build import cut
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
-from dwindle.pruning.selection import _one_query_each
 from tiny import FAMILIES, random_group, tiny_model, tokens
 
 
@@ -31,10 +30,10 @@ def pruned(family: str, style: str) -> tuple[Any, Structure]:
         for seed in range(3):
             structure = structure.without(random_group("attn", structure, seed))
     else:
-        values = {q: float(q % 3) for q in range(8)}
-        group = random_group("attn", structure)
-        members = tuple(tuple(_one_query_each(la, values)) for la in structure.layers)
-        structure = structure.without(type(group)("attn", members))
+        one_of_each = tuple(
+            tuple(la.query_heads[la.kv_of_query.index(kv)] for kv in la.kv_heads) for la in structure.layers
+        )
+        structure = structure.without(Group("attn", one_of_each))
     return cut(model, anatomy, structure, anatomy.source), structure
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -112,20 +113,45 @@ def test_user_errors(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def in_float64(model: Any) -> Any:
+    """A copy that computes in float64 throughout: transformers' own norms and rotations stay in float32."""
+    exact = deepcopy(model).double()
+
+    def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return module.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + module.variance_epsilon)
+
+    def rotation(module: Any, x: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+        angles = position_ids[:, :, None].double() * module.inv_freq.double().repeat(2)
+        return angles.cos(), angles.sin()
+
+    for module in exact.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(norm, module)
+        elif type(module).__name__.endswith("RotaryEmbedding"):
+            module.forward = MethodType(rotation, module)
+    return exact
+
+
 @slow
 @pytest.mark.parametrize("kind", ["source", "odd", "cluster"])
-def test_smollm2(kind: str, tmp_path: Path) -> None:
+def test_smollm2_is_as_near_to_float64_as_transformers(kind: str, tmp_path: Path) -> None:
+    """Two float32 programs cannot agree better than each agrees with float64, so that is what is asked of both."""
     loaded = pruned_smollm2(kind)
     export(loaded, "onnx", tmp_path / "out")
     assert loaded.tokenizer is not None
     texts = ("The capital of France is now a", "Once upon a time there was")
-    rows = [loaded.tokenizer(text).input_ids[:6] for text in texts]
-    batch = torch.tensor(rows)
-    worst = largest_difference(loaded.model, tmp_path / "out" / "model.onnx", batch, 16)
+    batch = torch.tensor([loaded.tokenizer(text).input_ids[:6] for text in texts])
+    engine = OnnxEngine(tmp_path / "out" / "model.onnx")
+    engine.reset(batch=2)
+    found = [torch.from_numpy(engine.step(batch.numpy()))]
+    for _ in range(16):
+        batch = torch.cat([batch, found[-1][:, -1:].argmax(-1)], dim=1)
+        found.append(torch.from_numpy(engine.step(batch[:, -1:].numpy())))
     with torch.inference_mode():
-        logits = loaded.model(input_ids=batch).logits
-        exact = deepcopy(loaded.model).double()(input_ids=batch).logits
-    # float32 itself is that far from float64 here, in transformers as in onnxruntime: relative is what can be asked
-    largest = float(logits.abs().max())
-    print(f"{kind}: {worst:.1e}, largest logit {largest:.1f}, float32 itself {float((logits - exact).abs().max()):.1e}")
-    assert worst < 1e-4 * largest
+        exact = in_float64(loaded.model)(input_ids=batch, use_cache=False).logits
+        theirs = float((loaded.model(input_ids=batch, use_cache=False).logits - exact).abs().max())
+    ours = float((torch.cat(found, dim=1) - exact).abs().max())
+    print(
+        f"{kind}: onnxruntime {ours:.1e}, transformers {theirs:.1e} from float64; largest logit {exact.abs().max():.1f}"
+    )
+    assert ours < 1e-4 or (kind != "source" and ours < 2 * theirs)

@@ -153,6 +153,9 @@ def test_user_errors(tmp_path: Path) -> None:
     source = tiny_source()
     with pytest.raises(UserError, match="--scheme"):
         quantize(source, "w3")
+    tiny_directory(tmp_path / "model")
+    with pytest.raises(UserError, match="device: 'abacus' is not usable"):
+        quantize(tmp_path / "model", "w8", device="abacus")
     with pytest.raises(UserError, match="--group"):
         quantize(source, "w4", group=7)
     quantize(source, "w8", out=tmp_path / "q", num_sequences=2, seq_len=16)
@@ -166,6 +169,24 @@ def test_user_errors(tmp_path: Path) -> None:
     (tmp_path / "q" / "quantized.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="not a complete directory"):
         load(tmp_path / "q")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_gpu_finds_what_the_cpu_finds(scheme: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    tiny_directory(tmp_path / "model")
+    options: dict[str, Any] = {"num_sequences": 4, "seq_len": 32, "valid_seq_len": 64}
+    valid = [str(tmp_path / "text.txt")]
+    here, there = (
+        quantize(tmp_path / "model", scheme, valid=valid, out=tmp_path / device, device=device, **options)
+        for device in ("cpu", "cuda")
+    )
+    assert next(there.model.parameters()).is_cuda
+    assert there.perplexity == pytest.approx(here.perplexity, rel=1e-3)
+    batch = tokens(2, 9)
+    again = load(tmp_path / "cuda").model.cuda()
+    assert torch.equal(logits(again, batch.cuda()), logits(there.model, batch.cuda()))
 
 
 @pytest.mark.skipif(os.environ.get("DWINDLE_SLOW") != "1", reason="minutes: set DWINDLE_SLOW=1 to run it")

@@ -356,7 +356,8 @@ class _Source:
             elif runtime == "llamacpp" and isinstance(self.given, (str, os.PathLike)) and given.suffix == ".gguf":
                 self._files[runtime] = given, None  # measured as it is, in the type it has
             else:
-                single = Loaded(one_layer(whole.model), whole.tokenizer, whole.source, whole.kind)
+                # Not under the source's own name: its directory's structure and ledger describe all of its layers.
+                single = Loaded(one_layer(whole.model), whole.tokenizer, f"{self.name}, one layer", whole.kind)
                 self._files[runtime] = self._write(runtime, "whole", whole), self._write(runtime, "one", single)
         return self._files[runtime]
 

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from dwindle.errors import UserError
-from dwindle.evaluation.evaluate import EvalData, evaluate_model
+from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.training.callbacks import Callback
 
 if TYPE_CHECKING:
+    from dwindle.recipe import ValidationConfig
     from dwindle.training.loop import Trainer
+
+
+def recipe_data(settings: ValidationConfig) -> EvalData:
+    """The sets that ``[validation]`` names; an error names its keys, not the options of ``dwindle eval``."""
+    try:
+        return load_data(settings.tasks, settings.data, limit=settings.limit, option="validation.tasks")
+    except UserError as error:
+        raise UserError(str(error).replace("--data", "validation.data")) from None
 
 
 class TaskEvaluator(Callback):

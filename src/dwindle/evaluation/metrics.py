@@ -25,10 +25,16 @@ def accuracy(questions: Sequence[Question], loglikelihoods: Sequence[Sequence[fl
     """Ties go to the first choice, as in the harness."""
     right, right_norm = [], []
     for question, scores in zip(questions, loglikelihoods, strict=True):
-        lengths = np.array([float(len(choice)) for choice in question.choices])
-        right.append(float(np.argmax(scores) == question.gold))
-        right_norm.append(float(np.argmax(np.array(scores) / lengths) == question.gold))
+        answer, answer_norm = answers(question, scores)
+        right.append(float(answer == question.gold))
+        right_norm.append(float(answer_norm == question.gold))
     return Accuracy(_mean(right), standard_error(right), _mean(right_norm), standard_error(right_norm))
+
+
+def answers(question: Question, scores: Sequence[float]) -> tuple[int, int]:
+    """The likeliest choice, and the likeliest per character."""
+    lengths = np.array([float(len(choice)) for choice in question.choices])
+    return int(np.argmax(scores)), int(np.argmax(np.array(scores) / lengths))
 
 
 def _mean(values: Sequence[float]) -> float:

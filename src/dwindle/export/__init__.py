@@ -1,1 +1,23 @@
-"""Writing models for other tools to load; every writer verifies what it wrote."""
+"""Writing models for other tools to load; every writer verifies what it wrote.
+
+from dwindle.export import export
+export("smaller", "gguf", "smaller.gguf", type_="q8_0")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dwindle.export.exporting import Exported, export
+
+__all__ = ["Exported", "export"]
+
+
+def __getattr__(name: str) -> Any:
+    """Model cards are written without torch, so the exports are imported when they are asked for."""
+    if name in __all__:
+        from dwindle.export import exporting
+
+        return getattr(exporting, name)
+    raise AttributeError(f"module 'dwindle.export' has no attribute {name!r}")

@@ -246,7 +246,7 @@ class _Job:
             found = json.loads(files[0].read_text(encoding="utf-8"))
             return Structure.from_json(found, str(files[0])), read_ledger(files[1]), str(found["source"])
         settings = {"made_stock": resized.cost()} if resized is not None and resized.changed else {}
-        event = source_event(self.loaded.source, anatomy.count(anatomy.source).total, settings)
+        event = source_event(self.loaded.source, anatomy, settings)
         return anatomy.source, [event], self.loaded.source
 
     def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dwindle.directories import _is_running, _owner
+from dwindle.directories import is_running, owner
 from dwindle.errors import UserError
 
 
@@ -28,7 +28,7 @@ def refuse_existing_file(target: Path, *, suffix: str, overwrite: bool) -> None:
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
     """Yields a temporary path beside ``target``, with its suffix, that takes its place if nothing is raised."""
-    temporary = target.parent / f".{target.stem}.writing-{_owner(os.getpid())}{target.suffix}"
+    temporary = target.parent / f".{target.stem}.writing-{owner(os.getpid())}{target.suffix}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(target)
@@ -48,8 +48,8 @@ def atomic_file(target: Path) -> Iterator[Path]:
 
 def _remove_abandoned(target: Path) -> None:
     """Temporary files of processes of this machine that no longer run."""
-    pattern = re.compile(re.escape(f".{target.stem}.writing-{_owner(0)[:-1]}") + r"(\d+)" + re.escape(target.suffix))
+    pattern = re.compile(re.escape(f".{target.stem}.writing-{owner(0)[:-1]}") + r"(\d+)" + re.escape(target.suffix))
     for path in list(target.parent.iterdir()):
         match = pattern.fullmatch(path.name)
-        if match and not _is_running(int(match[1])):
+        if match and not is_running(int(match[1])):
             path.unlink(missing_ok=True)

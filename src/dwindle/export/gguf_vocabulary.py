@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from dwindle.errors import UserError
-from dwindle.sources import tokenizers_built
+from dwindle.sources.tokenizers_built import pre_tokenizer_named, split_named
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
@@ -164,13 +164,8 @@ def _pre_name(backend: Any, state: dict[str, Any], where: str) -> tuple[str, str
 
 
 def _known_cuts() -> list[tuple[str, PreTokenizer, bool]]:
-    splits = tokenizers_built._SPLITS
     names = ["smollm", "gpt-2", "llama-bpe", "qwen2", "smaug-bpe", "tekken"]
-    found = []
-    for name in names:
-        split = splits.get(name, tokenizers_built._Split())
-        found.append((name, tokenizers_built._pre_tokenizer(name, split), split.whole_words))
-    return found
+    return [(name, pre_tokenizer_named(name), split_named(name).whole_words) for name in names]
 
 
 def _same_spelling(one: PreTokenizer | None, other: PreTokenizer) -> bool:

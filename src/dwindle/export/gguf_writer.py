@@ -16,9 +16,8 @@ from dwindle.anatomy.families import CUSTOM_PREFIX
 from dwindle.errors import UserError
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.progress import Bar
-from dwindle.sources.gguf_model import _STEM as STEM_NAMES
 from dwindle.sources.gguf_model import FAMILIES as SOURCE_FAMILIES
-from dwindle.sources.gguf_model import Family
+from dwindle.sources.gguf_model import STEM_NAMES
 
 BLOCK = 32
 """Numbers in one block of every quantised type that is written here; a row is a whole number of blocks."""
@@ -108,7 +107,7 @@ class _Layout:
         self.model = model
         self.anatomy = Anatomy.of(model)
         self.architecture = architecture_of(model)
-        self.family = _table(self.architecture)
+        self.family = SOURCE_FAMILIES[self.architecture]
         self._layer_parts = {ours: theirs for theirs, ours in self.family.layer.items()}
         self._stem_parts = {ours: theirs for theirs, ours in STEM_NAMES.items()}
 
@@ -159,10 +158,6 @@ def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: st
     return kinds[type_.upper()]
 
 
-def _table(architecture: str) -> Family:
-    return SOURCE_FAMILIES["llama" if architecture == "deci" else architecture]
-
-
 def interleaved_from(rows: torch.Tensor, num_heads: int, *, inverse: bool = False) -> torch.Tensor:
     """Row i and i + d/2 of a head, which transformers rotates together, become neighbours (or the other way)."""
     half = rows.shape[0] // num_heads // 2
@@ -189,7 +184,7 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
         "vocab_size": int(config.vocab_size),
         **_rope_scaling(rope),
     }
-    for key, (name, _) in _table(architecture).keys.items():
+    for key, (name, _) in SOURCE_FAMILIES[architecture].keys.items():
         value = getattr(config, name, None)
         if value is not None:
             values[key] = int(value) if key == "attention.sliding_window" else float(value)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 from transformers.utils import logging
 
-from dwindle.anatomy import Structure, modeling_dwindle
+from dwindle.anatomy import Anatomy, Structure, modeling_dwindle
 from dwindle.anatomy.build import is_custom
 from dwindle.directories import atomic_directory, refuse_existing
 from dwindle.export.card import model_card
@@ -28,33 +28,27 @@ def check_output(out: str | PathLike[str], *, overwrite: bool) -> None:
     refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
 
 
+class About(TypedDict):
+    """What a directory says about its model."""
+
+    structure: Structure
+    """Which indices of the source were kept."""
+    source: str
+    ledger: Sequence[Event]
+    recipe: NotRequired[str | None]
+    """For the card."""
+    results: NotRequired[Mapping[str, float | int | str] | None]
+    """For the card."""
+
+
 def save_model(
-    model: Any,
-    tokenizer: Any,
-    out: str | PathLike[str],
-    *,
-    structure: Structure,
-    source: str,
-    ledger: Sequence[Event],
-    recipe: str | None = None,
-    results: Mapping[str, float | int | str] | None = None,
-    overwrite: bool = False,
+    model: Any, tokenizer: Any, out: str | PathLike[str], *, overwrite: bool = False, **about: Unpack[About]
 ) -> Path:
     """Write weights (safetensors), configuration, tokenizer, card, ``structure.json`` and ``ledger.jsonl``.
 
-    The directory appears complete or not at all; ``recipe`` and ``results`` go into the card.
+    The directory appears complete or not at all.
     """
-    with write_model(
-        model,
-        tokenizer,
-        out,
-        structure=structure,
-        source=source,
-        ledger=ledger,
-        recipe=recipe,
-        results=results,
-        overwrite=overwrite,
-    ):
+    with write_model(model, tokenizer, out, overwrite=overwrite, **about):
         pass
     return Path(out)
 
@@ -65,19 +59,17 @@ def write_model(
     tokenizer: Any,
     out: str | PathLike[str],
     *,
-    structure: Structure,
-    source: str,
-    ledger: Sequence[Event],
-    recipe: str | None = None,
-    results: Mapping[str, float | int | str] | None = None,
     overwrite: bool = False,
     weights: bool = True,
+    **about: Unpack[About],
 ) -> Iterator[Path]:
     """As ``save_model``, but yields the finished directory before it is put in place.
 
     The caller may check it or add to it there; if it raises, nothing is left. Without ``weights`` only the
     configuration is written, for formats that keep the weights in a file of their own.
     """
+    structure = about["structure"].to_json(about["source"])
+    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
     with atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
         if weights:
             _save_quietly(model, folder)
@@ -89,15 +81,15 @@ def write_model(
             shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        (folder / "structure.json").write_text(json.dumps(structure.to_json(source)) + "\n", encoding="utf-8")
-        (folder / "ledger.jsonl").write_text("".join(map(json_line, ledger)), encoding="utf-8")
+        (folder / "structure.json").write_text(json.dumps(structure) + "\n", encoding="utf-8")
+        (folder / "ledger.jsonl").write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
         card = model_card(
             name=Path(out).name,
-            source=source,
-            structure=structure.to_json(source),
-            ledger=ledger,
-            recipe=recipe,
-            results=results,
+            source=about["source"],
+            structure=structure,
+            ledger=about["ledger"],
+            recipe=about.get("recipe"),
+            results=about.get("results"),
             custom_code=is_custom(model.config),
         )
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dwindle.quantization.linear import _grouped, dequantize_groups, quantize_groups
+from dwindle.quantization.linear import dequantize_groups, grouped, quantize_groups
 
 CLIPS_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
@@ -17,7 +17,7 @@ def group_clips(w_OI: Tensor, group: int, importance_I: Tensor | None) -> Tensor
     errors = []
     for clip in CLIPS_4:
         restored = dequantize_groups(*quantize_groups(w_OI, group, clip), group)
-        errors.append(_grouped(_weighted(restored - w_OI, importance_I), group).sum(-1))
+        errors.append(grouped(_weighted(restored - w_OI, importance_I), group).sum(-1))
     return torch.tensor(CLIPS_4, device=w_OI.device)[torch.stack(errors).argmin(0)]
 
 

@@ -35,7 +35,7 @@ def quantize_groups(w_OI: Tensor, group: int, clip: Tensor | float = 1.0) -> tup
     The last group is shorter where the inputs are no multiple of it. ``clip`` below 1 gives up
     the largest values of a group for a finer grid.
     """
-    blocks = _grouped(w_OI, group)
+    blocks = grouped(w_OI, group)
     low = blocks.amin(-1).clamp(max=0) * clip
     high = blocks.amax(-1).clamp(min=0) * clip
     scale = ((high - low) / LEVELS_4).clamp(min=_TINY)
@@ -45,11 +45,11 @@ def quantize_groups(w_OI: Tensor, group: int, clip: Tensor | float = 1.0) -> tup
 
 def dequantize_groups(values_OI: Tensor, scale: Tensor, low: Tensor, group: int) -> Tensor:
     width = values_OI.shape[1]
-    blocks = _grouped(values_OI.to(scale.dtype), group)
+    blocks = grouped(values_OI.to(scale.dtype), group)
     return (blocks * scale[..., None] + low[..., None]).flatten(1)[:, :width]
 
 
-def _grouped(w_OI: Tensor, group: int) -> Tensor:
+def grouped(w_OI: Tensor, group: int) -> Tensor:
     """[O, groups, group]; a short last group is filled up with zeros, which lie inside every range."""
     missing = -w_OI.shape[1] % group
     return F.pad(w_OI, (0, missing)).view(w_OI.shape[0], -1, group)

@@ -118,16 +118,18 @@ def quantize(
     valid_seq_len: int = 1024,
     valid_tokens: int = 65_536,
     seed: int = 0,
+    device: str = "cpu",
     overwrite: bool = False,
 ) -> Quantized:
     """Round a model's weights (and, ``w8a8``, its activations), calibrated on text, and write it to ``out`` if given.
 
     With ``valid`` the perplexity of the source, of plain rounding and of the result is measured on the same windows.
+    ``device`` is where a source that is loaded here is put; a live model stays where it is.
     """
     chosen = _check(scheme, group)
     if out is not None:
         refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
-    loaded = source if isinstance(source, Loaded) else load_source(source)
+    loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: quantising needs text to calibrate on")
     windows = calibration_windows(list(data), loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
@@ -230,7 +232,8 @@ def _stored(model: Any) -> Iterator[tuple[str, Tensor]]:
 def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> float:
     """exp of the mean loss over all tokens of the windows."""
     total = 0.0
-    for window in track(windows, f"perplexity, {name}", len(windows)):
+    device = next(model.parameters()).device
+    for window in track(windows.to(device), f"perplexity, {name}", len(windows)):
         logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
         total += float(torch.nn.functional.cross_entropy(logits.float(), window[1:], reduction="mean"))
     return exp(total / len(windows))

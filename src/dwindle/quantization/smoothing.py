@@ -70,7 +70,7 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().float().flatten(0, -2)
-            rows = x[torch.linspace(0, len(x) - 1, min(per_window, len(x))).long()]
+            rows = x[torch.linspace(0, len(x) - 1, min(per_window, len(x)), device=x.device).long()]
             peak, square = x.abs().amax(0), x.square().mean(0)
             if name not in found:
                 found[name] = Inputs(peak, square, rows, 1)
@@ -156,7 +156,7 @@ def _tied(scale: Tensor, place: Place, layer: Layer, head_dim: int) -> Tensor:
     if place.kind != "value":
         return scale
     by_query = scale.view(-1, head_dim)
-    owners = torch.tensor([layer.kv_heads.index(kv) for kv in layer.kv_of_query])
+    owners = torch.tensor([layer.kv_heads.index(kv) for kv in layer.kv_of_query], device=scale.device)
     shared = torch.stack([by_query[owners == kv].amax(0) for kv in range(len(layer.kv_heads))])
     return shared[owners].flatten()
 

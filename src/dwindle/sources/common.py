@@ -11,6 +11,8 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
+from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.errors import UserError
 
 
@@ -33,8 +35,9 @@ def quiet_transformers() -> Iterator[None]:
 def build_model(
     config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
 ) -> PreTrainedModel:
-    """The stock transformers model of ``config`` with exactly these tensors; anything missing is an error."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    """The model of ``config``, stock or ours, with exactly these tensors; anything missing is an error."""
+    custom = is_custom(config)
+    model_class = classes_for(config.model_type)[1] if custom else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [model_class.__name__]
     with quiet_transformers():
         model, info = model_class.from_pretrained(

@@ -1,7 +1,10 @@
 """From a GGUF header to a transformers configuration and state dict, one table row per architecture.
 
 Row order of q and k: llama.cpp's converter reorders them for the architectures that derive from its LlamaModel
-(llama, granite, smollm3), and leaves them alone for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
+(llama, deci, granite, smollm3), and leaves them alone for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
+
+``deci`` is llama.cpp's name for a Llama whose layers have sizes of their own, with or without q/k/v biases (which make
+it a Qwen2 here).
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from dwindle.anatomy import Structure
+from dwindle.anatomy.build import config_for
+from dwindle.anatomy.modeling_dwindle import layer_shapes
 from dwindle.errors import UserError
 from dwindle.progress import track
 from dwindle.sources.common import interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
 
-_STEM = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -51,6 +57,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True),
+    "deci": Family(model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True),
     "qwen2": Family(model_type="qwen2", layer=_LLAMA_LAYER),
     "qwen3": Family(
         model_type="qwen3", layer={**_LLAMA_LAYER, **_QK_NORMS}, optional_biases=True, states_head_dim=True
@@ -108,18 +115,20 @@ def family_of(file: GgufFile) -> Family:
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """The stock configuration of the model in this file, with nothing in it that only GGUF knows."""
+    """The configuration of the model in this file, with nothing in it that only GGUF knows: a stock one, or where
+    layers differ one of ours."""
     family = family_of(file)
     _refuse_unsupported(file)
     hidden_size = _whole(file, "embedding_length")
-    num_heads = _whole(file, "attention.head_count")
+    layers = _layer_sizes(file)
+    num_heads, num_kv_heads, ffn = layers[0]
     head_dim = int(file.get("attention.key_length") or hidden_size // num_heads)
     values: dict[str, Any] = {
         "hidden_size": hidden_size,
-        "num_hidden_layers": _whole(file, "block_count"),
-        "intermediate_size": _whole(file, "feed_forward_length"),
+        "num_hidden_layers": len(layers),
+        "intermediate_size": ffn,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _whole(file, "attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": _whole(file, "context_length"),
         "rms_norm_eps": float(file.get("attention.layer_norm_rms_epsilon", 1e-6)),
         "vocab_size": _vocab_size(file),
@@ -137,11 +146,51 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if "blk.0.ffn_up.bias" in file.tensors:
         values["mlp_bias"] = True
-    return _make_config(file, family, values)
+    if file.architecture == "deci":
+        return _per_layer_config(file, values, layers)
+    return _make_config(file, family.model_type, values)
 
 
-def _make_config(file: GgufFile, family: Family, values: dict[str, Any]) -> PreTrainedConfig:
-    model_type = family.model_type
+def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple[int, int, int]]) -> PreTrainedConfig:
+    model_type = "llama"
+    if values["attention_bias"] and "blk.0.attn_output.bias" not in file.tensors:
+        model_type = "qwen2"
+        del values["attention_bias"]
+    # Sizes come from the structure; one head is a number that every family's checks accept until then.
+    base = _make_config(file, model_type, values | {"num_attention_heads": 1, "num_key_value_heads": 1})
+    structure = Structure.full(
+        hidden=values["hidden_size"],
+        ffn=[ffn for _, _, ffn in layers],
+        kv_of_query=[[kv for kv in range(kvs) for _ in range(heads // kvs)] for heads, kvs, _ in layers],
+    )
+    config: PreTrainedConfig = config_for(base, structure)
+    return config
+
+
+def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
+    """(query heads, key/value heads, FFN channels) of every layer; only ``deci`` may have different ones."""
+    num_layers = _whole(file, "block_count")
+    if file.architecture != "deci":
+        heads = _whole(file, "attention.head_count")
+        size = (heads, _whole(file, "attention.head_count_kv", heads), _whole(file, "feed_forward_length"))
+        return [size] * num_layers
+    columns = []
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        value = file.get(key)
+        column = value if isinstance(value, list) else [value] * num_layers
+        if len(column) != num_layers or not all(isinstance(number, int) for number in column):
+            raise UserError(f"source {file.path}: deci.{key} is {value!r}: the file is not a usable model")
+        if min(column) < 1:
+            raise _refuse(file, f"has a layer without attention or FFN (deci.{key} is 0), which is not supported")
+        columns.append(column)
+    sizes = list(zip(*columns, strict=True))
+    for number, (heads, kv_heads, _) in enumerate(sizes):
+        if heads % kv_heads:
+            raise _refuse(file, f"has {heads} query heads on {kv_heads} key/value heads in layer {number}")
+    return sizes
+
+
+def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
     if model_type == "llama" and values["hidden_size"] % values["num_attention_heads"]:
         # LlamaConfig refuses this; a mistral without a window is the same mathematics.
         model_type = "mistral"
@@ -169,16 +218,18 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     unknown = sorted(name for name, target in renamed.items() if target is None)
     if unknown:
         raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    per_kv = [shape["queries_per_kv"] for shape in layer_shapes(config)]
+    heads = {"attn_q": [sum(counts) for counts in per_kv], "attn_k": [len(counts) for counts in per_kv]}
     result: dict[str, torch.Tensor] = {}
     for name, target in track(renamed.items(), f"reading {file.path.name}", len(renamed)):
         assert target is not None
         tensor = torch.from_numpy(file.read(name))
         part = name.split(".")[-2]
         if family.permuted and part in heads:
-            if tensor.shape[0] % (2 * heads[part]):
-                raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {heads[part]} heads")
-            tensor = interleaved_to_halves(tensor, heads[part])
+            count = heads[part][int(name.split(".")[1])]
+            if tensor.shape[0] % (2 * count):
+                raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
+            tensor = interleaved_to_halves(tensor, count)
         result[target] = tensor.to(dtype)
     return result
 
@@ -189,7 +240,7 @@ def parameter_name(name: str, family: Family) -> str | None:
         index, part, kind = match.groups()
         return f"model.layers.{index}.{family.layer[part]}.{kind}" if part in family.layer else None
     match = _STEM_TENSOR.fullmatch(name)
-    return f"{_STEM[match[1]]}.{match[2]}" if match and match[1] in _STEM else None
+    return f"{STEM_NAMES[match[1]]}.{match[2]}" if match and match[1] in STEM_NAMES else None
 
 
 def _refuse(file: GgufFile, what: str) -> UserError:

@@ -34,7 +34,7 @@ _TEKKEN_SPLIT = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class Split:
     """How ``tokenizer.ggml.pre`` cuts text into words before merging."""
 
     pattern: str | None = None
@@ -45,12 +45,12 @@ class _Split:
     """A word that is in the vocabulary is taken as it is, whatever the merges say."""
 
 
-_LLAMA3 = _Split(_LLAMA3_SPLIT, add_bos=True, whole_words=True)
-_SPLITS: dict[str, _Split] = {
+_LLAMA3 = Split(_LLAMA3_SPLIT, add_bos=True, whole_words=True)
+_SPLITS: dict[str, Split] = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _Split(_LLAMA3_SPLIT)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _Split(_QWEN2_SPLIT)),
-    "tekken": _Split(_TEKKEN_SPLIT, add_bos=True, whole_words=True),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), Split(_LLAMA3_SPLIT)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), Split(_QWEN2_SPLIT)),
+    "tekken": Split(_TEKKEN_SPLIT, add_bos=True, whole_words=True),
 }
 
 DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b"})
@@ -139,7 +139,7 @@ def _byte_level(
     if not merges:
         raise UserError(f"source {path}: the vocabulary has no merges: fetch the file again")
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    split = _SPLITS.get(pre, _Split())
+    split = split_named(pre)
     spelling = _byte_spelling()
     alphabet = set(spelling.values())
     vocab: dict[str, int] = {}
@@ -152,12 +152,19 @@ def _byte_level(
         backend = Tokenizer(BPE(vocab=vocab, merges=pairs, ignore_merges=split.whole_words))
     except Exception as error:
         raise UserError(f"source {path}: its merges do not fit its vocabulary ({error}): fetch it again") from error
-    backend.pre_tokenizer = _pre_tokenizer(pre, split)
+    backend.pre_tokenizer = pre_tokenizer_named(pre)
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos
 
 
-def _pre_tokenizer(pre: str, split: _Split) -> PreTokenizer:
+def split_named(pre: str) -> Split:
+    """What llama.cpp does under this name; a name without a rule of its own is GPT-2's."""
+    return _SPLITS.get(pre, Split())
+
+
+def pre_tokenizer_named(pre: str) -> PreTokenizer:
+    """The same cut for the tokenizers library."""
+    split = split_named(pre)
     if split.pattern is not None:
         words = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])

@@ -27,11 +27,6 @@ class Callback:
     must_be_last: ClassVar[bool] = False
 
     @property
-    def edits_gradients(self) -> bool:
-        """Whether ``after_backward`` may have changed a gradient, so that their norm is computed again."""
-        return True
-
-    @property
     def name(self) -> str:
         """Key of this callback's state in a checkpoint: unique in a run, the same after a restart."""
         return type(self).__name__
@@ -39,8 +34,11 @@ class Callback:
     def on_start(self, trainer: Trainer) -> None:
         """Before the first step of this process, after a checkpoint was loaded: open files here."""
 
+    def edit_gradients(self, trainer: Trainer) -> None:
+        """Gradients of the whole step are there and may be changed; their norm is taken after this, and only once."""
+
     def after_backward(self, trainer: Trainer) -> None:
-        """Gradients of the whole step are there, finite and not yet clipped; they may be read or edited.
+        """Gradients of the whole step are finite, not yet clipped, and may be read.
 
         Not called for a step that is skipped because its loss or gradient is not finite.
         """

@@ -49,25 +49,35 @@ class DataConfig:
         """The sources, whichever of the two ways they were given."""
         return self.sources or {"train": SourceConfig(paths=self.train)}
 
-    def check(self) -> None:
-        """Refuse what cannot work, files that do not exist included, before anything expensive starts."""
+    def check_values(self) -> None:
+        """Refuse what cannot work whatever the files hold; looks at none, so a recipe can be read anywhere."""
         if self.train and self.sources:
             raise UserError("data.train: cannot be combined with data.sources: make it one more source")
         if not self.train and not self.sources:
             raise UserError('data.train: missing: name the training text, for example train = ["books.jsonl"]')
         if self.seq_len < 2:
-            raise UserError(f"data.seq_len: {self.seq_len} must be at least 2")
+            raise UserError(f"data.seq_len: {self.seq_len} is too short: use at least 2")
         if not self.text_field:
             raise UserError("data.text_field: must not be empty: the usual name is text")
         if parse_count(self.valid_tokens, "data.valid_tokens") < self.seq_len:
             raise UserError(f"data.valid_tokens: must be at least data.seq_len ({self.seq_len})")
         for name, source in self.named_sources().items():
-            option = self.option_of(name)
-            check_inputs(source.paths, option)
+            if not source.paths:
+                raise UserError(f"{self.option_of(name)}: is empty: list at least one file")
             if not (math.isfinite(source.weight) and source.weight > 0):
                 raise UserError(f"data.sources.{name}.weight: must be above 0: remove the source instead")
             if source.max_tokens is not None:
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
+        trained = {path for source in self.named_sources().values() for path in source.paths}
+        for path in self.valid:
+            if path in trained:
+                raise UserError(f"data.valid: {path} is also trained on: hold other text out")
+
+    def check(self) -> None:
+        """The same, and files that do not exist, before anything expensive starts."""
+        self.check_values()
+        for name, source in self.named_sources().items():
+            check_inputs(source.paths, self.option_of(name))
         if self.valid:
             check_inputs(self.valid, "data.valid")
 
