@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dwindle.compare import CompareOptions, compare
-from dwindle.pruning.gram import Downdate, Gram, Sample, removal_update
+from dwindle.pruning.gram import Downdate, Gram, Sample, removal_update, spread
 from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.pruner import Pruner, PrunerOptions
 from dwindle.pruning.selection import SelectionOptions
@@ -245,7 +245,7 @@ def solve(args: argparse.Namespace) -> Table:
             gone, kept = torch.arange(count, device=args.device), torch.arange(count, width, device=args.device)
 
             def block(seen: Gram | Sample, gone: Tensor = gone, kept: Tensor = kept, w: Tensor = weight) -> None:
-                removal_update(w, gone, kept, seen.regression(gone, kept, 0.01))
+                removal_update(w, gone, spread(seen.regression(gone, kept, 0.01).result(), kept, w.shape[1]))
 
             def downdates(gram: Gram = gram, gone: Tensor = gone, w: Tensor = weight) -> None:
                 downdate = Downdate(gram.matrix_NN, 0.1)

@@ -26,6 +26,7 @@ from dwindle.training.shards import gathered, local, total_norm
 
 Parallel = Literal["auto", "none", "ddp", "fsdp", "hsdp"]
 T = TypeVar("T")
+Root = TypeVar("Root", bound=nn.Module)
 
 _TIMEOUT = timedelta(minutes=10)
 """How long a collective may wait; a process that died is noticed sooner, by its launcher or its connections."""
@@ -187,12 +188,14 @@ class SharedEngine(Engine):
         if tokens_BT.shape[0]:
             return cast(TokenLoss, self._root(tokens_BT, options))
         idle = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
-        return TokenLoss(idle.objective, idle.cross_entropy * 0)
+        taught = None if idle.distillation is None else idle.distillation * 0
+        return TokenLoss(idle.objective, idle.cross_entropy * 0, taught)
 
-    def share(self, loss_sum: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        both = torch.stack([loss_sum.detach().double(), torch.tensor(float(stop)).to(loss_sum.device).double()])
-        dist.all_reduce(both)
-        return both[0], bool(both[1] > 0)
+    def share(self, sums: Tensor, stop: bool) -> tuple[Tensor, bool]:
+        stops = torch.tensor([float(stop)]).to(sums.device).double()
+        everything = torch.cat([sums.detach().double().flatten(), stops])
+        dist.all_reduce(everything)
+        return everything[:-1].view(sums.shape), bool(everything[-1] > 0)
 
     def barrier(self) -> None:
         self.world.barrier()
@@ -272,27 +275,31 @@ class ShardedEngine(SharedEngine):
         return not self.replicate or int(self.mesh.get_local_rank("replicate")) == 0
 
     def shard(self, model: nn.Module, fetch: Callable[[str], Tensor]) -> None:
+        """Fill and shard the model to train (see ``shard_root``)."""
+        self._root = self.shard_root(LossModule(model), fetch)
+
+    def shard_root(self, root: Root, fetch: Callable[[str], Tensor]) -> Root:
         """Fill a model that has no storage yet, one layer at a time, and keep this process's rows of each.
 
-        ``fetch`` gives a whole tensor by name, and is called in the same order everywhere. Embeddings (tied or not)
-        and the final norm are one group: the loss uses them together.
+        ``root`` is what will be called, around the model. ``fetch`` gives a whole tensor by name, and is called in the
+        same order everywhere. Embeddings (tied or not) and the final norm are one group: the loss uses them together.
+        A frozen teacher is sharded likewise; that group of it stays gathered, because only a backward pass frees it.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy()
         if self._bf16:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        inner: Any = model
+        inner: Any = root.model
         for index, layer in enumerate(inner.model.layers):
             self._fill(layer, f"model.layers.{index}.", fetch)
             fully_shard(layer, mesh=self.mesh, mp_policy=policy)
-        self._fill(model, "", fetch)
+        self._fill(inner, "", fetch)
         inner.tie_weights()
         backbone = inner.model
         backbone.rotary_emb = type(backbone.rotary_emb)(config=inner.config).to(self.device)
-        root = LossModule(model)
         fully_shard(root, mesh=self.mesh, mp_policy=policy)
-        self._root = root
+        return root
 
     def _fill(self, module: nn.Module, prefix: str, fetch: Callable[[str], Tensor]) -> None:
         for name, parameter in list(module.named_parameters()):

@@ -19,6 +19,7 @@ from dwindle.training.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from dwindle.training.distill import Teacher
 from dwindle.training.engine import Engine
 from dwindle.training.loss import Precision, weights_dtype
 from dwindle.training.optim import LRSchedule
@@ -95,8 +96,10 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         stop: StopSignal | None = None,
         engine: Engine | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.engine = engine or Engine()
+        self.teacher = teacher
         self.schedule = schedule
         self.batches = batches
         self.options = options
@@ -107,6 +110,8 @@ class Trainer:
         """Steps done, skipped ones included: they use up data and schedule like any other."""
         self.tokens = 0
         """Tokens seen."""
+        self.seq_len = 0
+        """Tokens of a sequence in the step just done."""
         self.last: StepStats | None = None
         """The step just done."""
         self.bad_steps = 0
@@ -123,9 +128,6 @@ class Trainer:
         names = [callback.name for callback in self.callbacks]
         assert len(set(names)) == len(names), f"callback names must differ: {names}"
         assert not any(callback.must_be_last for callback in self.callbacks[:-1]), "the checkpointer comes last"
-        self._gradient_callbacks = [
-            callback for callback in self.callbacks if type(callback).after_backward is not Callback.after_backward
-        ]
         self.replace_model(model, optimizer)
 
     def run(self) -> Status:
@@ -138,14 +140,12 @@ class Trainer:
                 self.extra_metrics.clear()
                 self.extra_times.clear()
                 loss, num_tokens = self.forward_backward(self.batches.next_step())
+                self._call_all("edit_gradients")
                 grad_norm = self._grad_norm()
                 norm = float(grad_norm)  # read once: later it would wait for what callbacks gave the device to do
                 healthy = math.isfinite(loss) and math.isfinite(norm)
-                if healthy and self._gradient_callbacks:
+                if healthy:
                     self._call_all("after_backward")
-                    if any(callback.edits_gradients for callback in self._gradient_callbacks):
-                        grad_norm = self._grad_norm()
-                        norm = float(grad_norm)
                 lr = self.update(grad_norm, healthy, clip=norm > 0.999 * self.options.clip > 0)
                 self._count(
                     StepStats(
@@ -171,14 +171,17 @@ class Trainer:
             )
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[float, int]:
-        """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches."""
+        """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches.
+
+        Returned (and reported as ``loss``) is the cross-entropy with or without a teacher, so that runs compare.
+        """
         engine, options = self.engine, self.options
         num_tokens = engine.num_tokens(micro_batches, self.batches)
         total: Tensor | None = None
         for number, tokens in enumerate(micro_batches, start=1):
             with engine.micro_step(last=number == len(micro_batches)):
                 with engine.autocast(options.precision, options.device):
-                    objective, cross_entropy = engine.loss(
+                    loss = engine.loss(
                         self.model,
                         tokens.to(options.device, non_blocking=True),
                         chunk_tokens=options.ce_chunk_tokens,
@@ -186,12 +189,18 @@ class Trainer:
                         z_loss=options.z_loss,
                         fused=options.fused_loss,
                         bf16_residual=options.bf16_residual and options.precision == "bf16",
+                        teacher=self.teacher,
                     )
-                objective.backward()  # type: ignore[no-untyped-call]
-            total = cross_entropy if total is None else total + cross_entropy
+                loss.objective.backward()  # type: ignore[no-untyped-call]
+            sums = torch.stack([loss.cross_entropy, *([] if loss.distillation is None else [loss.distillation])])
+            total = sums if total is None else total + sums
         assert total is not None, "a step without data"
+        self.seq_len = micro_batches[-1].shape[1] - 1
         total, self._stop_agreed = engine.share(total, self.stop.requested)
-        return float(total / num_tokens), num_tokens
+        cross_entropy, *distillation = (total / num_tokens).tolist()
+        if distillation:
+            self.extra_metrics["distill_loss"] = distillation[0]
+        return cross_entropy, num_tokens
 
     def update(self, grad_norm: Tensor, healthy: bool, *, clip: bool) -> float:
         """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step.

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwindle.training.distill import Distillation, Lesson, Teacher, divergence_and_gradient
+
 Precision = Literal["fp32", "bf16", "fp64"]
 
 
@@ -36,12 +38,17 @@ def autocast_for(precision: Precision, device: torch.device | str) -> AbstractCo
 
 
 class TokenLoss(NamedTuple):
-    """What is minimised and what is reported differ by the scale and the z-loss, so both are returned."""
+    """What is minimised and what is reported differ by scale, z-loss and teacher, so all are returned."""
 
     objective: Tensor
-    """``scale · Σ (cross-entropy + z_loss · logsumexp²)``, to call ``backward()`` on."""
+    """``scale · Σ (cross-entropy + z_loss · logsumexp²)``, to call ``backward()`` on.
+
+    With a teacher, ``(1 − α) · cross-entropy + α · T² · KL`` stands in the place of the cross-entropy.
+    """
     cross_entropy: Tensor
     """``Σ cross-entropy`` in nats, a plain number without gradient."""
+    distillation: Tensor | None = None
+    """``Σ T² · KL(teacher ‖ student)`` in nats, likewise; None without a teacher."""
 
 
 def chunked_cross_entropy(
@@ -54,6 +61,7 @@ def chunked_cross_entropy(
     z_loss: float = 0.0,
     logits_scaling: float = 1.0,
     fused: bool = False,
+    lesson: Lesson | None = None,
 ) -> TokenLoss:
     """Sum over tokens of ``−log softmax(hidden · weightᵀ / logits_scaling)[target]``, chunk by chunk.
 
@@ -63,19 +71,21 @@ def chunked_cross_entropy(
 
     ``fused`` compiles loss and gradient of a chunk into one kernel or two: the logits are read from memory about
     three times instead of a dozen, and the last bits differ.
+
+    A ``lesson`` mixes in the divergence from a teacher, whose logits exist for one chunk at a time as well.
     """
     assert chunk_tokens > 0
     assert hidden_ND.shape[0] == targets_N.shape[0]
-    objective, cross_entropy = cast(
+    objective, reported = cast(
         tuple[Tensor, Tensor],
         _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden_ND,
             weight_VD,
             targets_N,
-            _Spec(chunk_tokens, scale, z_loss, logits_scaling, torch.is_grad_enabled(), fused),
+            _Spec(chunk_tokens, scale, z_loss, logits_scaling, torch.is_grad_enabled(), fused, lesson),
         ),
     )
-    return TokenLoss(objective, cross_entropy)
+    return TokenLoss(objective, *reported.unbind())
 
 
 class _Spec(NamedTuple):
@@ -85,6 +95,7 @@ class _Spec(NamedTuple):
     logits_scaling: float
     with_gradients: bool
     fused: bool
+    lesson: Lesson | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -93,6 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         head = weight.to(dtype)
+        lesson = None if spec.lesson is None else spec.lesson._replace(head_VE=spec.lesson.head_VE.to(dtype))
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_hidden = torch.empty_like(hidden) if spec.with_gradients else None
         grad_weight: Tensor | None = None
@@ -101,7 +113,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             for start in range(0, hidden.shape[0], spec.chunk_tokens):
                 rows = slice(start, start + spec.chunk_tokens)
                 chunk = hidden[rows].to(dtype)
-                chunk_sums, grad_logits = _chunk_loss(chunk, head, targets[rows], spec)
+                teacher = None if lesson is None else lesson.logits(rows)
+                chunk_sums, grad_logits = _chunk_loss(chunk, head, targets[rows], teacher, spec)
                 sums = chunk_sums if sums is None else sums + chunk_sums
                 if grad_hidden is not None and grad_logits is not None:
                     grad_hidden[rows] = grad_logits @ head
@@ -109,10 +122,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 del grad_logits
         assert sums is not None, "no tokens"
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        objective, cross_entropy = sums.unbind()
-        objective = objective * spec.scale
-        ctx.mark_non_differentiable(cross_entropy)
-        return objective, cross_entropy
+        objective, reported = sums[0] * spec.scale, sums[1:]
+        ctx.mark_non_differentiable(reported)
+        return objective, reported
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -122,14 +134,23 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None
 
 
-def _chunk_loss(hidden: Tensor, head: Tensor, targets: Tensor, spec: _Spec) -> tuple[Tensor, Tensor | None]:
-    """[unscaled objective, cross-entropy] of one chunk, and the scaled objective's gradient by its logits.
+def _chunk_loss(
+    hidden: Tensor, head: Tensor, targets: Tensor, teacher: Tensor | None, spec: _Spec
+) -> tuple[Tensor, Tensor | None]:
+    """[unscaled objective, cross-entropy, and divergence if taught] of one chunk; the gradient by its logits, scaled.
 
-    The gradient comes from autograd, not from a formula, so that it has the bits of the library's own.
+    The gradient comes from autograd, not from a formula, so that it has the bits of the library's own; fused and
+    taught losses have no such bits to match.
     """
-    if spec.fused and spec.with_gradients:
-        scale = torch.tensor(spec.scale, device=hidden.device)
-        return _compiled_loss()(F.linear(hidden, head), targets, scale, spec.z_loss, spec.logits_scaling)
+    fused = spec.fused and spec.with_gradients
+    if fused or spec.lesson is not None:
+        compute = _compiled_loss() if fused else _loss_and_gradient
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        scale = torch.tensor(spec.scale, device=hidden.device, dtype=wide)
+        how = None if spec.lesson is None else spec.lesson.how
+        raw_NV = F.linear(hidden, head)
+        sums, gradient = compute(raw_NV, targets, scale, spec.z_loss, spec.logits_scaling, teacher, how)
+        return sums, gradient if spec.with_gradients else None
     raw_NV = F.linear(hidden, head).detach().requires_grad_(spec.with_gradients)
     with torch.set_grad_enabled(spec.with_gradients):
         objective, cross_entropy = _objective(raw_NV, targets, spec)
@@ -157,17 +178,31 @@ def _compiled_loss() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _loss_and_gradient(
-    raw_NV: Tensor, targets: Tensor, scale: Tensor, z_loss: float, logits_scaling: float
+    raw_NV: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    z_loss: float,
+    logits_scaling: float,
+    teacher_NV: Tensor | None = None,
+    how: Distillation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What ``_objective`` and autograd give, written out: the gradient is softmax · (1 + 2·z·lse) − one-hot."""
+    """What ``_objective`` and autograd give, written out: the gradient is softmax · (s + 2·z·lse) − s · one-hot.
+
+    s is what the teacher leaves to the cross-entropy: 1 without one.
+    """
     logits = raw_NV.to(torch.promote_types(raw_NV.dtype, torch.float32)) / logits_scaling
     lse_N = logits.logsumexp(dim=-1)
     cross_entropy = (lse_N - logits.gather(1, targets[:, None])[:, 0]).sum()
-    probabilities = torch.exp(logits - lse_N[:, None]) * (1 + 2 * z_loss * lse_N[:, None])
+    share = 1.0 if how is None else 1.0 - how.weight
+    probabilities = torch.exp(logits - lse_N[:, None]) * (share + 2 * z_loss * lse_N[:, None])
     chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    gradient = (probabilities - chosen.to(logits.dtype)) * (scale / logits_scaling)
-    sums = torch.stack([cross_entropy + z_loss * lse_N.square().sum(), cross_entropy])
-    return sums, gradient.to(raw_NV.dtype)
+    gradient = probabilities - share * chosen.to(logits.dtype)
+    sums = [share * cross_entropy + z_loss * lse_N.square().sum(), cross_entropy]
+    if teacher_NV is not None and how is not None:
+        divergence, pull = divergence_and_gradient(logits, teacher_NV.to(logits.dtype), how)
+        sums = [sums[0] + how.weight * divergence, cross_entropy, divergence]
+        gradient = gradient + how.weight * pull
+    return torch.stack(sums), (gradient * (scale / logits_scaling)).to(raw_NV.dtype)
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -188,6 +223,7 @@ def language_model_loss(
     z_loss: float = 0.0,
     fused: bool = False,
     bf16_residual: bool = False,
+    teacher: Teacher | None = None,
 ) -> TokenLoss:
     """Loss of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``, for any ``…ForCausalLM`` model.
 
@@ -198,6 +234,10 @@ def language_model_loss(
     inputs: dict[str, Tensor] = {"input_ids": tokens_BT[:, :-1]}
     if bf16_residual:
         inputs = {"inputs_embeds": cast(Any, model).get_input_embeddings()(tokens_BT[:, :-1]).to(torch.bfloat16)}
+    lesson = None
+    if teacher is not None:
+        taught_BTE = teacher.hidden(tokens_BT[:, :-1])
+        lesson = Lesson(taught_BTE.flatten(0, 1), *_head(teacher.model), teacher.how)
     hidden_BTD = cast(Any, model).model(**inputs, use_cache=False).last_hidden_state
     return chunked_cross_entropy(
         hidden_BTD.flatten(0, 1),
@@ -208,6 +248,7 @@ def language_model_loss(
         z_loss=z_loss,
         logits_scaling=logits_scaling,
         fused=fused,
+        lesson=lesson,
     )
 
 

@@ -1,0 +1,361 @@
+"""What the training studies share: rows that are recipe overrides, a JSON file that grows row by row, a time budget.
+
+A study may be called again and again with the same ``--out``: it runs what is still missing there until the budget is
+used up, and goes on with a run that an earlier call had to stop. WikiText-2 and the tasks are only reported: recipes
+are chosen on the validation books.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tables
+import torch
+
+import dwindle
+from dwindle.config import apply_overrides, from_dict
+from dwindle.errors import UserError
+from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
+from dwindle.pretrain import RunResult, pretrain, resume
+from dwindle.pruning.ledger import read_ledger
+from dwindle.recipe import Recipe
+from dwindle.sizes import parse_count
+from dwindle.training.data import validation_windows
+from dwindle.training.loss import evaluate_loss
+
+Record = dict[str, Any]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RESERVE_S = 25.0
+"""Kept back from the budget to save a run that does not end in time."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to get a model: what the recipe says beside the settings that all rows have in common."""
+
+    title: str
+    overrides: tuple[str, ...] = ()
+    from_one_shot: bool = False
+    """Start from the source pruned after calibration, without pruning in the run."""
+    trained: bool = True
+    sized: bool = True
+    """False for the source itself, which has no target."""
+
+
+def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
+    """The options that all training studies have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--data", required=True, help="training text")
+    parser.add_argument("--valid", required=True, help="held-out text; recipes are chosen on it")
+    parser.add_argument("--wikitext", help="WikiText-2 raw test split; only reported")
+    parser.add_argument("--tasks-data", help="folder with the sets of the seven tasks; only reported")
+    parser.add_argument("--limit", type=int, help="items of each task; default all")
+    parser.add_argument("--rows", default=",".join(rows), help="; ".join(f"{k}: {v.title}" for k, v in rows.items()))
+    parser.add_argument("--sizes", default="50%nonemb")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--tokens", default="16M")
+    parser.add_argument("--valid-tokens", default="1G", help="of either text; default all")
+    parser.add_argument("--sequences", type=int, default=128, help="calibration of one-shot pruning")
+    parser.add_argument("--set", nargs="*", default=[], help="section.key=value for all rows")
+    parser.add_argument("--kd", nargs="*", default=["distill.weight=0.5"], help="what +kd after a row's name sets")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, read first if it is there")
+    parser.add_argument("--work", type=Path, help="runs, models and tokens; default beside --out")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call")
+    parser.add_argument("--commit", default="", help="for machines without git")
+    args = parser.parse_args()
+    args.work = args.work or args.out.with_suffix("")
+    return args
+
+
+def run_study(name: str, description: str | None, rows: dict[str, Row], groups: dict[str, list[str]]) -> None:
+    """Everything that is missing and fits the budget; the tables last. ``groups`` are names for several rows."""
+    args = arguments(description or "", rows)
+    study = Study(name, args, rows)
+    words = [word.strip() for word in args.rows.split(",") if word.strip()]
+    wanted = [row for word in words for row in groups.get(word, [word])]
+    order = itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted)
+    if not all(study.advance(row, size, seed) for seed, size, row in order):
+        print("the budget is used up: call again to go on", flush=True)
+    print(tables.losses(study.content))
+    print(tables.tasks(study.content))
+
+
+class Study:
+    """One JSON file and the runs behind it."""
+
+    def __init__(self, name: str, args: argparse.Namespace, rows: dict[str, Row]) -> None:
+        self.name, self.args, self.rows = name, args, rows
+        self.started = time.monotonic()
+        self.content: Record = {"format": "dwindle-study-1", "study": name, "rows": []}
+        if args.out.is_file():
+            self.content = json.loads(args.out.read_text(encoding="utf-8"))
+        self.data = load_data(["commonsense"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
+
+    def row(self, name: str) -> Row:
+        plain, plus, kd = name.partition("+")
+        if plain not in self.rows or (plus and kd != "kd"):
+            raise UserError(f"--rows: {name!r} is not one of {', '.join(self.rows)}, or one of them with +kd")
+        row = self.rows[plain]
+        if not plus:
+            return row
+        overrides = (*row.overrides, f"distill.teacher={self.args.model}", *self.args.kd)
+        how = ", ".join(setting.removeprefix("distill.") for setting in self.args.kd)
+        return Row(f"{row.title}, distilled ({how})", overrides, row.from_one_shot, row.trained, row.sized)
+
+    def advance(self, name: str, size: str, seed: int) -> bool:
+        """Make one row if it is missing; False when time is up."""
+        row = self.row(name)
+        key = self._key(name, row, size, seed)
+        found = next((r for r in self.content["rows"] if all(r[k] == v for k, v in key.items())), None)
+        if found is not None and ("refused" in found or self.data is None or "tasks" in found):
+            return True
+        if self.left < self._estimate(key["tokens"], tasks_only=found is not None):
+            return False
+        if found is not None:
+            record, model = found, self._model_of(row, key)
+        else:
+            record = key | self._about(name, row, size, seed)
+            model = self._make(row, key, record)
+            if model is None and "refused" not in record:
+                return False
+            record |= {} if model is None else self._losses(model)
+            self._save(record)
+        if model is not None and self.data is not None:
+            self._tasks(model, record)
+            self._save(record)
+        print(json.dumps({k: v for k, v in record.items() if k not in ("command", "settings", "tasks")}), flush=True)
+        return True
+
+    @property
+    def left(self) -> float:
+        return float(self.args.budget - (time.monotonic() - self.started))
+
+    def _estimate(self, tokens: int, *, tasks_only: bool) -> float:
+        """Seconds of the slowest row so far, its training in proportion to the tokens; unknown rows are tried."""
+        rows = [r for r in self.content["rows"] if r["seconds"]]
+        tasks = max((r["seconds"].get("tasks", 0.0) for r in rows), default=0.0) if self.data is not None else 0.0
+        if tasks_only:
+            return tasks
+        pace = max((r["step_seconds"] / r["tokens"] for r in rows if r.get("step_seconds")), default=0.0)
+        return pace * tokens + tasks + (RESERVE_S if tokens else 0.0)
+
+    def _key(self, name: str, row: Row, size: str, seed: int) -> Record:
+        """What makes a row another one; paths are left out."""
+        overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
+        recipe = self._recipe(row, size, seed, self.args.model)
+        tokens = recipe.num_tokens if row.trained else 0
+        return {
+            "row": name,
+            "size": size if row.sized else "",
+            "seed": seed if row.trained else 0,
+            "tokens": tokens,
+            "settings": overrides,
+        }
+
+    def _about(self, name: str, row: Row, size: str, seed: int) -> Record:
+        words = ["python", f"studies/{self.name}.py", "--rows", name, "--sizes", size, "--seeds", str(seed)]
+        words += ["--tokens", self.args.tokens, *(["--set", *self.args.set] if self.args.set else [])]
+        words += ["--kd", *self.args.kd] if "+" in name else []
+        for option in ("model", "data", "valid", "wikitext", "tasks_data"):
+            if value := getattr(self.args, option):
+                words += [f"--{option.replace('_', '-')}", Path(value).name]
+        device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+        versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
+        return {
+            "title": row.title,
+            "set": self.args.set,
+            "command": shlex.join(words),
+            "commit": self.args.commit or commit(),
+            "machine": {"device": device, **versions},
+            "seconds": {},
+        }
+
+    def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
+        args = self.args
+        base: Record = {
+            "source": {"model": model, "device": DEVICE},
+            "data": {"train": [args.data], "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
+            "training": {"tokens": args.tokens, "tokens_per_step": 65536, "seed": seed, "compile": DEVICE == "cuda"},
+            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
+            "distill": {"teacher": args.model},
+            "checkpoint": {"every": 0},
+        }
+        return from_dict(Recipe, apply_overrides(base, [*args.set, *row.overrides], Recipe))
+
+    def _run_folder(self, key: Record) -> Path:
+        code = hashlib.sha256(json.dumps(key["settings"]).encode()).hexdigest()[:8]
+        words = (key["row"], key["size"], key["seed"], key["tokens"], code)
+        return Path(self.args.work / re.sub(r"[^A-Za-z0-9.+-]+", "-", "-".join(map(str, words))))
+
+    def _model_of(self, row: Row, key: Record) -> str | None:
+        """The model of a row that was made before, if it is still there."""
+        if not row.trained and not row.from_one_shot:
+            return str(self.args.model)
+        made = self._one_shot_folder(key["size"], key["seed"]) if not row.trained else self._run_folder(key) / "model"
+        if made.is_dir():
+            return str(made)
+        print(f"{key['row']}: its model is not in {self.args.work.name} any more, so its tasks stay unmeasured")
+        return None
+
+    def _make(self, row: Row, key: Record, record: Record) -> str | None:
+        """The row's model; None when the recipe is refused (then the record says so) or the run had to be stopped."""
+        size, seed = key["size"] or self.args.sizes.split(",")[0], key["seed"]
+        model, clock = self.args.model, Clock(record["seconds"])
+        try:
+            if row.from_one_shot:
+                with clock("prune"):
+                    model = self._one_shot(row, size, seed)
+            if not row.trained:
+                return str(model)
+            with clock("train"):
+                result = self._train(self._recipe(row, size, seed, model), self._run_folder(key))
+        except UserError as error:
+            record["refused"] = str(error)
+            return None
+        if result.model is None:
+            return None
+        record |= facts(result.run) | {"target_reached": result.target_reached}
+        shutil.rmtree(result.run / "checkpoints", ignore_errors=True)
+        keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)
+        return str(result.model)
+
+    def _one_shot_folder(self, size: str, seed: int) -> Path:
+        return Path(self.args.work / f"one-shot-model-{size.replace('%', '-')}-{seed}")
+
+    def _one_shot(self, row: Row, size: str, seed: int) -> str:
+        """The source pruned after calibration; rows of the same size and seed share it."""
+        folder, recipe = self._one_shot_folder(size, seed), self._recipe(row, size, seed, self.args.model)
+        prune = recipe.prune
+        if not folder.is_dir():
+            dwindle.prune(
+                self.args.model,
+                size,
+                out=folder,
+                data=[self.args.data],
+                metric=prune.metric,
+                groups=prune.groups,
+                attention=prune.attention,
+                compare=prune.compare,
+                round_to=prune.round_to if prune.round_to > 1 else None,
+                num_sequences=self.args.sequences,
+                seq_len=recipe.data.seq_len,
+                seed=seed,
+                device=DEVICE,
+            )
+        return str(folder)
+
+    def _train(self, recipe: Recipe, run: Path) -> RunResult:
+        """A new run, or the rest of one that an earlier call stopped."""
+        with alarm(self.left - RESERVE_S):
+            if (run / "checkpoints").is_dir():
+                return resume(run)
+            return pretrain(recipe, run, overwrite=True)
+
+    def _losses(self, model: str) -> Record:
+        loaded = dwindle.load(model, device=DEVICE)
+        seq_len = self._recipe(Row(""), self.args.sizes.split(",")[0], 0, self.args.model).data.seq_len
+        found: Record = {"parameters": sum(p.numel() for p in loaded.model.parameters())}
+        for name, text in (("textbooks", self.args.valid), ("wikitext2", self.args.wikitext)):
+            if text:
+                tokens = parse_count(self.args.valid_tokens, "--valid-tokens")
+                cache = self.args.work / "tokens"
+                windows = validation_windows([text], loaded.tokenizer, seq_len, tokens, cache_dir=cache)
+                found[name] = evaluate_loss(loaded.model, windows, batch=16, chunk_tokens=8192)
+        return found
+
+    def _tasks(self, model: str, record: Record) -> None:
+        assert self.data is not None
+        loaded = dwindle.load(model, device=DEVICE)
+        with Clock(record["seconds"])("tasks"):
+            result = evaluate_model(loaded.model, loaded.tokenizer, self.data, name=record["row"], quiet=True)
+        record["tasks"] = {
+            task.task: {"metric": task.metric, "value": task.value, "stderr": task.stderr, "items": task.num_items}
+            for task in result.tasks
+        }
+        record["average"] = {"value": result.average(), "stderr": result.average_stderr()}
+
+    def _save(self, record: Record) -> None:
+        if record not in self.content["rows"]:
+            self.content["rows"].append(record)
+        write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
+
+
+class Clock:
+    """Seconds of what a row consists of; a run that was stopped on the way counts with its last call."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(time.monotonic() - started, 1)
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """Ask the run inside to save itself and stop when the time is over, as SIGTERM does."""
+    if math.isinf(seconds):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def facts(run: Path) -> Record:
+    """What a finished run's logs say: speed, time of all steps, and by when it was pruned."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
+    found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
+    if (run / "ledger.jsonl").is_file():
+        events = [event for event in read_ledger(run) if event["event"] == "prune"]
+        found |= {"events": len(events), "pruning_tokens": events[-1]["tokens"] if events else 0}
+    return found
+
+
+def keep_logs(run: Path, folder: Path) -> None:
+    """The small files of a run, which are all that ``dwindle report`` and ``dwindle plot`` need."""
+    for name in ("recipe.toml", "metrics.jsonl", "ledger.jsonl", "model/structure.json"):
+        if (run / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(run / name, folder / name)
+
+
+@cache
+def commit() -> str:
+    """The commit of this checkout, marked where files differ from it."""
+    here = str(Path(__file__).parent)
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False).stdout.strip()
+
+    found = git("rev-parse", "--short=12", "HEAD")
+    return f"{found}+changes" if found and git("status", "--porcelain", "--", "../src", "../studies") else found

@@ -1,0 +1,27 @@
+"""The main table: every way to a smaller model, with the same tokens, at several sizes.
+
+    python studies/main_table.py --data textbooks.train.jsonl.xz --valid textbooks.valid.jsonl.xz \\
+        --wikitext wikitext-2-raw.test.txt --tasks-data SETS --sizes 80%nonemb,50%nonemb,30%nonemb \\
+        --tokens 16M --budget 540 --out docs/results/main-table.json
+
+A name with ``+kd`` is the same row with a frozen copy of the source as teacher (``--kd`` says how).
+Call it again to go on.
+"""
+
+from __future__ import annotations
+
+from common import Row, run_study
+
+ROWS = {
+    "source": Row("source, untouched", trained=False, sized=False),
+    "source-trained": Row("source, trained, not pruned", sized=False),
+    "one-shot": Row("one-shot, then training", from_one_shot=True),
+    "aware-a": Row("pruning-aware A"),
+    "aware-b": Row("pruning-aware B", ("prune.second_order=true",)),
+    "adapt": Row("Adapt-Accel", ("prune.method=adapt", "prune.round_to=1")),
+    "global": Row("global mixture", ("prune.selection=global", "prune.round_to=1")),
+    "scratch": Row("from scratch at one-shot's shape", ("source.random_init=true",), from_one_shot=True),
+}
+
+if __name__ == "__main__":
+    run_study("main_table", __doc__, ROWS, {})

@@ -1,0 +1,58 @@
+"""The paper's Fig. 5 from our own rows: what it gives to spread the pruning over more of the tokens.
+
+    python studies/scalability.py docs/results/ablations.json --out docs/images
+
+Rows of the same size and tokens that reached the target, of one choice (horizon, ratio), by the tokens until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.report.figure import Figure, Panel, Series
+from dwindle.report.plots import write_figure
+
+TEXTS = {"textbooks": "held-out textbooks", "wikitext2": "WikiText-2"}
+
+
+def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio")) -> Figure:
+    """Mean loss over seeds against the tokens by which the target was reached."""
+    kept = [
+        row
+        for row in data["rows"]
+        if row["row"].split("-")[0] in choices and row.get("target_reached") and "pruning_tokens" in row
+    ]
+    if len({row["pruning_tokens"] for row in kept}) < 2:
+        raise UserError("scalability: fewer than two lengths of pruning in the file: run `ablations.py --rows horizon`")
+    most = max((row["tokens"] for row in kept), key=[row["tokens"] for row in kept].count)
+    size = next(row["size"] for row in kept if row["tokens"] == most)
+    points: dict[int, list[Any]] = {}
+    for row in kept:
+        if row["tokens"] == most and row["size"] == size:
+            points.setdefault(row["pruning_tokens"], []).append(row)
+    x: list[float | int] = [*sorted(points)]
+    panels = []
+    for place, (key, name) in enumerate(TEXTS.items()):
+        if all(key in row for row in kept):
+            y: list[float | int] = [statistics.mean(row[key] for row in points[int(tokens)]) for tokens in x]
+            panels.append(Panel(f"{name}, nats per token", "number", [Series(name, f"task{place}", x, y, "dots")]))
+    caption = f"{size} of the parameters, {most:,} tokens in all."
+    return Figure("scalability", "Loss by the tokens of pruning", caption, "tokens until the target", "count", panels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    for path in write_figure(scalability(json.loads(args.results.read_text(encoding="utf-8"))), args.out):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

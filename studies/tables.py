@@ -1,0 +1,238 @@
+"""Tables of docs/results.md from the JSON files that studies wrote; a test checks that they match.
+
+    python studies/tables.py            # rewrites what stands between the markers
+    python studies/tables.py --check    # says whether it would
+
+A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``; the names are below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The value, or mean ± standard deviation over seeds."""
+    if len(values) < 2:
+        return f"{values[0]:.{digits}f}" if values else ""
+    return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
+
+
+# Training studies ---------------------------------------------------------------------------------------------
+
+
+def grouped(data: Any) -> list[list[Any]]:
+    """Rows that differ only in their seed, in the order of sizes and rows as they were first run."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for row in data["rows"]:
+        found.setdefault((row["size"], row["tokens"], row["row"], *row["settings"]), []).append(row)
+    sizes = list(dict.fromkeys(row["size"] for row in data["rows"]))
+    return sorted(found.values(), key=lambda seeds: (sizes.index(seeds[0]["size"]), -seeds[0]["tokens"]))
+
+
+def shared_settings(data: Any) -> set[str]:
+    """What was set for all rows; the commands say it."""
+    return set.intersection(*(set(row.get("set", ())) for row in data["rows"])) if data["rows"] else set()
+
+
+def title(row: Any, common: set[str]) -> str:
+    """A row's name, with what was set for it and not for all."""
+    own = [setting for setting in row.get("set", ()) if setting not in common]
+    return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
+
+
+def losses(data: Any) -> str:
+    """Losses of a training study; the best textbook loss of each size and number of tokens is bold."""
+    groups, common = grouped(data), shared_settings(data)
+    best: dict[tuple[str, int], float] = {}
+    for seeds in groups:
+        if seeds[0]["size"] and all(r.get("target_reached", True) and "textbooks" in r for r in seeds):
+            place = (seeds[0]["size"], seeds[0]["tokens"])
+            best[place] = min(mean_loss(seeds), best.get(place, float("inf")))
+    rows = []
+    for seeds in groups:
+        first = seeds[0]
+        numbers = ", ".join(str(r["seed"]) for r in seeds)
+        measured = [r for r in seeds if "textbooks" in r]
+        cells = loss_cells(measured) if measured else ["", f"not possible: {first['refused']}", "", "", ""]
+        if measured and mean_loss(measured) == best.get((first["size"], first["tokens"])):
+            cells[1] = f"**{cells[1]}**"
+        rows.append([first["size"] or "100%", title(first, common), f"{first['tokens']:,}", numbers, *cells])
+    head = ["size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"]
+    return markdown(head, rows)
+
+
+def mean_loss(seeds: Sequence[Any]) -> float:
+    return statistics.mean(r["textbooks"] for r in seeds)
+
+
+def loss_cells(seeds: Sequence[Any]) -> list[str]:
+    """Parameters, both losses, average of the tasks (one seed: with its error over items), and speed."""
+    sizes = sorted({r["parameters"] for r in seeds})
+    parameters = "–".join(f"{count:,}" for count in dict.fromkeys((sizes[0], sizes[-1])))
+    if not all(r.get("target_reached", True) for r in seeds):
+        parameters += " (target not reached)"
+    books = spread([r["textbooks"] for r in seeds])
+    wiki = spread([r["wikitext2"] for r in seeds if "wikitext2" in r])
+    averages = [r["average"] for r in seeds if r.get("average")]
+    average = spread([100 * one["value"] for one in averages], 2)
+    if len(averages) == 1:
+        average += f" (±{100 * averages[0]['stderr']:.2f})"
+    speeds = [r["tokens_per_s"] for r in seeds if "tokens_per_s" in r]
+    return [parameters, books, wiki, average, f"{max(speeds) / 1000:.0f}k" if speeds else ""]
+
+
+def tasks(data: Any) -> str:
+    """Every task of a training study with its standard error over items; several seeds: their mean, and its error."""
+    rows, common = [], shared_settings(data)
+    for seeds in grouped(data):
+        measured = [row for row in seeds if "tasks" in row]
+        if measured:
+            cells = [percent([row["tasks"][name] for row in measured]) for name in TASKS]
+            cells.append(percent([row["average"] for row in measured]))
+            rows.append([seeds[0]["size"] or "100%", title(seeds[0], common), f"{seeds[0]['tokens']:,}", *cells])
+    head = ["size", "method", "tokens", "ARC-c", "ARC-e", "BoolQ", "HellaSwag", "OBQA", "PIQA", "WinoGrande", "average"]
+    return markdown(head, rows) if rows else ""
+
+
+def percent(found: Sequence[Any]) -> str:
+    mean = statistics.mean(one["value"] for one in found)
+    error = statistics.mean(one["stderr"] for one in found)  # the same items for every seed: more seeds do not lower it
+    return f"{100 * mean:.2f} ±{100 * error:.2f}"
+
+
+def commands(data: Any) -> str:
+    """What to paste for each row, and the commit that it was run with."""
+    rows = [
+        [f"{seeds[0]['row']} {seeds[0]['size']}".strip(), row["commit"], f"`{row['command']}`"]
+        for seeds in grouped(data)
+        for row in seeds
+    ]
+    return markdown(["row", "commit", "command"], rows)
+
+
+# Other files -------------------------------------------------------------------------------------------------------
+
+
+def first_comparison(rows: Any) -> str:
+    """The file of the first comparison, which has one list of rows and no tasks."""
+    best = min(row["valid"] for row in rows)
+    cells = [
+        [
+            row["method"],
+            f"{row['parameters']:,}",
+            f"{row['tokens']:,}",
+            str(row["seed"]),
+            f"**{row['valid']:.3f}**" if row["valid"] == best else f"{row['valid']:.3f}",
+            f"{row['also']:.3f}",
+            f"{row['tokens_per_s'] / 1000:.0f}k",
+        ]
+        for row in rows
+    ]
+    head = ["method", "parameters", "tokens", "seed", "textbooks", "WikiText-2", "median tokens/s"]
+    return markdown(head, cells)
+
+
+def metrics_without_training(data: Any) -> str:
+    """Loss after pruning by each metric: without and with the second-order update."""
+    ratios = list(dict.fromkeys(cell["ratio"] for cell in data["cells"]))
+    names = list(dict.fromkeys(cell["metric"] for cell in data["cells"]))
+    found = {(c["metric"], c["ratio"], c["second_order"]): c["loss"] for c in data["cells"]}
+    rows = [["none removed", *[f"{data['loss']:.3f}"] * len(ratios)]]
+    rows += [
+        [name, *(" / ".join(f"{found[name, ratio, order]:.3f}" for order in (False, True)) for ratio in ratios)]
+        for name in names
+    ]
+    return markdown(["metric", *(ratio.replace("nonemb", "") for ratio in ratios)], rows)
+
+
+def layer_adaptive(data: Any) -> str:
+    """Files of studies/adapt_pruner.py: WikiText-2 loss and perplexity of a token for every row, over seeds."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for row in data["rows"]:
+        groups.setdefault((row["size"], row["row"], row["sequences"], row["iterations"]), []).append(row)
+    sizes = list(dict.fromkeys(size for size, *_ in groups))
+    rows = [
+        [
+            size,
+            name,
+            f"{sequences} × 64",
+            "–".join(f"{n:,}" for n in dict.fromkeys((min(counts), max(counts)))),
+            ", ".join(str(r["seed"]) for r in seeds),
+            spread([r["wikitext2"] for r in seeds]),
+            spread([math.exp(r["wikitext2"]) for r in seeds], 1),
+            f"{statistics.median(r['seconds'] for r in seeds):.0f}",
+        ]
+        for (size, name, sequences, _), seeds in sorted(groups.items(), key=lambda item: sizes.index(item[0][0]))
+        for counts in [[r["parameters"] for r in seeds]]
+    ]
+    head = ["kept", "method", "calibration", "parameters", "seeds", "WikiText-2", "perplexity of a token", "seconds"]
+    return markdown(head, rows)
+
+
+def seven_tasks(data: Any) -> str:
+    """Files of studies/evaluate_seven.py: both accuracies of every run in the file."""
+    runs = data["results"]
+    rows = []
+    for place, task in enumerate(next(iter(runs.values()))["tasks"]):
+        found = [run["tasks"][place] for run in runs.values()]
+        scores = [f"{100 * one[k]:.2f} ±{100 * one[f'{k}_stderr']:.2f}" for one in found for k in ("acc", "acc_norm")]
+        rows.append([task["title"], str(task["num_items"]), *scores])
+    average = [f"{100 * run['average'][k]:.2f}" for run in runs.values() for k in ("acc", "acc_norm")]
+    rows.append(["average", "", *average])
+    rows.append(["seconds", "", *(cell for run in runs.values() for cell in (f"{run['seconds']:.1f}", ""))])
+    names = [run.removeprefix("dwindle ") for run in runs]
+    return markdown(["task", "items", *(f"{kind}, {name}" for name in names for kind in ("acc", "acc_norm"))], rows)
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "losses": losses,
+    "tasks": tasks,
+    "commands": commands,
+    "first-comparison": first_comparison,
+    "metrics-without-training": metrics_without_training,
+    "layer-adaptive": layer_adaptive,
+    "seven-tasks": seven_tasks,
+}
+
+
+def render(text: str, folder: Path) -> str:
+    """The page with every marked table made anew from its file."""
+
+    def replace(match: re.Match[str]) -> str:
+        begin, name, file, _, end = match.groups()
+        return begin + TABLES[name](json.loads((folder / file).read_text(encoding="utf-8"))) + end
+
+    return MARKED.sub(replace, text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("page", type=Path, nargs="?", default=PAGE)
+    args = parser.parse_args()
+    old = args.page.read_text(encoding="utf-8")
+    new = render(old, args.page.parent)
+    if args.check:
+        raise SystemExit(f"{args.page.name}: tables differ from their files" if new != old else 0)
+    args.page.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

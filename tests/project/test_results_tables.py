@@ -1,0 +1,101 @@
+"""docs/results.md says what the JSON files of the studies say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dwindle.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results.md"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"study_{name}", ROOT / "studies" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    return script("tables")
+
+
+def test_the_tables_match_their_files(tables: ModuleType) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert tables.render(text, PAGE.parent) == text, "run `python studies/tables.py`"
+    outside = tables.MARKED.sub("", text)
+    assert "| ---" not in outside and "<!--" not in outside, "a table that no file backs, or a broken marker"
+    assert len(tables.MARKED.findall(text)) >= 3
+
+
+def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    (tmp_path / "results").mkdir()
+    for name in re.findall(r"from results/(\S+) -->", text):
+        content = (PAGE.parent / "results" / name).read_text(encoding="utf-8")
+        (tmp_path / "results" / name).write_text(content.replace("3.1184", "3.1384"), encoding="utf-8")
+    found = tables.render(text, tmp_path)
+    assert "**3.138**" in found and "**3.118**" in text and found != text
+
+
+def row(name: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
+    found = {"row": name, "title": name, "size": "50%", "seed": seed, "tokens": 1000, "settings": [], "commit": "abc"}
+    return found | {"command": f"run {name}", "parameters": 90 + seed, "textbooks": loss} | more
+
+
+def test_losses_of_a_study(tables: ModuleType) -> None:
+    """Seeds are one line with mean and sample deviation; unreached targets and refusals never win."""
+    task = {"value": 0.5, "stderr": 0.02}
+    scores = {"tasks": dict.fromkeys(tables.TASKS, task), "average": {"value": 0.41, "stderr": 0.01}}
+    rows = [
+        row("one", 0, 3.0, wikitext2=4.0, **scores),
+        row("two", 0, 2.9, wikitext2=3.0),
+        row("two", 1, 3.0, wikitext2=5.0),
+        row("easy", 0, 1.0, target_reached=False),
+        {k: v for k, v in row("never", 0, 0.0).items() if k != "textbooks"} | {"refused": "too few steps"},
+    ]
+    lines = tables.losses(json.loads(json.dumps({"rows": rows}))).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [line[5:8] for line in cells] == [
+        ["3.000", "4.000", "41.00 (±1.00)"],
+        ["**2.950 ± 0.071**", "4.000 ± 1.414", ""],
+        ["1.000", "", ""],
+        ["not possible: too few steps", "", ""],
+    ]
+    assert cells[1][3:5] == ["0, 1", "90–91"] and cells[2][4] == "90 (target not reached)"
+    assert tables.tasks({"rows": rows}).splitlines()[2:] == [
+        "| 50% | one | 1,000 |" + " 50.00 ±2.00 |" * 7 + " 41.00 ±1.00 |"
+    ]
+    other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
+    found = tables.losses({"rows": other})
+    assert "| one |" in found and "| one [c.d=2] |" in found
+    assert "| two 50% | abc | `run two` |" in tables.commands({"rows": rows})
+
+
+def test_the_figure_of_scalability() -> None:
+    """Means over seeds by the tokens of pruning; what did not reach the target, or had other tokens, is left out."""
+    about: dict[str, Any] = {"target_reached": True, "wikitext2": 5.0}
+    rows = [
+        row("horizon-40%", 0, 2.8, pruning_tokens=400, **about),
+        row("base", 0, 3.0, pruning_tokens=100, **about),
+        row("base", 1, 3.2, pruning_tokens=100, **about),
+        row("ratio-1:9", 0, 1.0, pruning_tokens=900, **about | {"target_reached": False}),
+        row("horizon-5%", 0, 1.0, pruning_tokens=50, **about | {"tokens": 500}),
+        row("lr-3e-3", 0, 1.0, pruning_tokens=100, **about),
+    ]
+    study = script("scalability")
+    books, wiki = study.scalability({"rows": rows}).panels
+    assert books.series[0].x == wiki.series[0].x == [100, 400]
+    assert books.series[0].y == [pytest.approx(3.1), 2.8] and wiki.series[0].y == [5.0, 5.0]
+    with pytest.raises(UserError, match="fewer than two"):
+        study.scalability({"rows": rows[1:3]})

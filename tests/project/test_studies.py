@@ -1,0 +1,94 @@
+"""The training studies on a tiny model: what a row records, what a second call does, stopping at the budget."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dwindle
+from dwindle.training.data import validation_windows
+from dwindle.training.loss import evaluate_loss
+from tiny import tiny_directory
+
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that calls ``main_table`` with more options, and gives the rows of its file."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    tiny_directory(tmp_path / "model")
+    import common
+    import main_table
+
+    settings = ["data.seq_len=24", "training.tokens_per_step=96", "training.lr=3e-3", "data.valid_tokens=240"]
+
+    def call(*words: str) -> list[dict[str, Any]]:
+        options = ["--model", str(tmp_path / "model"), "--data", "pydoc:train", "--valid", "pydoc:valid"]
+        options += ["--tokens", "1152", "--valid-tokens", "480", "--sequences", "4", "--out", str(tmp_path / "o.json")]
+        monkeypatch.setattr(sys, "argv", ["main_table.py", *options, *words, "--set", *settings])
+        common.run_study("main_table", "", main_table.ROWS, {})
+        found: list[dict[str, Any]] = json.loads((tmp_path / "o.json").read_text())["rows"]
+        return found
+
+    return call
+
+
+def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ("--rows", "source,scratch,aware-a+kd", "--sizes", "80%,60%")
+    rows = study(*wanted)
+    assert [(r["row"], r["size"]) for r in rows] == [
+        ("source", ""),
+        ("scratch", "80%"),
+        ("aware-a+kd", "80%"),
+        ("scratch", "60%"),
+        ("aware-a+kd", "60%"),
+    ]
+    assert (
+        capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| 60% | pruning-aware A, distilled (weight=0.5)")
+    )
+    for found in rows:
+        assert {"command", "commit", "seed", "tokens", "parameters", "textbooks", "seconds", "settings"} <= found.keys()
+        assert str(tmp_path) not in json.dumps(found)
+    sizes = {r["size"]: r["parameters"] for r in rows if r["row"] == "scratch"}
+    assert sizes["60%"] < sizes["80%"] < rows[0]["parameters"] == 37408
+    assert rows[1]["tokens"] == 1152 and rows[2]["target_reached"]
+    logs = next((tmp_path / "o-runs").glob("aware-a+kd-60*"))
+    assert {"ledger.jsonl", "metrics.jsonl", "recipe.toml"} <= {path.name for path in logs.iterdir()}
+    assert "distill_loss" in (logs / "metrics.jsonl").read_text()
+
+    loaded = dwindle.load(next((tmp_path / "o").glob("aware-a+kd-60*")) / "model")
+    windows = validation_windows(["pydoc:valid"], loaded.tokenizer, 24, 480)
+    assert rows[4]["textbooks"] == pytest.approx(evaluate_loss(loaded.model, windows), rel=1e-5)
+
+    before = (tmp_path / "o.json").stat().st_mtime_ns
+    assert study(*wanted) == rows and (tmp_path / "o.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_does_not_fit_the_budget_goes_on_later(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dwindle.training.loop import Trainer
+
+    study("--rows", "source")
+    original = Trainer.update
+
+    def update(self: Trainer, grad_norm: torch.Tensor, healthy: bool, *, clip: bool) -> float:
+        if self.step == 5:
+            self.stop.request()  # what the alarm does
+        return original(self, grad_norm, healthy, clip=clip)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    assert [r["row"] for r in study("--rows", "aware-a")] == ["source"]
+    assert "call again" in capsys.readouterr().out
+    monkeypatch.setattr(Trainer, "update", original)
+    rows = study("--rows", "aware-a,adapt")
+    assert [r["row"] for r in rows] == ["source", "aware-a", "adapt"]
+    lines = (next((tmp_path / "o-runs").glob("aware-a*")) / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
+    assert "prune.interleaves" in rows[2]["refused"]  # 20 stages in 12 steps
