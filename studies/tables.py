@@ -78,6 +78,15 @@ def losses(data: Any) -> str:
     return markdown(head, rows)
 
 
+def held_out(data: Any) -> str:
+    """A training study on one text: its held-out loss over seeds."""
+    rows = [
+        [seeds[0]["title"], f"{seeds[0]['tokens']:,}", ", ".join(str(r["seed"]) for r in seeds), *loss_cells(seeds)[:2]]
+        for seeds in grouped(data)
+    ]
+    return markdown(["method", "tokens", "seeds", "parameters", "held-out loss"], rows)
+
+
 def mean_loss(seeds: Sequence[Any]) -> float:
     return statistics.mean(r["textbooks"] for r in seeds)
 
@@ -203,6 +212,7 @@ def seven_tasks(data: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
+    "held-out": held_out,
     "tasks": tasks,
     "commands": commands,
     "first-comparison": first_comparison,
