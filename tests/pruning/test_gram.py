@@ -16,6 +16,7 @@ from dwindle.pruning.gram import (
     regression_from_gram,
     regression_from_inputs,
     removal_update,
+    spread,
 )
 
 COLUMNS = {"one column": [7], "a head": [4, 5, 6, 7], "two heads": [0, 1, 2, 3, 16, 17, 18, 19]}
@@ -40,7 +41,7 @@ def error(x: Tensor, before: Tensor, after: Tensor) -> float:
 def removed(w: Tensor, gone: Tensor, kept: Tensor, a: Tensor | None) -> Tensor:
     after = w.clone()
     if a is not None:
-        removal_update(after, gone, kept, a)
+        removal_update(after, gone, spread(a, kept, w.shape[1]))
     after[:, gone] = 0
     return after
 
@@ -50,7 +51,7 @@ def test_the_update_is_the_least_squares_optimum(name: str) -> None:
     x, w = layer()
     gone, kept = split(COLUMNS[name])
     gram = accumulate_gram(torch.zeros(24, 24, dtype=torch.float64), x)
-    after = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.0))
+    after = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.0).result())
     best = torch.zeros_like(w)
     best[:, kept] = torch.linalg.lstsq(x[:, kept], x @ w.T).solution.T
     assert error(x, w, after) == pytest.approx(error(x, w, best), rel=1e-8)
@@ -68,7 +69,7 @@ def test_the_update_equals_the_formula_with_columns_of_the_inverse() -> None:
         :, gone
     ]
     expected = w[:, kept] - w[:, gone] @ torch.linalg.solve(z[gone], z[kept].T)
-    after = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.01))
+    after = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.01).result())
     assert torch.allclose(after[:, kept], expected, atol=1e-10)
 
 
@@ -76,7 +77,7 @@ def test_one_after_the_other_equals_a_block() -> None:
     x, w = layer()
     gram = x.T @ x
     gone, kept = split([2, 9, 10, 11, 20])
-    block = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.01))
+    block = removed(w, gone, kept, regression_from_gram(gram, gone, kept, damping=0.01).result())
     downdate, stepwise = Downdate(gram, damping=0.01), w.clone()
     for columns in ([10], [2, 20], [9], [11]):
         downdate.remove(stepwise, torch.tensor(columns))
@@ -91,9 +92,11 @@ def test_inputs_and_gram_give_the_same(num_tokens: int) -> None:
     for part in x.split(7):
         gram.add(part)
         sample.add(part)
-    direct = regression_from_inputs(x, gone, kept, damping=0.1)
-    assert torch.allclose(regression_from_gram(x.T @ x, gone, kept, damping=0.1), direct, atol=1e-9)
-    assert torch.allclose(gram.regression(gone, kept, 0.01), sample.regression(gone, kept, 0.01), atol=1e-9)
+    direct = regression_from_inputs(x, gone, kept, damping=0.1).result()
+    assert torch.allclose(regression_from_gram(x.T @ x, gone, kept, damping=0.1).result(), direct, atol=1e-9)
+    assert torch.allclose(
+        gram.regression(gone, kept, 0.01).result(), sample.regression(gone, kept, 0.01).result(), atol=1e-9
+    )
     assert torch.allclose(gram.mean_square(), sample.mean_square())
     living = torch.cat([gone, kept]).sort().values[1:]
     h = (x.T @ x / num_tokens)[living][:, living]
@@ -128,9 +131,9 @@ def test_singular_grams_do_no_harm(kind: str, damping: float, dtype: torch.dtype
         gone, kept = split(columns)
         without = error(x, w, removed(w, gone, kept, None))
         ways = {
-            "gram": regression_from_gram(x.T @ x, gone, kept, damping),
-            "inputs": regression_from_inputs(x, gone, kept, damping),
-            "as pruning calls it": Sample([x]).regression(gone, kept, damping),
+            "gram": regression_from_gram(x.T @ x, gone, kept, damping).result(),
+            "inputs": regression_from_inputs(x, gone, kept, damping).result(),
+            "as pruning calls it": Sample([x]).regression(gone, kept, damping).result(),
         }
         for way, a in ways.items():
             assert a.isfinite().all(), way
@@ -145,9 +148,9 @@ def test_fp64_helps_when_fp32_cannot_factorise() -> None:
     x, w = layer(400, seed=5)
     x[:, 23] = x[:, 22] + 1e-5 * x[:, 23]
     gram = (x.T @ x).float()
-    assert cholesky(gram * 0 - torch.eye(24), torch.tensor(0.0)) is None
+    assert not cholesky(gram * 0 - torch.eye(24), torch.tensor(0.0))[1]
     gone, kept = split([0])
-    a = regression_from_gram(gram, gone, kept, damping=0.0)
+    a = regression_from_gram(gram, gone, kept, damping=0.0).result()
     assert a.isfinite().all()
     assert error(x, w, removed(w, gone, kept, a.double())) <= error(x, w, removed(w, gone, kept, None)) * 1.001
 
@@ -168,8 +171,10 @@ def test_few_tokens_do_no_harm_on_other_text() -> None:
     for column in range(16):
         gone, kept = split([column], inputs)
         without = error(unseen, w, removed(w, gone, kept, None))
-        plain = regression_from_gram(seen.T @ seen, gone, kept, damping=0.01)
+        plain = regression_from_gram(seen.T @ seen, gone, kept, damping=0.01).result()
         naive.append(error(unseen, w, removed(w, gone, kept, plain)) / without)
-        ours.append(error(unseen, w, removed(w, gone, kept, Sample([seen]).regression(gone, kept, 0.01))) / without)
+        ours.append(
+            error(unseen, w, removed(w, gone, kept, Sample([seen]).regression(gone, kept, 0.01).result())) / without
+        )
     assert sum(naive) / 16 > 1.0 > sum(ours) / 16
     assert damping_for(0.01, inputs, 10**9) == pytest.approx(0.01, rel=1e-4)

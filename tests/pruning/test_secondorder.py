@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from masked_steps import adamw, train
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from dwindle.anatomy import Structure
 from dwindle.pretrain import pretrain, resume
@@ -17,7 +18,7 @@ from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.gram import Gram, damping_for
 from dwindle.pruning.ledger import read_ledger
 from dwindle.pruning.saliency import metric_named
-from dwindle.pruning.secondorder import InputStatistics, InputTaps, columns, norm_factor, repair, taps_of
+from dwindle.pruning.secondorder import InputStatistics, InputTaps, norm_factor, repair, taps_of
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
 from dwindle.training.data import DataConfig
@@ -94,7 +95,10 @@ def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
     after = dict(prunable.model.named_parameters())
     touched = set()
     for tap in taps_of(prunable.anatomy):
-        gone, kept = columns(prunable, tap, keep)
+        row, axis = (tap.rows[0], 1) if tap.rows else (prunable.anatomy[tap.norm or ""], 0)
+        living, kept = (prunable.anatomy.positions(row, axis, s, prunable.physical) for s in (prunable.alive, keep))
+        assert living is not None and kept is not None
+        gone = torch.tensor(sorted(set(living.tolist()) - set(kept.tolist())), dtype=torch.long)
         if not len(gone):
             continue
         x = by_hand[tap.key]
@@ -158,24 +162,6 @@ def test_the_norm_factor_is_the_real_one() -> None:
     silent[:2] = 0
     assert norm_factor(silent, gain, torch.tensor([0, 1]), 8) == pytest.approx(0.8**0.5)
     assert norm_factor(silent, gain * 0, torch.tensor([0, 1]), 8).isfinite()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        batch = tokens(2, 12, seed=seed + step)
-        loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        prunable.mask_gradients()
-        torch.nn.utils.clip_grad_norm_(prunable.model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("tied", [False, True])

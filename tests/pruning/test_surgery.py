@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from masked_steps import adamw, train
 
 from dwindle.pruning.surgery import Prunable
 from tiny import FAMILIES, random_group, tiny_model, tokens
@@ -17,24 +17,6 @@ PATTERNS = {
     "stem": ["stem"] * 4,
     "all": ["attn", "ffn", "stem", "attn", "ffn", "stem", "attn"],
 }
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-
-def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        batch = tokens(2, 12, seed=seed + step)
-        loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        prunable.mask_gradients()
-        torch.nn.utils.clip_grad_norm_(prunable.model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def warmed_up(family: str, **options: Any) -> tuple[Prunable, torch.optim.Optimizer]:

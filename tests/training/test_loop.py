@@ -196,7 +196,7 @@ def test_too_many_bad_steps_save_and_stop(tmp_path: Path) -> None:
 
 def test_gradients_edited_by_a_callback_are_what_is_clipped() -> None:
     class Halve(Callback):
-        def after_backward(self, trainer: Trainer) -> None:
+        def edit_gradients(self, trainer: Trainer) -> None:
             for p in trainer.model.parameters():
                 assert p.grad is not None
                 p.grad *= 0.5

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tiny_run import RandomBatches, make_trainer, tiny_llama
+from tiny_run import VOCAB, RandomBatches, make_trainer, portable_bf16, tiny_llama
 
+from dwindle.anatomy import Group
 from dwindle.errors import UserError
+from dwindle.pruning.surgery import Prunable
 from dwindle.training import display as display_module
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.display import Display
 from dwindle.training.loop import Trainer
 from dwindle.training.metrics import JsonLinesFile, MetricsWriter, TensorBoardWriter, tensorboard_installed
+from dwindle.training.optim import build_adamw
 
 
 class Extra(Callback):
@@ -38,10 +41,39 @@ def test_everything_outside_time_is_deterministic(tmp_path: Path) -> None:
     for line in first + second:
         assert line.pop("time")
     assert first == second
-    assert list(first[0]) == ["step", "tokens", "loss", "grad_norm", "lr", "skipped"]
+    assert list(first[0]) == ["step", "tokens", "loss", "grad_norm", "lr", "skipped", "flops_per_token"]
     assert first[1]["parameters"] == 123 and "parameters" not in first[2]
     assert [line["step"] for line in first if "valid_loss" in line] == [3, 5]
     assert [line["tokens"] for line in first] == [48, 96, 144, 192, 240]
+
+
+def test_flops_and_utilisation_follow_a_compaction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 6 operations for each weight of a matrix and norm, 12 for each attended channel and token."""
+    prunable = Prunable(tiny_llama())
+
+    class CompactAt2(Callback):
+        def after_step(self, trainer: Trainer) -> None:
+            if trainer.step == 2:
+                alive = prunable.alive.without(Group("ffn", (tuple(range(16)), tuple(range(16)))))
+                prunable.kill(alive, trainer.optimizer)
+                rebuilt = prunable.compact(alive, trainer.optimizer, lambda model: build_adamw(model, lr=1e-2))
+                assert rebuilt is not None
+                trainer.replace_model(prunable.model, rebuilt)
+
+    monkeypatch.setattr("dwindle.training.metrics.peak_flops", lambda device: 1e9)
+    path = tmp_path / "metrics.jsonl"
+    trainer = make_trainer(prunable.model, [CompactAt2(), MetricsWriter(path)], num_steps=4, precision="bf16")
+    with portable_bf16():
+        trainer.run()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def by_hand(ffn: int) -> float:
+        layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * ffn + 2 * 32  # q, k and v, o, the FFN, two norms
+        return 6 * (2 * layer + 32 + VOCAB * 32) + 12 * 2 * 32 * 12
+
+    assert [line["flops_per_token"] for line in lines] == [by_hand(48), by_hand(48), by_hand(32), by_hand(32)]
+    for line in lines:
+        assert line["time"]["mfu"] == pytest.approx(line["flops_per_token"] * line["time"]["tokens_per_s"] / 1e9)
 
 
 def test_numbers_that_json_does_not_know_become_null(tmp_path: Path) -> None:

@@ -21,6 +21,9 @@ class Exchange(Protocol):
     def is_mine(self, number: int) -> bool:
         """Whether this process solves problem ``number``."""
 
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        """How many tokens each process has seen, this one ``own``: the same in all problems of one exchange."""
+
     def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
         """The sum over processes, at the owner; what the others get is not used."""
 
@@ -37,6 +40,9 @@ class Alone:
     def is_mine(self, number: int) -> bool:
         return True
 
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        return [own]
+
     def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
         return tensor
 
@@ -52,9 +58,20 @@ class Together:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._counts: list[int] = []
 
     def is_mine(self, number: int) -> bool:
         return number % self.size == self.rank
+
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        """Asked once: every layer sees the same tokens, and asking means waiting for the device."""
+        if not self._counts:
+            every = torch.zeros(self.size, dtype=torch.int64, device=device)
+            every[self.rank] = own
+            dist.all_reduce(every)
+            self._counts = every.tolist()
+        assert self._counts[self.rank] == own, "layers saw different numbers of tokens"
+        return self._counts
 
     def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
         total = tensor.clone()
@@ -62,16 +79,15 @@ class Together:
         return total
 
     def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        counts = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(self.size)]
-        dist.all_gather(counts, torch.tensor([len(tensor)], device=tensor.device))
-        most = int(torch.cat(counts).max())
+        counts = self.counts(len(tensor), tensor.device)
+        most = max(counts)
         padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
         mine = self.is_mine(number)
         parts = [torch.empty_like(padded) for _ in range(self.size)] if mine else None
         dist.gather(padded.contiguous(), parts, dst=number % self.size)
         if parts is None:
             return tensor
-        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def from_owner(self, number: int, tensor: Tensor) -> Tensor:
         dist.broadcast(tensor, src=number % self.size)

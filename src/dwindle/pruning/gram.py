@@ -17,6 +17,7 @@ Shapes: T tokens, N inputs of a layer, P those that leave, R those that stay, O 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -45,85 +46,114 @@ def accumulate_gram(gram_NN: Tensor, x_TN: Tensor) -> Tensor:
     return gram_NN.add_(_inner(x_TN.T, x_TN, gram_NN.dtype))
 
 
-def removal_update(w_ON: Tensor, gone_P: Tensor, kept_R: Tensor, a_PR: Tensor) -> Tensor:
-    """``W_R += W_P A`` in place; the columns P are left for the caller to zero."""
-    a_PN = w_ON.new_zeros(len(gone_P), w_ON.shape[1]).index_copy_(1, kept_R, a_PR.to(w_ON.dtype))
-    return w_ON.addmm_(w_ON.index_select(1, gone_P), a_PN)
+def spread(a_PR: Tensor, kept_R: Tensor, num_inputs: int) -> Tensor:
+    """A over all inputs: zero for those that are not kept."""
+    return a_PR.new_zeros(len(a_PR), num_inputs).index_copy_(1, kept_R, a_PR)
 
 
-def regression_from_gram(gram_NN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
-    """A = H_PR (H_RR + λI)⁻¹; a row that did not become better than nothing is zero."""
-    h_RR = gram_NN.index_select(0, kept_R).index_select(1, kept_R)
-    h_RP = gram_NN.index_select(0, kept_R).index_select(1, gone_P)
+def removal_update(w_ON: Tensor, gone_P: Tensor, a_PN: Tensor) -> Tensor:
+    """``W += W_P A`` in place; the columns P are left for the caller to zero."""
+    return w_ON.addmm_(w_ON.index_select(1, gone_P), a_PN.to(w_ON.dtype))
+
+
+class Regression:
+    """A, computed but not looked at: whether fp32 was enough is asked once for all layers (``finished``).
+
+    Looking means waiting for the device; a layer at a time, it would stand still between layers.
+    """
+
+    def __init__(self, solve: Solve, h_P: Tensor) -> None:
+        self._solve, self._h_P = solve, h_P
+        self.a_PR, good_P = self._in(h_P.dtype)
+        self.is_good = good_P.all()
+        if h_P.dtype == torch.float64:
+            self.is_good = torch.ones_like(self.is_good)  # there is nothing better to try
+
+    def result(self) -> Tensor:
+        """A, [P, R]; rows that did not become better than nothing are zero. Waits."""
+        return finished([self])[0]
+
+    def in_fp64(self) -> Tensor:
+        return self._in(torch.float64)[0].to(self._h_P.dtype)
+
+    def _in(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Never NaN, never worse than leaving the rest as it is; and which rows are so by themselves."""
+        a_PR, error_P = self._solve(dtype)
+        slack = torch.finfo(self._h_P.dtype).eps ** 0.5  # the error itself is only known up to rounding
+        good_P = a_PR.isfinite().all(1) & (error_P <= self._h_P * (1 + slack))
+        return torch.where(good_P[:, None], a_PR, 0.0), good_P
+
+
+def finished(regressions: Sequence[Regression]) -> list[Tensor]:
+    """The results of many; those for which fp32 was not enough are done again in fp64. Waits once."""
+    if not regressions:
+        return []
+    good = torch.stack([regression.is_good for regression in regressions]).tolist()
+    return [r.a_PR if is_good else r.in_fp64() for r, is_good in zip(regressions, good, strict=True)]
+
+
+def regression_from_gram(gram_NN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
+    """A = H_PR (H_RR + λI)⁻¹."""
     h_P = gram_NN.diagonal()[gone_P]
-    ridge = damping * (h_RR.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
 
-    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        factor = cholesky(h_RR.to(dtype), ridge.to(dtype))
-        if factor is None:
-            return None
+    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        h_RN = gram_NN.index_select(0, kept_R)
+        h_RR, h_RP = h_RN.index_select(1, kept_R), h_RN.index_select(1, gone_P)
+        ridge = damping * (h_RR.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
+        factor, is_whole = cholesky(h_RR.to(dtype), ridge.to(dtype))
         a_RP = torch.cholesky_solve(h_RP.to(dtype), factor)
         error_P = h_P - (a_RP * (2 * h_RP - h_RR @ a_RP.to(h_RP))).sum(0)
-        return a_RP.T, error_P
+        return a_RP.T, torch.where(is_whole, error_P, torch.inf)
 
-    return _best(solve, h_P, len(kept_R))
+    return Regression(solve, h_P)
 
 
-def regression_from_inputs(x_TN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
-    """The same from the inputs themselves, by a T×T system: the cheaper way when there are fewer tokens than inputs."""
-    x_TR, x_TP = x_TN.index_select(1, kept_R), x_TN.index_select(1, gone_P)
+def regression_from_inputs(x_TN: Tensor, gone_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
+    """The same from the inputs themselves, by a T×T system: the cheaper way when there are fewer tokens than inputs.
+
+    What is not kept is zeroed, not cut out: it then adds nothing, and a GPU multiplies matrices of odd widths slowly.
+    """
     wide = _wide(x_TN.dtype)
-    h_P = x_TP.to(wide).square().sum(0)
-    kernel_TT = _inner(x_TR, x_TR.T, wide)
-    ridge = damping * (kernel_TT.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
+    x_TP = x_TN.index_select(1, gone_P).to(wide)
+    h_P = x_TP.square().sum(0)
 
-    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        factor = cholesky(kernel_TT.to(dtype), ridge.to(dtype))
-        if factor is None:
-            return None
+    def solve(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        is_kept_N = torch.zeros(x_TN.shape[1], dtype=torch.bool, device=x_TN.device).index_fill_(0, kept_R, True)
+        kept_TN = torch.where(is_kept_N, x_TN, 0.0)
+        kernel_TT = _inner(kept_TN, kept_TN.T, wide)
+        ridge = damping * (kernel_TT.diagonal().sum() + h_P.sum()) / (len(gone_P) + len(kept_R))
+        factor, is_whole = cholesky(kernel_TT.to(dtype), ridge.to(dtype))
         target_TP = x_TP.to(dtype)
-        a_RP = x_TR.T.to(dtype) @ torch.cholesky_solve(target_TP, factor)
-        error_P = (target_TP - x_TR.to(dtype) @ a_RP).square().sum(0)
-        return a_RP.T, error_P.to(wide)
+        a_NP = kept_TN.T.to(dtype) @ torch.cholesky_solve(target_TP, factor)
+        error_P = (target_TP - kept_TN.to(dtype) @ a_NP).square().sum(0)
+        return a_NP.index_select(0, kept_R).T, torch.where(is_whole, error_P.to(wide), torch.inf)
 
-    return _best(solve, h_P, len(kept_R))
-
-
-class _Solve(Protocol):
-    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None: ...
+    return Regression(solve, h_P)
 
 
-def _best(solve: _Solve, h_P: Tensor, num_kept: int) -> Tensor:
-    """fp32 if it works, else fp64, else no update: never NaN, never worse than leaving the rest as it is."""
-    for dtype in dict.fromkeys((h_P.dtype, torch.float64)):
-        found = solve(dtype)
-        if found is None:
-            continue
-        a_PR, error_P = found
-        slack = torch.finfo(h_P.dtype).eps ** 0.5  # the error itself is only known up to rounding
-        good_P = a_PR.isfinite().all(1) & (error_P <= h_P * (1 + slack))
-        if dtype == torch.float64 or bool(good_P.all()):
-            return torch.where(good_P[:, None], a_PR, 0.0).to(h_P.dtype)
-    return h_P.new_zeros(len(h_P), num_kept)
+class Solve(Protocol):
+    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A [P, R] and the error that it leaves of every input P, in this precision; infinite where it failed."""
 
 
-def cholesky(matrix_NN: Tensor, ridge: Tensor) -> Tensor | None:
-    """The factor of ``matrix + ridge·I``, or None when it has none in this precision."""
+def cholesky(matrix_NN: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor of ``matrix + ridge·I``, and whether it has one in this precision: a tensor, nothing is waited for.
+
+    One matrix at a time on purpose: the batched routines of GPU libraries are made for small ones.
+    """
     damped = matrix_NN.clone()
     damped.diagonal().add_(ridge)
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(damped)
-    if int(info) != 0 or not bool(factor.diagonal().isfinite().all()):
-        return None
-    return factor
+    return factor, (info == 0) & factor.diagonal().isfinite().all()
 
 
 def inverse_diagonal_from_gram(gram_NN: Tensor, living: Tensor, damping: float) -> Tensor:
     """diag((H + λI)⁻¹) of the living inputs, by a triangular inverse (the full one is never formed)."""
     h = gram_NN.index_select(0, living).index_select(1, living)
     for dtype in dict.fromkeys((h.dtype, torch.float64)):
-        factor = cholesky(h.to(dtype), damping * h.diagonal().mean().to(dtype))
-        if factor is not None:
+        factor, is_whole = cholesky(h.to(dtype), damping * h.diagonal().mean().to(dtype))
+        if is_whole:
             eye = torch.eye(len(h), dtype=dtype, device=h.device)
             lower: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
             return lower.square().sum(0).to(gram_NN.dtype)
@@ -135,8 +165,8 @@ def inverse_diagonal_from_inputs(x_TN: Tensor, living: Tensor, damping: float) -
     x = x_TN.index_select(1, living)
     kernel_TT = _inner(x, x.T, _wide(x.dtype))
     ridge = damping * kernel_TT.diagonal().sum().double() / len(living)
-    factor = cholesky(kernel_TT.double(), ridge)
-    if factor is None:
+    factor, is_whole = cholesky(kernel_TT.double(), ridge)
+    if not is_whole:
         return 1 / x.to(kernel_TT.dtype).square().sum(0).clamp(min=torch.finfo(kernel_TT.dtype).tiny)
     lower: Tensor = torch.linalg.solve_triangular(factor, x.double(), upper=False)
     leverage = lower.square().sum(0)
@@ -151,9 +181,8 @@ class Downdate:
     """
 
     def __init__(self, gram_NN: Tensor, damping: float = DEFAULT_DAMPING) -> None:
-        factor = cholesky(gram_NN, damping * gram_NN.diagonal().mean())
-        assert factor is not None, "this Gram is singular: raise the damping"
-        self._factor = factor
+        self._factor, is_whole = cholesky(gram_NN, damping * gram_NN.diagonal().mean())
+        assert is_whole, "this Gram is singular: raise the damping"
         self._gone = torch.zeros(0, dtype=torch.long, device=gram_NN.device)
         self._taken_NQ = gram_NN.new_zeros(len(gram_NN), 0)
 
@@ -177,8 +206,8 @@ class Inputs(Protocol):
 
     def add(self, x_TN: Tensor) -> None: ...
 
-    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
-        """A, [P, R], with the damping that its number of tokens calls for (``damping_for``)."""
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
+        """A, with the damping that its number of tokens calls for (``damping_for``)."""
 
     def mean_square(self) -> Tensor:
         """E[x²] of every input: the diagonal of H."""
@@ -193,7 +222,7 @@ class Inputs(Protocol):
 class Gram:
     """H, summed up token by token: N² numbers however many tokens."""
 
-    def __init__(self, total_NN: Tensor | None = None, num_tokens: float = 0) -> None:
+    def __init__(self, total_NN: Tensor | None = None, num_tokens: int = 0) -> None:
         self.total_NN, self.num_tokens = total_NN, num_tokens
 
     def add(self, x_TN: Tensor) -> None:
@@ -207,7 +236,7 @@ class Gram:
         assert self.total_NN is not None, "no inputs were seen"
         return self.total_NN
 
-    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
         damping = damping_for(damping, len(gone_P) + len(kept_R), self.num_tokens)
         return regression_from_gram(self.matrix_NN, gone_P, kept_R, damping)
 
@@ -218,9 +247,8 @@ class Gram:
         return inverse_diagonal_from_gram(self.matrix_NN, living, damping) * self.num_tokens
 
     def at_owner(self, number: int, exchange: Exchange) -> Gram:
-        count = torch.tensor(float(self.num_tokens), device=self.matrix_NN.device)
-        total = exchange.sum_to_owner(number, self.matrix_NN)
-        return Gram(total, float(exchange.sum_to_owner(number, count)))
+        total = sum(exchange.counts(self.num_tokens, self.matrix_NN.device))
+        return Gram(exchange.sum_to_owner(number, self.matrix_NN), total)
 
 
 class Sample:
@@ -239,7 +267,7 @@ class Sample:
             self._rows = [torch.cat(self._rows)]
         return self._rows[0]
 
-    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Tensor:
+    def regression(self, gone_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
         x_TN = self.inputs_TN
         if x_TN.shape[0] < x_TN.shape[1]:
             damping = damping_for(damping, len(gone_P) + len(kept_R), len(x_TN))

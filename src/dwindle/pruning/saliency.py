@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dwindle.anatomy import Group, Kind, Row, Structure
+from dwindle.anatomy import KINDS, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import places
 from dwindle.errors import UserError
 from dwindle.pruning.exchange import Exchange, exchange_here
 from dwindle.pruning.gram import Inputs
 from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.transfer import Fetched
 from dwindle.training.shards import local, row_range, same_everywhere
 
 
@@ -31,6 +33,8 @@ class Metric:
     what is not collected is passed as w."""
     curvature: Literal["diagonal", "inverse"] | None = None
     """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
+    is_plain: bool = True
+    """Whether the score is arithmetic alone, which can be compiled (no draws)."""
 
 
 def taylor(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ def _random(seed: int) -> Metric:
         drawn = torch.rand(w_OI.shape, generator=generator).to(w_OI)
         return drawn * (w_OI != 0)
 
-    return Metric(score)
+    return Metric(score, is_plain=False)
 
 
 _METRICS: dict[str, Callable[[int], Metric]] = {
@@ -194,51 +198,59 @@ def score_model(
 
 
 def begin_scores(
-    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
+    prunable: Prunable,
+    gradients: Mapping[str, Tensor],
+    fishers: Mapping[str, Tensor] | None,
+    metric: Metric,
+    *,
+    fused: bool = False,
 ) -> Callable[[], Scores]:
     """Start to compute ``score_model``; calling the result waits for it.
 
     Only row and column sums leave the device that the weights are on; where each process holds some rows of the
     weights, one small all-reduce completes them, and all processes get the same numbers. A GPU does not stand
     still meanwhile: what is given to it after this call runs while the groups are chosen on the host.
+
+    ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
+    over weights and gradients, instead of eight; for a GPU, other last bits.
     """
+    sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": []}
     rows: list[Tensor] = []
-    for kind, element_OI in _elements(prunable, gradients, fishers, metric):
-        rows.append(element_OI.sum(1, dtype=torch.float64))
-        columns[kind].append(element_OI.sum(0, dtype=torch.float64))
-    heads = [c_I.view(-1, prunable.anatomy.head_dim).sum(1) for c_I in columns["attn"]]
+    for kind, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+        row, column = sums(metric.score, weight, gradient, fisher)
+        rows.append(row)
+        columns[kind].append(column)
+    heads = torch.cat(columns["attn"]).view(-1, prunable.anatomy.head_dim).sum(1)
     weight = prunable.parameters[prunable.anatomy.output_row(0, "attn").name]
     stem = rows[0].new_zeros(weight.shape[0])
     first, held = row_range(weight)
-    stem[first : first + held] = torch.stack(rows).sum(0)
-    flat = torch.cat([*heads, *columns["ffn"], stem])
-    transfer = _Transfer(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one wait
-    lengths, count = [len(t) for t in (*heads, *columns["ffn"], stem)], len(heads)
+    torch.sum(torch.stack(rows), 0, out=stem[first : first + held])
+    flat = torch.cat([heads, *columns["ffn"], stem])
+    transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one wait
 
     def result() -> Scores:
-        sums = list(torch.split(transfer.result(), lengths))
-        return Scores(prunable.physical, sums[:count], sums[count:-1], sums[-1]).mask(prunable.dead)
+        flat = transfer.result().masked_fill_(prunable.dead_flags, float("inf"))
+        parts = list(torch.split(flat, [len(part) for kind in KINDS for part in prunable.dead[kind]]))
+        count = prunable.anatomy.num_layers
+        return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1])
 
     return result
 
 
-class _Transfer:
-    """A copy to the host that later work on the device does not delay."""
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def __init__(self, values: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._copy = values
-        if values.is_cuda:
-            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._copy.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
 
-    def result(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
+def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Row and column sums of the element scores."""
+    element_OI = score(w_OI, g_OI, g_OI.square() if f_OI is None else f_OI)
+    return element_OI.sum(1, dtype=torch.float64), element_OI.sum(0, dtype=torch.float64)
+
+
+@cache
+def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """One graph for projections of all sizes; made only when asked for, because the compiler takes a second to load."""
+    return torch.compile(_sums, dynamic=True)
 
 
 class ElementScores:
@@ -291,10 +303,18 @@ def _elements(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Iterator[tuple[str, Tensor]]:
     """(attn or ffn, element scores) of the output projections, layer by layer."""
-    parameters = prunable.parameters
+    for kind, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+        assert fisher is not None
+        yield kind, metric.score(weight, gradient, fisher)
+
+
+def _operands(
+    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
+    """(attn or ffn, w, g, f) of the output projections, layer by layer; what was not collected is w."""
     for layer in range(prunable.anatomy.num_layers):
         for kind in ("attn", "ffn"):
             name = prunable.anatomy.output_row(layer, kind).name
-            weight = local(parameters[name].detach())
-            gradient, fisher = local(gradients.get(name, weight)), local(fishers.get(name, weight))
-            yield kind, metric.score(weight, gradient, fisher)
+            weight = local(prunable.parameters[name].detach())
+            fisher = None if fishers is None else local(fishers.get(name, weight))
+            yield kind, weight, local(gradients.get(name, weight)), fisher

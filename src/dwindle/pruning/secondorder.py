@@ -22,11 +22,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy import Anatomy, Kind, Row, Structure
+from dwindle.anatomy.anatomy import Leaving
 from dwindle.pruning.exchange import Exchange, exchange_here, num_processes
-from dwindle.pruning.gram import DEFAULT_DAMPING, Gram, Inputs, Sample, removal_update
+from dwindle.pruning.gram import (
+    DEFAULT_DAMPING,
+    Gram,
+    Inputs,
+    Regression,
+    Sample,
+    finished,
+    removal_update,
+    spread,
+)
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
-from dwindle.training.shards import gathered, local
+from dwindle.pruning.transfer import sent
+from dwindle.training.shards import gathered, local, several_processes
 
 DEFAULT_TOKENS = 4096
 """Tokens from which a layer's Gram is made."""
@@ -54,6 +65,11 @@ class Tap:
     """Whether the input is that module's output (the head is not always called as a module)."""
     norm: str | None = None
     """The gain of the norm that makes this input; None where readers see the stream itself (OLMo 2)."""
+
+    @property
+    def layer(self) -> int | None:
+        """Where its columns are counted: one layer's, or (hidden) those of all."""
+        return None if self.unit == "hidden" else self.rows[0].layer
 
 
 def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden")) -> list[Tap]:
@@ -94,7 +110,7 @@ class InputTaps:
         self.taps, self.sink, self.only_in_training = taps, sink, only_in_training
         self._left = 0
         self._is_placeholder = False
-        """A batch of nothing but token 0: an idle process takes part with one, and it must not count."""
+        """A batch of nothing but token 0: an idle process among several takes part with one, and it must not count."""
         backbone: nn.Module = model.model
         self._modules: list[Any] = [model.get_submodule(tap.key) for tap in taps]
         self._handles: list[RemovableHandle] = []
@@ -131,7 +147,7 @@ class InputTaps:
         tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         wanted = self._left > 0 and (backbone.training or not self.only_in_training)
         self._set_stride(-(-tokens.numel() // self._left) if wanted else 0)
-        self._is_placeholder = wanted and not bool(tokens.any())
+        self._is_placeholder = wanted and several_processes() and not bool(tokens.any())
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         seen = 0
@@ -217,6 +233,16 @@ class InputWatch:
             self._taps.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One input that loses columns; the tensors are on the device."""
+
+    number: int
+    tap: Tap
+    gone_P: Tensor
+    kept_R: Tensor
+
+
 @torch.no_grad()
 def repair(
     prunable: Prunable,
@@ -229,32 +255,58 @@ def repair(
     """Change the columns that stay so that every layer's output moves least when ``keep`` becomes all that is alive.
 
     Call it before ``Prunable.kill(keep)``. Rows that are dead, or die with the same event, stay or become zero.
+
+    All problems are given to the device before the first result is looked at.
     """
     exchange = exchange or exchange_here()
-    parameters: dict[str, nn.Parameter] = dict(prunable.model.named_parameters())
-    number = 0
-    for tap in taps_of(prunable.anatomy):
-        gone_P, kept_R = columns(prunable, tap, keep)
-        if not len(gone_P):
-            continue
-        weights = [local(parameters[row.name]) for row in tap.rows]
-        gain = parameters[tap.norm] if tap.norm is not None else None
-        like = weights[0] if gain is None else local(gain)
-        gone_P, kept_R = gone_P.to(like.device), kept_R.to(like.device)
-        whole_gain = None if gain is None else gathered(gain)
-        result = like.new_zeros(1 + len(gone_P) * len(kept_R) if weights else 1)
+    problems = _problems(prunable, keep)
+    factors: dict[int, Tensor] = {}
+    regressions: dict[int, Regression] = {}
+    for problem in problems:
+        number, tap = problem.number, problem.tap
+        gain = None if tap.norm is None else gathered(prunable.parameters[tap.norm])
         seen = inputs[tap.key].at_owner(number, exchange)
         if exchange.is_mine(number):
-            if whole_gain is not None:
-                result[0] = norm_factor(seen.mean_square(), whole_gain, gone_P, len(kept_R))
-            if weights:
-                result[1:] = seen.regression(gone_P, kept_R, damping).flatten()
-        result = exchange.from_owner(number, result)
+            if gain is not None:
+                factors[number] = norm_factor(seen.mean_square(), gain, problem.gone_P, len(problem.kept_R))
+            if tap.rows:
+                regressions[number] = seen.regression(problem.gone_P, problem.kept_R, damping)
+    found = dict(zip(regressions, finished(list(regressions.values())), strict=True))
+    for problem in problems:
+        _apply(prunable, problem, found.get(problem.number), factors.get(problem.number), exchange)
+
+
+def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
+    """Every input that loses columns now; what is known of them on the host is sent to the device at once."""
+    leaving = prunable.anatomy.leaving(prunable.alive, keep, prunable.physical)
+    units = tuple(dict.fromkeys(unit for unit, _ in leaving if unit != "kv"))
+    taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in leaving]
+    one_each = {(tap.unit, tap.layer): tap for tap in taps}
+    places = {key: columns(prunable, tap, leaving) for key, tap in one_each.items()}
+    device = next(iter(prunable.parameters.values())).device
+    there = iter(sent([part for pair in places.values() for part in pair], device))
+    on_device = {key: (next(there), next(there)) for key in places}
+    return [_Problem(number, tap, *on_device[tap.unit, tap.layer]) for number, tap in enumerate(taps)]
+
+
+def _apply(
+    prunable: Prunable, problem: _Problem, a_PR: Tensor | None, factor: Tensor | None, exchange: Exchange
+) -> None:
+    """The owner's result, to all readers of the input and to the norm before it."""
+    parameters, tap, gone_P = prunable.parameters, problem.tap, problem.gone_P
+    weights = [local(parameters[row.name]) for row in tap.rows]
+    gain = None if tap.norm is None else local(parameters[tap.norm])
+    if weights:
+        width = weights[0].shape[1]
+        a_PN = weights[0].new_zeros(len(gone_P), width)
+        if a_PR is not None:
+            a_PN = spread(a_PR.to(a_PN.dtype), problem.kept_R, width)
+        a_PN = exchange.from_owner(problem.number, a_PN)
         for weight in weights:
-            removal_update(weight, gone_P, kept_R, result[1:].view(len(gone_P), len(kept_R)))
-        if gain is not None:
-            local(gain).div_(result[0])
-        number += 1
+            removal_update(weight, gone_P, a_PN)
+    if gain is not None:
+        factor = gain.new_zeros(()) if factor is None else factor.to(gain.dtype)
+        gain.div_(exchange.from_owner(problem.number, factor))
 
 
 def norm_factor(mean_square_N: Tensor, gain_N: Tensor, gone_P: Tensor, num_kept: int) -> Tensor:
@@ -268,13 +320,13 @@ def norm_factor(mean_square_N: Tensor, gain_N: Tensor, gone_P: Tensor, num_kept:
     return (num_kept / num_all / (1 - share.clamp(0.0, 0.9))).sqrt()
 
 
-def columns(prunable: Prunable, tap: Tap, keep: Structure) -> tuple[Tensor, Tensor]:
+def columns(prunable: Prunable, tap: Tap, leaving: Leaving) -> tuple[Tensor, Tensor]:
     """Where the columns that leave and that stay lie in the tensors as they are now."""
-    anatomy, here = prunable.anatomy, prunable.physical
-    row, axis = (tap.rows[0], 1) if tap.rows else (anatomy[tap.norm or ""], 0)
-    living = anatomy.positions(row, axis, prunable.alive, here)
-    kept_R = anatomy.positions(row, axis, keep, here)
-    assert living is not None and kept_R is not None
-    stays = torch.zeros(anatomy.shape(row, here)[axis], dtype=torch.bool)
-    stays[kept_R] = True
-    return living[~stays[living]], kept_R
+    kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
+    stays = ~prunable.dead[kinds[tap.unit]][tap.layer or 0]
+    gone = torch.tensor(leaving[tap.unit, tap.layer])
+    stays[gone] = False
+    stretch = prunable.anatomy.stretch(tap.unit)
+    both = (gone, stays.nonzero()[:, 0])
+    gone_P, kept_R = ((where[:, None] * stretch + torch.arange(stretch)).flatten() for where in both)
+    return gone_P, kept_R

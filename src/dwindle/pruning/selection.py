@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dwindle.anatomy import KINDS, Anatomy, Group, Kind, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.saliency import Scores
@@ -14,6 +17,11 @@ from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
 
 DEFAULT_MIN_WIDTH = 8
+
+Values = NDArray[np.float64]
+"""Scores of the living query heads of a layer, in their order."""
+Way = Callable[[Layer, Values], list[int]]
+"""Which of them leave together: their places."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -121,9 +129,10 @@ class Selector:
         return _Candidate(group, total / elements if self.options.compare == "mean" else total)
 
     def _ffn(self, scores: Scores, alive: Structure) -> _Candidate:
-        weakest = [int(s.argmin()) for s in scores.ffn]
+        values = [s.numpy() for s in scores.ffn]  # many small arrays: numpy's calls cost a tenth of torch's
+        weakest = [int(v.argmin()) for v in values]
         members = tuple((la.ffn[p],) for la, p in zip(scores.structure.layers, weakest, strict=True))
-        total = sum(float(s[p]) for s, p in zip(scores.ffn, weakest, strict=True))
+        total = sum(float(v[p]) for v, p in zip(values, weakest, strict=True))
         return self._candidate(Group("ffn", members), total, len(weakest) * len(alive.hidden))
 
     def _stem(self, scores: Scores, alive: Structure) -> _Candidate:
@@ -139,10 +148,12 @@ class Selector:
         for way in ways:
             members, total, heads = [], 0.0, 0
             for here, living, score in zip(scores.structure.layers, alive.layers, scores.attn, strict=True):
-                values = dict(zip(here.query_heads, score.tolist(), strict=True))
+                values = score.numpy()
+                if living.query_heads is not here.query_heads:
+                    values = values[np.searchsorted(here.query_heads, living.query_heads)]
                 chosen = way(living, values)
-                members.append(tuple(chosen))
-                total += sum(values[q] for q in chosen)
+                members.append(tuple(living.query_heads[place] for place in chosen))
+                total += sum(values[chosen].tolist())
                 heads += len(chosen)
             elements = heads * self.anatomy.head_dim * len(alive.hidden)
             candidate = self._candidate(Group("attn", tuple(members)), total, elements)
@@ -150,7 +161,7 @@ class Selector:
                 best = candidate
         return best
 
-    def _regular_ways(self, alive: Structure) -> list[Callable[[Layer, dict[int, float]], list[int]]]:
+    def _regular_ways(self, alive: Structure) -> list[Way]:
         """Both keep every layer regular; only ways from which the wanted number of heads can still be reached."""
         kv, per_kv = len(alive.layers[0].kv_heads), alive.layers[0].queries_per_kv[0]
         wanted = self.floor.heads
@@ -161,7 +172,7 @@ class Selector:
                 return False
             return not exact or _splits(wanted, kv_heads, queries)
 
-        ways: list[Callable[[Layer, dict[int, float]], list[int]]] = []
+        ways: list[Way] = []
         if allowed(kv, per_kv - 1):
             ways.append(_one_query_each)
         if allowed(kv - 1, per_kv):
@@ -243,17 +254,17 @@ def _splits(heads: int, kv: int, per_kv: int) -> bool:
     return any(heads % k == 0 and heads // k <= per_kv for k in range(1, kv + 1))
 
 
-def _one_query(layer: Layer, values: dict[int, float]) -> list[int]:
-    return [min(layer.query_heads, key=values.__getitem__)]
+def _one_query(layer: Layer, values_H: Values) -> list[int]:
+    return [int(values_H.argmin())]
 
 
-def _queries_of(layer: Layer, kv_head: int) -> list[int]:
-    return [q for q, kv in zip(layer.query_heads, layer.kv_of_query, strict=True) if kv == kv_head]
+def _one_query_each(layer: Layer, values_H: Values) -> list[int]:
+    """Regular: the queries of a key/value head are neighbours, and equally many."""
+    by_kv = values_H.reshape(len(layer.kv_heads), -1)
+    return [int(place) + kv * by_kv.shape[1] for kv, place in enumerate(by_kv.argmin(1))]
 
 
-def _one_query_each(layer: Layer, values: dict[int, float]) -> list[int]:
-    return [min(_queries_of(layer, kv), key=values.__getitem__) for kv in layer.kv_heads]
-
-
-def _one_kv_head(layer: Layer, values: dict[int, float]) -> list[int]:
-    return min((_queries_of(layer, kv) for kv in layer.kv_heads), key=lambda qs: sum(values[q] for q in qs))
+def _one_kv_head(layer: Layer, values_H: Values) -> list[int]:
+    by_kv = values_H.reshape(len(layer.kv_heads), -1)
+    first = int(by_kv.sum(1).argmin()) * by_kv.shape[1]
+    return list(range(first, first + by_kv.shape[1]))

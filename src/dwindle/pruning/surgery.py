@@ -10,18 +10,18 @@ Zeroing a group's weights and its Adam moments is a fixed point of training, wit
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
-from dwindle.anatomy.anatomy import lost, places
+from dwindle.anatomy.anatomy import Leaving
 from dwindle.anatomy.build import build, build_on_meta, config_for, cut
 from dwindle.pruning.norm import ActiveRMSNorm
-from dwindle.training.shards import gathered, is_sharded, narrowed, release, shaped_like
+from dwindle.pruning.transfer import sent
+from dwindle.training.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -39,15 +39,17 @@ class Prunable:
     def _adopt(self, model: nn.Module, physical: Structure) -> None:
         self.model: Any = model
         self.physical = self.alive = physical
-        self.dead = _nothing_dead(physical)
+        self._count = self.anatomy.count(physical).total
+        self.dead_flags, self.dead = _nothing_dead(physical)
         self._norms = _install_norms(model, self.anatomy)
+        self._norm_widths: list[float] = []
         self._named: dict[str, nn.Parameter] = {}
-        self._idle_columns: list[tuple[nn.Parameter, int, int]] = []
+        self._idle_columns: dict[int, Tensor] = {}
 
     @property
     def num_parameters(self) -> int:
         """Living parameters."""
-        return self.anatomy.count(self.alive).total
+        return self._count
 
     @property
     def dead_share(self) -> float:
@@ -57,20 +59,20 @@ class Prunable:
     def kill(self, keep: Structure, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Zero everything that is alive now and not in ``keep``: weights, moments and pending gradients."""
         assert self.alive.contains(keep)
+        leaving = self.anatomy.leaving(self.alive, keep, self.physical)
         doomed: list[Tensor] = []
-        for row, parameter in self._parameters():
-            views = list(self.anatomy.spans(row, self.alive, keep, self.physical))
-            for tensor in _with_state(parameter, optimizer) if views else ():
-                pieces = (narrowed(tensor, axis, start, length) for axis, start, length in views)
-                doomed.extend(piece for piece in pieces if piece is not None)
-        if doomed:
-            with torch.no_grad():
-                torch._foreach_zero_(doomed)
-        self._bury(keep)
+        with torch.no_grad():
+            for row, parameter in self._parameters():
+                views = list(self.anatomy.spans(row, leaving, self.physical))
+                for tensor in _with_state(parameter, optimizer) if views else ():
+                    pieces = (narrowed(tensor, axis, start, length) for axis, start, length in views)
+                    doomed.extend(piece for piece in pieces if piece is not None)
+            _zero(doomed)
+        self._bury(keep, leaving)
 
     def restore(self, alive: Structure) -> None:
         """Take note that everything outside ``alive`` is already zero (a checkpoint)."""
-        self._bury(alive)
+        self._bury(alive, self.anatomy.leaving(self.alive, alive, self.physical))
 
     def prune(self, group: Group, optimizer: torch.optim.Optimizer | None = None) -> None:
         """One event."""
@@ -78,15 +80,10 @@ class Prunable:
 
     def mask_gradients(self) -> None:
         """Clear gradients of columns that must stay zero; call after backward, before clipping."""
-        for parameter, start, length in self._idle_columns:
-            held = None if parameter.grad is None else narrowed(parameter.grad, 1, start, length)
-            if held is not None:
-                held.zero_()
-
-    @property
-    def masks_gradients(self) -> bool:
-        """Whether ``mask_gradients`` has anything to clear."""
-        return bool(self._idle_columns)
+        for layer, columns in self._idle_columns.items():
+            gradient = self.parameters[self.anatomy.output_row(layer, "attn").name].grad
+            if gradient is not None:
+                local(gradient).index_fill_(1, columns, 0.0)
 
     def compacted(self, keep: Structure | None = None) -> nn.Module:
         """A new plain model (stock modules) of the living parts, or of any structure between alive and physical.
@@ -133,7 +130,7 @@ class Prunable:
         fresh.generation_config = self.model.generation_config
         fresh.train(training)
         self._adopt(fresh, keep)
-        self._bury(alive)
+        self.restore(alive)
         self._check_shapes()
         if optimizer is None:
             return None
@@ -166,7 +163,7 @@ class Prunable:
         moved = rebuild(fresh, fetch)
         self._named = {}
         fresh.train(training)
-        self._bury(alive)
+        self.restore(alive)
         self._check_shapes()
         for name, parameter in fresh.named_parameters():
             state = states.pop(name)
@@ -198,68 +195,74 @@ class Prunable:
             self._named = dict(self.model.named_parameters())
         return self._named
 
-    def _bury(self, keep: Structure) -> None:
+    def _bury(self, keep: Structure, leaving: Leaving) -> None:
         """Book-keeping of an event: ``keep`` is what is alive from now on."""
-        self._mark_dead(keep)
+        kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
+        for (unit, layer), where in leaving.items():
+            if unit in kinds:
+                self.dead[kinds[unit]][layer or 0][where] = True
         self.alive = keep
+        self._count = self.anatomy.count(keep).total
         self._refresh_norms()
-        self._refresh_idle_columns()
-
-    def _mark_dead(self, keep: Structure) -> None:
-        def mark(flags: Tensor, unit: str, layer: int | None) -> None:
-            gone = lost(self.alive.unit(unit, layer), keep.unit(unit, layer))
-            flags[places(gone, self.physical.unit(unit, layer))] = True
-
-        mark(self.dead["stem"][0], "hidden", None)
-        for layer in range(self.anatomy.num_layers):
-            mark(self.dead["attn"][layer], "query", layer)
-            mark(self.dead["ffn"][layer], "ffn", layer)
-
-    def rounded(self, multiple: int) -> Structure:
-        """The living parts, widths filled up to multiples with dead channels that are still physically there."""
-        alive, here = self.alive, self.physical
-
-        def fill(living: tuple[int, ...], present: tuple[int, ...]) -> tuple[int, ...]:
-            wanted = min(-(-len(living) // multiple) * multiple, len(present))
-            spare = lost(present, living)[: wanted - len(living)]
-            return tuple(sorted((*living, *spare)))
-
-        layers = tuple(replace(a, ffn=fill(a.ffn, h.ffn)) for a, h in zip(alive.layers, here.layers, strict=True))
-        return Structure(fill(alive.hidden, here.hidden), layers)
+        self._refresh_idle_columns({layer for unit, layer in leaving if unit == "query" and layer is not None})
 
     def _refresh_norms(self) -> None:
-        for row, norm in self._norms:
-            width = float(self.anatomy.shape(row, self.alive)[0])
+        """All norms that changed at once; most events change none."""
+        widths = [float(self.anatomy.shape(row, self.alive)[0]) for row, _ in self._norms]
+        if widths == self._norm_widths:
+            return
+        self._norm_widths = widths
+        buffers: list[Tensor] = []
+        for (_, norm), width in zip(self._norms, widths, strict=True):
             if norm.active_width.is_meta:  # the model was built without storage
                 norm.active_width = torch.tensor(width, device=norm.weight.device)
-            else:
-                norm.active_width.fill_(width)
+            buffers.append(norm.active_width)
+        torch._foreach_zero_(buffers)
+        torch._foreach_add_(buffers, widths)
 
     def refresh(self) -> None:
         """Take note that the model's tensors were replaced (filled, sharded) since this was made."""
         self._named = {}
+        self._norm_widths = []
         self._refresh_norms()
-        self._refresh_idle_columns()
+        self._refresh_idle_columns(range(self.anatomy.num_layers))
 
-    def _refresh_idle_columns(self) -> None:
-        parameters = self.parameters
-        size = self.anatomy.head_dim
-        self._idle_columns = []
-        for index, (here, alive) in enumerate(zip(self.physical.layers, self.alive.layers, strict=True)):
+    def _refresh_idle_columns(self, layers: Iterable[int]) -> None:
+        """Where ``mask_gradients`` writes, kept on the device: it does so in every step."""
+        found: dict[int, Tensor] = {}
+        stretch = torch.arange(self.anatomy.head_dim)
+        for index in layers:
+            here, alive = self.physical.layers[index], self.alive.layers[index]
             living, living_kv = set(alive.query_heads), set(alive.kv_heads)
-            weight = parameters[self.anatomy.output_row(index, "attn").name]
-            for place, (query, kv) in enumerate(zip(here.query_heads, here.kv_of_query, strict=True)):
-                if query not in living and kv in living_kv:
-                    self._idle_columns.append((weight, place * size, size))
+            pairs = enumerate(zip(here.query_heads, here.kv_of_query, strict=True))
+            idle = [place for place, (query, kv) in pairs if query not in living and kv in living_kv]
+            self._idle_columns.pop(index, None)
+            if idle:
+                found[index] = (torch.tensor(idle)[:, None] * self.anatomy.head_dim + stretch).flatten()
+        if found:
+            device = next(iter(self.parameters.values())).device
+            self._idle_columns |= zip(found, sent(list(found.values()), device), strict=True)
 
 
-def _nothing_dead(structure: Structure) -> dict[Kind, list[Tensor]]:
-    """For every head, channel and hidden index that is physically there: whether it is dead."""
-    return {
-        "attn": [torch.zeros(len(la.query_heads), dtype=torch.bool) for la in structure.layers],
-        "ffn": [torch.zeros(len(la.ffn), dtype=torch.bool) for la in structure.layers],
-        "stem": [torch.zeros(len(structure.hidden), dtype=torch.bool)],
-    }
+def _nothing_dead(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tensor]]]:
+    """For every head, channel and hidden index that is physically there: whether it is dead.
+
+    First all of them in one tensor (heads of all layers, channels of all layers, hidden), then the parts of it.
+    """
+    heads, ffn = [len(la.query_heads) for la in structure.layers], [len(la.ffn) for la in structure.layers]
+    lengths = [*heads, *ffn, len(structure.hidden)]
+    flags = torch.zeros(sum(lengths), dtype=torch.bool)
+    parts = list(torch.split(flags, lengths))
+    return flags, {"attn": parts[: len(heads)], "ffn": parts[len(heads) : -1], "stem": parts[-1:]}
+
+
+def _zero(pieces: list[Tensor]) -> None:
+    """Whole rows in one kernel for many tensors; strided columns need a kernel each, and would drag the rows along."""
+    dense = [piece for piece in pieces if piece.is_contiguous()]
+    strided = [piece for piece in pieces if not piece.is_contiguous()]
+    for batch in (dense, strided):
+        if batch:
+            torch._foreach_zero_(batch)
 
 
 def _with_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:

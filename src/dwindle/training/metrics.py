@@ -6,11 +6,17 @@ import importlib.util
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
+from weakref import ref
 
+from torch import nn
+
+from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.training.callbacks import Callback
+from dwindle.training.flops import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -61,15 +67,31 @@ def _without_nan(value: Any) -> Any:
 class MetricsWriter(Callback):
     """``metrics.jsonl``: one line per step, with what callbacks before this one put into ``extra_metrics``.
 
-    Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared.
+    Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared. FLOPs are
+    those of the model as it is in memory: what is dead is still computed, until a compaction removes it.
     """
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLinesFile(path)
+        self._model: Callable[[], object] = lambda: None
+        self._anatomy: Anatomy | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._look_at(trainer.model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        """The model of the next step; a reference that keeps nothing alive, because compaction needs the memory."""
+        if self._model() is not model:
+            self._model, self._anatomy = ref(model), Anatomy.of(model)
 
     def after_step(self, trainer: Trainer) -> None:
-        last = trainer.last
-        assert last is not None
+        last, anatomy = trainer.last, self._anatomy
+        assert last is not None and anatomy is not None
+        tokens_per_s = last.num_tokens / max(last.seconds, 1e-9)
+        flops = flops_per_token(anatomy, anatomy.source, trainer.seq_len)
+        self._look_at(trainer.model)  # it may have been compacted after this step
+        peak = peak_flops(trainer.options.device) if trainer.options.precision == "bf16" else None
+        utilisation = {} if peak is None else {"mfu": flops * tokens_per_s / (peak * trainer.engine.size)}
         self._lines.append(
             {
                 "step": trainer.step,
@@ -78,10 +100,12 @@ class MetricsWriter(Callback):
                 "grad_norm": last.grad_norm,
                 "lr": last.lr,
                 "skipped": last.skipped,
+                "flops_per_token": flops,
                 **trainer.extra_metrics,
                 "time": {
-                    "tokens_per_s": last.num_tokens / max(last.seconds, 1e-9),
+                    "tokens_per_s": tokens_per_s,
                     "seconds": last.seconds,
+                    **utilisation,
                     "wall": time.time(),
                     **trainer.extra_times,
                 },

@@ -20,7 +20,7 @@ def several_processes() -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    if not several_processes():  # without a process group nothing is sharded, and the import below is not free
+    if type(tensor) in (Tensor, nn.Parameter) or not several_processes():  # the import below is not free
         return False
     from torch.distributed.tensor import DTensor
 

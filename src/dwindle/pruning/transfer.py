@@ -1,0 +1,38 @@
+"""Small tensors between host and device without waiting: a GPU has the whole optimizer step queued when groups leave.
+
+An ordinary copy waits until everything queued before it is done, so that each would cost as much as that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Fetched:
+    """A copy to the host that later work on the device does not delay."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copy = values
+        if values.is_cuda:
+            self._copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._copy.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def result(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copy
+
+
+def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Host tensors of one dtype as parts of one copy on the device."""
+    if device.type != "cuda" or not tensors:
+        return [tensor.to(device) for tensor in tensors]
+    together = torch.cat([tensor.flatten() for tensor in tensors]).pin_memory().to(device, non_blocking=True)
+    parts = torch.split(together, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
