@@ -32,13 +32,16 @@ import tables
 import torch
 
 import dwindle
+from dwindle.anatomy import Anatomy
 from dwindle.config import apply_overrides, from_dict
 from dwindle.errors import UserError
 from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
+from dwindle.plan import plan_pruning
 from dwindle.pretrain import RunResult, pretrain, resume
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe import Recipe
 from dwindle.sizes import parse_count
+from dwindle.sources import load_config
 from dwindle.training.data import validation_windows
 from dwindle.training.loss import evaluate_loss
 
@@ -126,7 +129,7 @@ class Study:
         """Make one row if it is missing; False when time is up."""
         row = self.row(name)
         key = self._key(name, row, size, seed)
-        found = next((r for r in self.content["rows"] if all(r[k] == v for k, v in key.items())), None)
+        found = next((r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())), None)
         if found is not None and ("refused" in found or self.data is None or "tasks" in found):
             return True
         if self.left < self._estimate(key["tokens"], tasks_only=found is not None):
@@ -166,10 +169,13 @@ class Study:
         tokens = recipe.num_tokens if row.trained else 0
         return {
             "row": name,
+            "model": Path(self.args.model).name,
             "size": size if row.sized else "",
             "seed": seed if row.trained else 0,
             "tokens": tokens,
             "settings": overrides,
+            "sequences": self.args.sequences if row.from_one_shot else 0,
+            "valid_tokens": self.args.valid_tokens,
         }
 
     def _about(self, name: str, row: Row, size: str, seed: int) -> Record:
@@ -197,21 +203,21 @@ class Study:
             "data": {"train": [args.data], "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
             "training": {"tokens": args.tokens, "tokens_per_step": 65536, "seed": seed, "compile": DEVICE == "cuda"},
             "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
-            "distill": {"teacher": args.model},
             "checkpoint": {"every": 0},
         }
         return from_dict(Recipe, apply_overrides(base, [*args.set, *row.overrides], Recipe))
 
     def _run_folder(self, key: Record) -> Path:
-        code = hashlib.sha256(json.dumps(key["settings"]).encode()).hexdigest()[:8]
-        words = (key["row"], key["size"], key["seed"], key["tokens"], code)
+        words = (key["row"], key["size"], key["seed"], key["tokens"], fingerprint(key))
         return Path(self.args.work / re.sub(r"[^A-Za-z0-9.+-]+", "-", "-".join(map(str, words))))
 
     def _model_of(self, row: Row, key: Record) -> str | None:
         """The model of a row that was made before, if it is still there."""
         if not row.trained and not row.from_one_shot:
             return str(self.args.model)
-        made = self._one_shot_folder(key["size"], key["seed"]) if not row.trained else self._run_folder(key) / "model"
+        made = (
+            self._one_shot_folder(row, key["size"], key["seed"]) if not row.trained else self._run_folder(key) / "model"
+        )
         if made.is_dir():
             return str(made)
         print(f"{key['row']}: its model is not in {self.args.work.name} any more, so its tasks stay unmeasured")
@@ -222,16 +228,19 @@ class Study:
         size, seed = key["size"] or self.args.sizes.split(",")[0], key["seed"]
         model, clock = self.args.model, Clock(record["seconds"])
         try:
-            if row.from_one_shot:
-                with clock("prune"):
-                    model = self._one_shot(row, size, seed)
-            if not row.trained:
-                return str(model)
-            with clock("train"):
-                result = self._train(self._recipe(row, size, seed, model), self._run_folder(key))
-        except UserError as error:
+            recipe = self._recipe(row, size, seed, model)
+            recipe.validate()
+            plan_pruning(recipe, Anatomy.of_config(load_config(model)))
+        except UserError as error:  # this row is impossible; any other error ends the study
             record["refused"] = str(error)
             return None
+        if row.from_one_shot:
+            with clock("prune"):
+                model = self._one_shot(row, size, seed)
+        if not row.trained:
+            return str(model)
+        with clock("train"):
+            result = self._train(self._recipe(row, size, seed, model), self._run_folder(key))
         if result.model is None:
             return None
         record |= facts(result.run) | {"target_reached": result.target_reached}
@@ -239,29 +248,32 @@ class Study:
         keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)
         return str(result.model)
 
-    def _one_shot_folder(self, size: str, seed: int) -> Path:
-        return Path(self.args.work / f"one-shot-model-{size.replace('%', '-')}-{seed}")
+    def _one_shot_options(self, row: Row, size: str, seed: int) -> Record:
+        recipe = self._recipe(row, size, seed, self.args.model)
+        prune = recipe.prune
+        return {
+            "to": size,
+            "data": [self.args.data],
+            "metric": prune.effective_metric,
+            "groups": prune.groups,
+            "attention": prune.attention,
+            "compare": prune.compare,
+            "round_to": prune.round_to if prune.round_to > 1 else None,
+            "num_sequences": self.args.sequences,
+            "seq_len": recipe.data.seq_len,
+            "seed": seed,
+        }
+
+    def _one_shot_folder(self, row: Row, size: str, seed: int) -> Path:
+        return Path(
+            self.args.work / f"one-shot-{fingerprint([self.args.model, self._one_shot_options(row, size, seed)])}"
+        )
 
     def _one_shot(self, row: Row, size: str, seed: int) -> str:
-        """The source pruned after calibration; rows of the same size and seed share it."""
-        folder, recipe = self._one_shot_folder(size, seed), self._recipe(row, size, seed, self.args.model)
-        prune = recipe.prune
+        """The source pruned after calibration; rows that prune it alike share it."""
+        folder = self._one_shot_folder(row, size, seed)
         if not folder.is_dir():
-            dwindle.prune(
-                self.args.model,
-                size,
-                out=folder,
-                data=[self.args.data],
-                metric=prune.metric,
-                groups=prune.groups,
-                attention=prune.attention,
-                compare=prune.compare,
-                round_to=prune.round_to if prune.round_to > 1 else None,
-                num_sequences=self.args.sequences,
-                seq_len=recipe.data.seq_len,
-                seed=seed,
-                device=DEVICE,
-            )
+            dwindle.prune(self.args.model, out=folder, device=DEVICE, **self._one_shot_options(row, size, seed))
         return str(folder)
 
     def _train(self, recipe: Recipe, run: Path) -> RunResult:
@@ -300,6 +312,10 @@ class Study:
         write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
 
 
+def fingerprint(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
+
+
 class Clock:
     """Seconds of what a row consists of; a run that was stopped on the way counts with its last call."""
 
@@ -321,7 +337,14 @@ def alarm(seconds: float) -> Iterator[None]:
     if math.isinf(seconds):
         yield
         return
-    before = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    def ask(*_: object) -> None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the run does not listen yet: it would simply die
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGALRM, ask)
     signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
     try:
         yield

@@ -2,7 +2,8 @@
 
     python studies/scalability.py docs/results/ablations.json --out docs/images
 
-Rows of the same size and tokens that reached the target, of one choice (horizon, ratio), by the tokens until then.
+Rows of the same size, tokens and settings that reached the target (the most frequent ones in the file), by the tokens
+until then.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio
     ]
     if len({row["pruning_tokens"] for row in kept}) < 2:
         raise UserError("scalability: fewer than two lengths of pruning in the file: run `ablations.py --rows horizon`")
-    most = max((row["tokens"] for row in kept), key=[row["tokens"] for row in kept].count)
-    size = next(row["size"] for row in kept if row["tokens"] == most)
+    alike = [(row["size"], row["tokens"], *row.get("set", ())) for row in kept]
+    size, most, *settings = usual = max(alike, key=alike.count)  # seeds may be averaged, other settings not
+    kept = [row for row, settings in zip(kept, alike, strict=True) if settings == usual]
     points: dict[int, list[Any]] = {}
     for row in kept:
-        if row["tokens"] == most and row["size"] == size:
-            points.setdefault(row["pruning_tokens"], []).append(row)
+        points.setdefault(row["pruning_tokens"], []).append(row)
     x: list[float | int] = [*sorted(points)]
     panels = []
     for place, (key, name) in enumerate(TEXTS.items()):
         if all(key in row for row in kept):
             y: list[float | int] = [statistics.mean(row[key] for row in points[int(tokens)]) for tokens in x]
             panels.append(Panel(f"{name}, nats per token", "number", [Series(name, f"task{place}", x, y, "dots")]))
-    caption = f"{size} of the parameters, {most:,} tokens in all."
+    caption = " ".join([f"{size} of the parameters, {most:,} tokens in all.", *settings])
     return Figure("scalability", "Loss by the tokens of pruning", caption, "tokens until the target", "count", panels)
 
 

@@ -82,7 +82,7 @@ def held_out(data: Any) -> str:
     """A training study on one text: its held-out loss over seeds."""
     rows = [
         [seeds[0]["title"], f"{seeds[0]['tokens']:,}", ", ".join(str(r["seed"]) for r in seeds), *loss_cells(seeds)[:2]]
-        for seeds in grouped(data)
+        for seeds in grouped({"rows": [row for row in data["rows"] if "textbooks" in row]})
     ]
     return markdown(["method", "tokens", "seeds", "parameters", "held-out loss"], rows)
 

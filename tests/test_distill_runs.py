@@ -59,7 +59,7 @@ def assert_equal(one: Path, other: Path) -> None:
 
 def test_weight_zero_is_a_run_without_a_teacher(place: Path) -> None:
     pretrain(recipe(place), place / "without")
-    pretrain(recipe(place, distill={"weight": 0.0, "temperature": 3.0}), place / "zero")
+    pretrain(recipe(place, distill={"weight": 0.0}), place / "zero")
     assert_equal(place / "zero", place / "without")
 
 
@@ -96,6 +96,7 @@ def test_what_is_refused(place: Path) -> None:
     tiny_directory(place / "other-size", vocab_size=258)
     wrong = {
         "distill.weight": {"weight": 1.5},
+        "distill.weight: is 0, so there is no teacher": {"top_k": 5},
         "distill.temperature": {"weight": 0.5, "temperature": 0.0},
         "distill.top_k": {"weight": 0.5, "top_k": 258},
         "distill.teacher": {"weight": 0.5, "teacher": str(place / "other-size")},

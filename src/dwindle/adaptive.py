@@ -64,6 +64,7 @@ class AdaptJob:
             self.prunable,
             self.windows,
             metric,
+            groups=self.allocator.selection.groups,
             second_order=self.second_order,
             gram_tokens=self.gram_tokens,
             damping=self.damping,

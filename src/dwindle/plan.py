@@ -17,7 +17,7 @@ from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
 from dwindle.pruning.saliency import ElementScores, metric_named
 from dwindle.pruning.selection import SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Target, parse_target
+from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe import Recipe
 from dwindle.sizes import format_bytes
 from dwindle.sources import load, load_config, load_tokenizer
@@ -163,8 +163,8 @@ class Plan:
     parameters_target: int
     events_estimate: int
     last_event_step: int | None
-    shape_before: dict[str, int]
-    shape_estimate: dict[str, int]
+    shape_before: Sizes
+    shape_estimate: Sizes
     memory_bytes_estimate: int
     milestones: dict[str, int]
     teacher: str | None
@@ -174,8 +174,7 @@ class Plan:
 
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
-        shape = ", ".join(f"{key} {value}" for key, value in self.shape_estimate.items())
-        before = ", ".join(f"{key} {value}" for key, value in self.shape_before.items())
+        shape, before = sizes_text(self.shape_estimate), sizes_text(self.shape_before)
         last = "until the target" if self.last_event_step is None else f"by step {self.last_event_step:,}"
         rows = {
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
@@ -219,8 +218,8 @@ def make_plan(recipe: Recipe) -> Plan:
         parameters_target=end,
         events_estimate=events,
         last_event_step=plan.pacing.last_step if plan is not None else None,
-        shape_before=asdict(Shape.of(anatomy.source)),
-        shape_estimate=asdict(Shape.of(structure)),
+        shape_before=sizes_of(anatomy.source),
+        shape_estimate=sizes_of(structure),
         memory_bytes_estimate=_memory(recipe, config, before, device),
         milestones=dict(plan.milestones) if plan is not None else {},
         teacher=teacher_of(recipe, config),
@@ -255,7 +254,9 @@ def _simulate_layers(recipe: Recipe, plan: PruningPlan, prunable: Prunable) -> t
         choices = GlobalSelector(anatomy, plan.target, plan.selection).choose_while(scores, alive, lambda *_: True)
         events = len(choices)
     else:
-        allocator = Allocator(anatomy, plan.target, plan.selection, AllocationOptions(amplitude=0.0))
+        allocator = Allocator(
+            anatomy, plan.target, plan.selection, AllocationOptions(amplitude=0.0, balance=recipe.prune.balance)
+        )
         choices = allocator.choose(scores, [0.0] * anatomy.num_layers, alive, plan.end_count)
         events = recipe.prune.interleaves * len(choices)
     return events, choices[-1].rest if choices else alive

@@ -30,7 +30,7 @@ from dwindle.pruning.saliency import ElementScores, Metric, metric_named, score_
 from dwindle.pruning.secondorder import repair
 from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Target, parse_target
+from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import calibration_windows
 
@@ -46,7 +46,7 @@ class Pruned:
     tokenizer: Any
     source: str
     structure: Structure
-    source_shape: Shape
+    source_sizes: Sizes
     before: ParameterCount
     after: ParameterCount
     ledger: list[Event]
@@ -64,7 +64,7 @@ class Pruned:
             "events": sum(event["event"] == "prune" for event in self.ledger),
             "parameters": {"before": self.before.total, "after": self.after.total},
             "non_embedding": {"before": self.before.non_embedding, "after": self.after.non_embedding},
-            "shape": asdict(Shape.of(self.structure)),
+            "shape": sizes_of(self.structure),
             "layers": [
                 {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn)}
                 for la in self.structure.layers
@@ -76,14 +76,10 @@ class Pruned:
         table = Table(title=f"{self.source} → {out}", title_justify="left")
         for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
             table.add_column(column, justify="right")
-        layers, shape = self.structure.layers, self.source_shape
-        heads, widths = [len(la.query_heads) for la in layers], [len(la.ffn) for la in layers]
-        rows = (
-            ("before", self.before, (str(shape.hidden), str(shape.heads), str(shape.ffn))),
-            ("after", self.after, (str(len(self.structure.hidden)), _span(heads), _span(widths))),
-        )
+        rows = (("before", self.before, self.source_sizes), ("after", self.after, sizes_of(self.structure)))
         for name, count, sizes in rows:
-            table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *sizes)
+            spans = (sizes_text({"": size}).strip() for size in sizes.values())
+            table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
         return table
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
@@ -97,11 +93,6 @@ class Pruned:
             ledger=self.ledger,
             overwrite=overwrite,
         )
-
-
-def _span(sizes: Sequence[int]) -> str:
-    """The size of all layers, or the smallest and the largest."""
-    return str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
 
 
 def prune(
@@ -182,8 +173,14 @@ def prune(
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     windows = None
     if settings.needs_text:
-        windows = _windows(loaded, data, num_sequences or usual.num_sequences, seq_len or usual.seq_len, seed)
+        count = usual.num_sequences if num_sequences is None else num_sequences
+        windows = _windows(loaded, data, count, usual.seq_len if seq_len is None else seq_len, seed)
     events = settings.job(prunable, options, target, windows).run(settings.rounds, loaded.source)
+    if target.shape is None and prunable.num_parameters > target.num_parameters:
+        raise UserError(
+            f"--to {to}: with these floors and groups nothing more can leave at "
+            f"{prunable.num_parameters:,} parameters: choose a larger target, lower floors or attention cluster"
+        )
     result = _result(loaded, prunable, events)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
@@ -198,7 +195,7 @@ def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
         tokenizer=loaded.tokenizer,
         source=loaded.source,
         structure=prunable.alive,
-        source_shape=Shape.of(anatomy.source),
+        source_sizes=sizes_of(anatomy.source),
         before=anatomy.count(anatomy.source),
         after=anatomy.count(prunable.alive),
         ledger=events,
@@ -250,6 +247,11 @@ class _Settings:
 
     def check(self) -> None:
         metric_named(self.metric)
+        usual, given = AllocationOptions(), self.allocation
+        if self.method != "adapt" and (given.amplitude, given.distance) != (usual.amplitude, usual.distance):
+            raise UserError(f"amplitude, distance: belong to the method adapt, not {self.method}: remove them")
+        if self.method == "efficientllm" and given.balance != usual.balance:
+            raise UserError("balance: belongs to the methods adapt and uniform: remove it")
         if self.selection not in ("coupled", "global"):
             raise UserError(f"selection {self.selection!r}: choose coupled or global")
         if self.rounds < 1:
@@ -268,6 +270,8 @@ class _Settings:
 
     def check_target(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
         if self.method != "efficientllm":
+            if options.compare != "mean":
+                raise UserError(f"compare {options.compare}: the method {self.method} always compares means: remove it")
             Allocator(anatomy, target, options, self.allocation)
         elif self.selection == "global":
             GlobalSelector(anatomy, target, options)
@@ -313,6 +317,7 @@ class _Job:
                 self.prunable,
                 self.windows,
                 self._metric(number),
+                groups=self.options.groups,
                 second_order=how.second_order,
                 gram_tokens=how.gram_tokens,
                 damping=how.damping,
@@ -393,7 +398,7 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
         tokenizer=loaded.tokenizer,
         source=loaded.source,
         structure=structure,
-        source_shape=Shape.of(anatomy.source),
+        source_sizes=sizes_of(anatomy.source),
         before=before,
         after=anatomy.count(structure),
         ledger=events,

@@ -291,7 +291,7 @@ class Job:
                 amplitude=prune.amplitude,
                 distance=prune.distance,
                 balance=prune.balance,
-                metric=prune.metric,
+                metric=prune.effective_metric,
                 fisher=prune.fisher,
                 smoothing=prune.smoothing,
                 second_order=prune.second_order,

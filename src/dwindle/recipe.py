@@ -104,8 +104,8 @@ class PruneConfig:
     """With adapt: how the change that a layer makes to the stream, its importance, is measured."""
     balance: Literal["score", "ratio"] = "score"
     """With adapt: inside a layer the weakest groups leave, or equal shares of its heads and of its channels."""
-    metric: Literal["taylor", "taylor1", "obd", "wanda", "obc", "magnitude", "random"] = "taylor"
-    """Score of a weight; the group with the lowest score leaves first."""
+    metric: Literal["taylor", "taylor1", "obd", "wanda", "obc", "magnitude", "random"] | None = None
+    """Score of a weight; the group with the lowest score leaves first. Not set: taylor, with adapt taylor1."""
     second_order: bool = False
     """Repair what stays when a group leaves, from the layers' inputs (EfficientLLM-B)."""
     damping: float = 0.01
@@ -149,6 +149,11 @@ class PruneConfig:
         if self.ratio is not None or self.method == "adapt":
             return None
         return DEFAULT_HORIZON if self.horizon is None else self.horizon
+
+    @property
+    def effective_metric(self) -> str:
+        """Each paper's own where none is set."""
+        return self.metric or ("taylor1" if self.method == "adapt" else "taylor")
 
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
@@ -414,6 +419,8 @@ def _check_distill(distill: DistillConfig) -> None:
     in_range = 0 < distill.temperature < float("inf")
     _require(in_range, "distill.temperature", f"{distill.temperature} must be above 0: 1 changes nothing")
     _require(distill.top_k >= 0, "distill.top_k", f"{distill.top_k} must be at least 1, or 0 for the whole vocabulary")
+    taught = distill.weight > 0 or distill == DistillConfig()
+    _require(taught, "distill.weight", "is 0, so there is no teacher: set a weight such as 0.5, or remove [distill]")
 
 
 def _check_prune(recipe: Recipe) -> None:
@@ -445,6 +452,10 @@ def _check_method(recipe: Recipe, target: Size) -> None:
     """Layers of different sizes cannot end in one shape or on round widths."""
     prune = recipe.prune
     adapt = prune.method == "adapt"
+    for name in () if adapt else ("interleaves", "amplitude", "distance", "balance"):
+        unused = getattr(prune, name) == getattr(PruneConfig(), name)
+        _require(unused, f"prune.{name}", 'belongs to prune.method = "adapt": remove it, or set the method')
+    _require(not adapt or prune.compare == "mean", "prune.compare", 'method "adapt" always compares means: remove it')
     _require(0 <= prune.amplitude <= 1, "prune.amplitude", f"{prune.amplitude} must lie from 0 to 1, such as 0.02")
     _require(not adapt or prune.selection == "coupled", "prune.selection", "belongs to method efficientllm: remove it")
     if adapt or prune.selection == "global":
@@ -469,6 +480,7 @@ def _check_stages(recipe: Recipe) -> None:
 
 def _check_timing(recipe: Recipe) -> None:
     prune = recipe.prune
+    _require(prune.warmup_steps >= 0, "prune.warmup_steps", f"{prune.warmup_steps} must not be negative")
     if prune.method == "adapt":
         _check_stages(recipe)
         return

@@ -139,6 +139,24 @@ def test_every_iteration_lands_on_its_count(attention: str, amplitude: float, ba
     assert again.sparsity == allocator.sparsity
 
 
+@pytest.mark.parametrize("amplitude", [0.0, 0.02])
+def test_it_lands_although_heads_become_strong_on_the_way(amplitude: float) -> None:
+    """Heads that were half-way to leaving are kept later: the channels owed instead do not all leave at once."""
+    anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=6, intermediate_size=200))
+    source, total = anatomy.source, anatomy.count(anatomy.source).total
+    allocator = Allocator(anatomy, Target(total * 8 // 10), DECODER, AllocationOptions(amplitude=amplitude))
+    channel = total - anatomy.count(source.without(Group("ffn", ((0,), (), (), (), (), ())))).total
+    alive = source
+    for number, (share, weight) in enumerate([(0.10, 0.3), (0.12, 0.3), (0.124, 100.0)]):
+        scores = drawn_scores(alive, source, 0)
+        for heads in scores.attn:
+            heads *= weight
+        importance = torch.randn(6, generator=torch.Generator().manual_seed(number)).tolist()
+        aim = total - int(share * total)
+        alive = allocator.choose(scores, importance, alive, aim)[-1].rest
+        assert aim - channel < anatomy.count(alive).total <= aim
+
+
 def test_unimportant_layers_lose_more() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     total = anatomy.count(anatomy.source).total
@@ -352,17 +370,34 @@ def test_prune_by_layers_lands_and_replays(directory: Path, options: dict[str, A
         ({"method": "adapt", "distance": "angle"}, "distance"),
         ({"method": "adapt", "groups": ["attn", "stem"]}, "hidden size"),
         ({"method": "adapt", "to": "20%"}, "smallest model"),
-        ({"method": "adapt", "to": "hidden=16"}, "its own sizes"),
+        ({"method": "adapt", "to": "hidden=16"}, "finds the sizes"),
         ({"method": "adapt", "round_to": 8}, "round-to"),
         ({"method": "adapt", "selection": "global"}, "selection global"),
         ({"selection": "global", "to": "0.1%"}, "smallest"),
         ({"selection": "nowhere"}, "selection"),
         ({"method": "wizard"}, "method"),
+        ({"amplitude": 0.1}, "belong to the method adapt"),
+        ({"distance": "manhatan"}, "distance"),
+        ({"method": "uniform", "distance": "manhattan"}, "belong to the method adapt"),
+        ({"balance": "ratio"}, "balance"),
+        ({"method": "adapt", "compare": "sum"}, "compare"),
+        ({"method": "adapt", "num_sequences": 0}, "num_sequences"),
+        ({"groups": ["attn"], "min_heads": 5, "to": "92%"}, "smallest reachable"),
+        ({"groups": ["attn"], "min_heads": 5, "to": "92%", "selection": "global"}, "smallest reachable"),
     ],
 )
 def test_bad_options_are_refused_before_work(directory: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         dwindle.prune(directory, **{"to": "70%", **options})
+
+
+def test_uniform_refuses_layers_that_differ_already(directory: Path, tmp_path: Path) -> None:
+    adapted = dwindle.prune(
+        directory, "80%", out=tmp_path / "adapted", method="adapt", rounds=2, amplitude=0.2, num_sequences=2, seq_len=16
+    )
+    assert not adapted.structure.is_uniform
+    with pytest.raises(UserError, match="different sizes already"):
+        dwindle.prune(tmp_path / "adapted", "90%", method="uniform", num_sequences=2, seq_len=16)
 
 
 def test_an_amplitude_that_would_empty_layers_is_clipped_at_the_floors(directory: Path) -> None:

@@ -57,7 +57,7 @@ def test_scores_equal_a_loop(family: str, name: str) -> None:
     attn, ffn, stem = by_hand(prunable, windows, name)
     for ours, theirs in ((scores.attn, attn), (scores.ffn, ffn), ([scores.stem], [stem])):
         for mine, other in zip(ours, theirs, strict=True):
-            assert mine.tolist() == pytest.approx(other, rel=1e-9)
+            assert mine.tolist() == pytest.approx(other, rel=1e-6)  # transformers computes the loss in float32
     frozen = ElementScores(prunable, found.gradients, found.fishers, metric).scores
     assert torch.allclose(frozen.stem, scores.stem, rtol=1e-12)
 

@@ -222,6 +222,22 @@ def test_the_sample_has_as_many_tokens_as_wanted() -> None:
     assert not seen  # closed
 
 
+def test_taps_see_embeddings_that_are_given_instead_of_tokens() -> None:
+    """A bf16 residual stream starts from embeddings; the same tokens are taken either way."""
+    model, batch = tiny_model("llama"), tokens(3, 8, seed=2)
+    seen: list[dict[str, Tensor]] = []
+    for inputs in ({"input_ids": batch}, {"inputs_embeds": model.get_input_embeddings()(batch)}):
+        found: dict[str, Tensor] = {}
+        taps = InputTaps(model, taps_of(Prunable(model).anatomy), found.__setitem__)
+        taps.open(10)
+        with torch.no_grad():
+            model.model(**inputs)
+        taps.remove()
+        seen.append(found)
+    assert seen[0].keys() == seen[1].keys() and all(torch.equal(seen[0][key], seen[1][key]) for key in seen[0])
+    assert {len(x) for x in seen[1].values()} == {8}
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_taps_in_training(checkpointing: bool) -> None:
     """Recomputed activations are not counted twice, and passes without training are not watched."""

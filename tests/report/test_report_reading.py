@@ -103,7 +103,7 @@ def test_ledger_counts_equal_a_loop(tmp_path: Path) -> None:
     assert log.prunes.parameters.tolist() == [e["parameters"] for e in events]
     assert log.prunes.saliency[1].tolist() == [e["saliency"]["ffn"] for e in events]
     assert [c.sizes["ffn"] for c in log.compactions] == [
-        r["ffn"] for r in records(run / "ledger.jsonl") if r["event"] == "compact"
+        [r["ffn"]] for r in records(run / "ledger.jsonl") if r["event"] == "compact"
     ]
 
 

@@ -77,7 +77,7 @@ def build_on_meta(config: Any) -> nn.Module:
 
 def build_random(config: Any, seed: int) -> nn.Module:
     """The model as its family initialises it (fp32), the same for the same seed; other random numbers are untouched."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(seed)
         if is_custom(config):
             model: nn.Module = classes_for(config.model_type)[1](config)

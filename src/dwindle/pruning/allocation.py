@@ -62,9 +62,11 @@ class Allocator:
         self, anatomy: Anatomy, target: Target, selection: SelectionOptions, options: AllocationOptions
     ) -> None:
         if "stem" in selection.groups:
-            raise UserError("groups stem: the method adapt keeps the hidden size: choose among attn and ffn")
+            raise UserError("groups stem: this method keeps the hidden size: choose among attn and ffn")
         if target.shape is not None:
-            raise UserError("target: the method adapt gives every layer its own sizes: give a size such as 100M or 60%")
+            raise UserError("target: this method finds the sizes of layers itself: give a size such as 100M or 60%")
+        if selection.attention == "regular" and not all(la.is_regular for la in anatomy.source.layers):
+            raise UserError("the source has cluster attention already: choose attention cluster")
         self.anatomy, self.selection, self.options = anatomy, selection, options
         self.sparsity = [0.0] * anatomy.num_layers
         self._check_reachable(target)
@@ -88,6 +90,8 @@ class Allocator:
             fits = self._count(plans, alive, self._left(plans, sparser(middle))) <= aim
             low, high = (low, middle) if fits else (middle, high)
         more, less = self._left(plans, sparser(low)), self._left(plans, sparser(high))
+        if self._count(plans, alive, more) <= aim:  # scores have changed, and what they owe is more than is due now
+            more = [plan.here for plan in plans]
         left = self._land(plans, alive, more, less, aim)
         self.sparsity = sparser(high)
         return self._choices(plans, alive, left)
@@ -99,6 +103,8 @@ class Allocator:
         if self.anatomy.count(alive).total <= aim:
             return []
         plans = self._plans(scores, alive)
+        if len({plan.full for plan in plans}) > 1:
+            raise UserError("method uniform: the source's layers have different sizes already: choose adapt")
         most, floor = tuple(min(sizes) for sizes in zip(*(plan.here for plan in plans), strict=True)), plans[0].floor
         options: list[tuple[float, tuple[int, int]]] = []
         for units in range(floor[0], most[0] + 1):
@@ -226,7 +232,7 @@ class Allocator:
         if least > target.num_parameters:
             units, width = plans[0].floor
             raise UserError(
-                f"target {format_count(target.num_parameters)} is below the smallest model that the method adapt can "
+                f"target {format_count(target.num_parameters)} is below the smallest model that this method can "
                 f"reach, {least:,} parameters (at least {units} groups of heads and {width} FFN channels in a "
                 f"layer, at most {MOST:.0%} of it gone, the hidden size as it is): choose a larger target"
             )

@@ -15,7 +15,7 @@ import torch
 from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.selection import Choice, SelectionOptions, smallest
+from dwindle.pruning.selection import Choice, SelectionOptions, reachable_floor, smallest
 from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
 
@@ -44,17 +44,12 @@ class GlobalSelector:
             raise UserError("the source has cluster attention already: choose attention cluster")
         self.anatomy, self.target, self.options = anatomy, target, options
         source = Shape.of(anatomy.source)
-        floor = Shape(options.min_hidden, options.min_heads, options.min_ffn)
-        least = anatomy.count(
-            smallest(
-                anatomy.source,
-                Shape(
-                    floor.hidden if "stem" in options.groups else source.hidden,
-                    floor.heads if "attn" in options.groups else source.heads,
-                    floor.ffn if "ffn" in options.groups else source.ffn,
-                ),
-            )
-        ).total
+        floor = Shape(
+            options.min_hidden if "stem" in options.groups else source.hidden,
+            options.min_heads if "attn" in options.groups else max(len(la.query_heads) for la in anatomy.source.layers),
+            options.min_ffn if "ffn" in options.groups else max(len(la.ffn) for la in anatomy.source.layers),
+        )
+        least = anatomy.count(smallest(anatomy.source, reachable_floor(anatomy.source, floor, options))).total
         if least > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest reachable model, {least:,} "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import KINDS
+from dwindle.anatomy import KINDS, Kind
 from dwindle.errors import UserError
 from dwindle.progress import Bar
 from dwindle.pruning.gram import DEFAULT_DAMPING
@@ -19,7 +19,8 @@ from dwindle.pruning.secondorder import InputStatistics, InputTaps, taps_of, uni
 from dwindle.pruning.surgery import Prunable
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens in one pass where windows need not be apart."""
+"""Tokens in one pass where windows need not be apart, and as long as their logits stay below ``_PASS_LOGITS``."""
+_PASS_LOGITS = 2**29
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ def calibrate(
     windows: Tensor | None,
     metric: Metric,
     *,
+    groups: Sequence[Kind] = KINDS,
     second_order: bool = False,
     gram_tokens: int | None = None,
     damping: float = DEFAULT_DAMPING,
@@ -50,7 +52,8 @@ def calibrate(
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
     layers are watched for the second-order update and the layer-wise metrics, all tokens or ``gram_tokens`` of them.
-    ``layers`` measures the layers' importance in the same passes. ``bar`` counts windows over several calibrations.
+    ``groups`` are the kinds that may leave: the inputs of others are not needed. ``layers`` measures the layers'
+    importance in the same passes. ``bar`` counts windows over several calibrations.
     """
     found = Calibration()
     watched = second_order or "inputs" in metric.needs
@@ -61,7 +64,7 @@ def calibrate(
     if watched:
         num_tokens = min(gram_tokens or windows.numel(), windows.numel())
         found.inputs = InputStatistics(num_tokens)
-        units = units_to_watch(metric, KINDS, second_order=second_order)
+        units = units_to_watch(metric, groups, second_order=second_order)
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
     if layers is not None:
         layers.attach(prunable.model)
@@ -95,7 +98,8 @@ def _passes(
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    size = 1 if "fisher" in metric.needs else max(1, _PASS_TOKENS[device.type] // windows.shape[1])
+    tokens = min(_PASS_TOKENS.get(device.type, 2048), _PASS_LOGITS // model.config.vocab_size)
+    size = 1 if "fisher" in metric.needs else max(1, tokens // windows.shape[1])
     first = 0
     with _only_these_need_gradients(model, names):
         for batch in torch.split(windows, size):

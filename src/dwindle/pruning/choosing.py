@@ -165,6 +165,7 @@ class AdaptChooser(_ByCount):
     def choose(self, scores: Scores, alive: Structure, pacing: Pacing, step: int, num_events: int) -> list[Choice]:
         assert isinstance(pacing, Stages), "the method adapt prunes in stages"
         self._importance = self._watch.close()
+        self._watch.detach()  # the model may be rebuilt now, and the old one must be free
         return self._allocator.choose(scores, self._importance, alive, pacing.planned(step))
 
     def notes(self, step: int) -> list[Event]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dwindle.errors import UserError
-from dwindle.training.shards import several_processes
+from dwindle.training.shards import is_idle, local, several_processes
 
 Distance = Literal["cosine", "euclidean", "manhattan"]
 DISTANCES: tuple[Distance, ...] = get_args(Distance)
@@ -48,19 +48,6 @@ def normalised(importance: Sequence[float]) -> list[float]:
     return [value / most if most > 0 else 0.0 for value in centred]
 
 
-def model_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What a decoder is called with: token numbers [B, T], or their embeddings [B, T, D]."""
-    given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    found: Tensor = args[0] if given is None else given
-    return found
-
-
-def is_placeholder(inputs: Tensor) -> bool:
-    """Whether a batch is the one that an idle process takes part with: the same token everywhere."""
-    rows = inputs.flatten(0, 1)
-    return bool((rows == rows[:1]).all())
-
-
 class LayerWatch:
     """Compares what enters and leaves every decoder layer while open, over all tokens of all processes.
 
@@ -79,6 +66,7 @@ class LayerWatch:
         self._handles: list[RemovableHandle] = []
         self._sums: list[Tensor] = []
         self._tokens: list[int] = []
+        self._device = torch.device("cpu")
 
     def attach(self, model: Any) -> None:
         """Watch this model from now on, and no other."""
@@ -87,7 +75,8 @@ class LayerWatch:
         self.detach()
         self._model = model
         backbone: nn.Module = model.model
-        self._handles = [backbone.register_forward_pre_hook(self._before, with_kwargs=True)]
+        self._handles = [backbone.register_forward_pre_hook(self._before)]
+        self._device = local(next(model.parameters())).device
         for number, layer in enumerate(model.model.layers):
             hook = self._hook(number)
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
@@ -103,26 +92,24 @@ class LayerWatch:
         assert self._model is not None, "attach a model first"
         self._is_open = True
         layers = len(self._handles) - 1
-        self._sums, self._tokens = [torch.zeros(())] * layers, [0] * layers
+        self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(layers)]
+        self._tokens = [0] * layers
 
     def close(self) -> list[float]:
         """The mean over the tokens since ``open``, one number for each layer, equal on all processes."""
         assert self._is_open and self._tokens, "nothing was watched"
         self._is_open = False
-        device = self._sums[0].device
-        counts = torch.tensor(self._tokens, dtype=torch.float64).to(device)
-        both = torch.stack([torch.stack([total.to(device).double() for total in self._sums]), counts])
+        counts = torch.tensor(self._tokens, dtype=torch.float64).to(self._device)
+        both = torch.stack([torch.stack(self._sums), counts])
         if several_processes():
             dist.all_reduce(both)
+            dist.broadcast(both, src=0)  # the same bits everywhere, whatever the reduction did
         totals, tokens = both.cpu()
         assert bool((tokens > 0).all()), "no forward pass since the watch was opened"
         return [float(value) for value in totals / tokens]
 
-    def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An idle process takes part in a step with a batch of nothing but token 0, which must not count."""
-        self._counts = self._is_open and (backbone.training or not self._only_in_training)
-        if self._counts and several_processes():
-            self._counts = not is_placeholder(model_input(args, kwargs))
+    def _before(self, backbone: nn.Module, args: tuple[Any, ...]) -> None:
+        self._counts = self._is_open and (backbone.training or not self._only_in_training) and not is_idle(backbone)
 
     def _hook(self, number: int) -> Callable[..., None]:
         @torch.no_grad()
@@ -133,8 +120,7 @@ class LayerWatch:
             after: Tensor = output[0] if isinstance(output, tuple) else output
             wide = torch.promote_types(before.dtype, torch.float32)
             before_ND, after_ND = before.flatten(0, -2).to(wide), after.flatten(0, -2).to(wide)
-            total = self._change(before_ND, after_ND).sum(dtype=torch.float64)
-            self._sums[number] = self._sums[number].to(total) + total
+            self._sums[number] += self._change(before_ND, after_ND).sum(dtype=torch.float64)
             self._tokens[number] += len(before_ND)
 
         return listen

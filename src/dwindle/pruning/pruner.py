@@ -29,7 +29,7 @@ from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metri
 from dwindle.pruning.secondorder import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
 from dwindle.pruning.selection import Choice, SelectionOptions, final_count
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Target
+from dwindle.pruning.target import Target, sizes_of
 from dwindle.sizes import format_count
 from dwindle.training.callbacks import Callback
 from dwindle.training.metrics import JsonLinesFile
@@ -229,7 +229,7 @@ class Pruner(Callback):
         trainer.replace_model(self.prunable.model, optimizer)
         if self._smoothed is not None:
             self._smoothed = self._smoothed.restricted(keep)
-        shape = asdict(Shape.of(keep))
+        shape = sizes_of(keep)
         self._ledger.append({"event": "compact", "step": trainer.step, "tokens": trainer.tokens, **shape})
         trainer.extra_metrics["compacted"] = shape
         trainer.extra_times["compaction"] = time.perf_counter() - started

@@ -37,7 +37,7 @@ from dwindle.pruning.gram import (
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.transfer import sent
-from dwindle.training.shards import gathered, local, several_processes
+from dwindle.training.shards import gathered, is_idle, local
 
 DEFAULT_TOKENS = 4096
 """Tokens from which a layer's Gram is made."""
@@ -144,10 +144,11 @@ class InputTaps:
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tokens are taken at even distances over the batch, as many as are still wanted."""
-        tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        batch, length = (given or args)[0].shape[:2]
         wanted = self._left > 0 and (backbone.training or not self.only_in_training)
-        self._set_stride(-(-tokens.numel() // self._left) if wanted else 0)
-        self._is_placeholder = wanted and several_processes() and not bool(tokens.any())
+        self._set_stride(-(-batch * length // self._left) if wanted else 0)
+        self._is_placeholder = is_idle(backbone)
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         seen = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 from typing import Literal
 
@@ -194,13 +194,24 @@ class Selector:
         return shape
 
     def _check_reachable(self) -> None:
-        least = self.anatomy.count(smallest(self.anatomy.source, self.floor)).total
+        floor = reachable_floor(self.anatomy.source, self.floor, self.options)
+        least = self.anatomy.count(smallest(self.anatomy.source, floor)).total
         if least > self.target.num_parameters:
             raise UserError(
                 f"target {format_count(self.target.num_parameters)} is below the smallest reachable model, "
                 f"{least:,} parameters (at least {self.floor.heads} heads, {self.floor.ffn} FFN and "
                 f"{self.floor.hidden} hidden channels): choose a larger target or allow more groups"
             )
+
+
+def reachable_floor(source: Structure, floor: Shape, options: SelectionOptions) -> Shape:
+    """With regular attention a layer has key/value heads × queries of each: not every number of heads exists."""
+    layer = source.layers[0]
+    if options.attention == "cluster" or "attn" not in options.groups or not layer.is_regular:
+        return floor
+    kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
+    sizes = (a * b for a in range(1, kv + 1) for b in range(1, per_kv + 1))
+    return replace(floor, heads=min(size for size in sizes if size >= min(floor.heads, kv * per_kv)))
 
 
 def smallest(source: Structure, floor: Shape) -> Structure:

@@ -31,6 +31,24 @@ class Shape:
         )
 
 
+Sizes = dict[str, int | list[int]]
+
+
+def sizes_of(structure: Structure) -> Sizes:
+    """Hidden size, heads and FFN width; the smallest and the largest where layers differ."""
+    heads = [len(la.query_heads) for la in structure.layers]
+    widths = [len(la.ffn) for la in structure.layers]
+    spans = {"heads": heads, "ffn": widths}
+    own = {name: min(of) if min(of) == max(of) else [min(of), max(of)] for name, of in spans.items()}
+    return {"hidden": len(structure.hidden), **own}
+
+
+def sizes_text(sizes: Sizes) -> str:
+    """For people: ``hidden 576, heads 6 to 9, ffn 716``."""
+    spans = {name: " to ".join(map(str, size)) if isinstance(size, list) else str(size) for name, size in sizes.items()}
+    return ", ".join(f"{name} {span}" for name, span in spans.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """At most ``num_parameters``; with ``shape``, exactly those sizes."""

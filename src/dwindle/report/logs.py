@@ -111,11 +111,12 @@ class Compaction:
 
     step: int
     tokens: int
-    sizes: dict[str, int]
+    sizes: dict[str, list[int]]
+    """One number, or the smallest and the largest where layers differ."""
 
     @property
     def text(self) -> str:
-        return ", ".join(f"{name} {size:,}" for name, size in self.sizes.items())
+        return ", ".join(f"{name} {' to '.join(f'{n:,}' for n in size)}" for name, size in self.sizes.items())
 
 
 @dataclass(slots=True)
@@ -170,7 +171,8 @@ class LedgerLog:
         elif event == "prune":
             self._prune(record)
         elif event == "compact":
-            sizes = {k: int(v) for k, v in record.items() if k not in ("step", "tokens") and type(v) is int}
+            found = {k: v if isinstance(v, list) else [v] for k, v in record.items() if k not in ("step", "tokens")}
+            sizes = {k: v for k, v in found.items() if v and all(type(number) is int for number in v)}
             self.compactions.append(Compaction(int(record["step"]), int(record["tokens"]), sizes))
         elif event == "allocation":
             self.allocations.append([float(value) for value in record["importance"]])

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from dwindle.errors import UserError
 from dwindle.training.engine import Engine
 from dwindle.training.loss import Precision, TokenLoss, autocast_for, language_model_loss
-from dwindle.training.shards import gathered, local, total_norm
+from dwindle.training.shards import gathered, idle, local, total_norm
 
 Parallel = Literal["auto", "none", "ddp", "fsdp", "hsdp"]
 T = TypeVar("T")
@@ -187,9 +187,10 @@ class SharedEngine(Engine):
         assert self._root is not None, "the engine has not been given a model"
         if tokens_BT.shape[0]:
             return cast(TokenLoss, self._root(tokens_BT, options))
-        idle = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
-        taught = None if idle.distillation is None else idle.distillation * 0
-        return TokenLoss(idle.objective, idle.cross_entropy * 0, taught)
+        with idle(model):
+            loss = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
+        taught = None if loss.distillation is None else loss.distillation * 0
+        return TokenLoss(loss.objective, loss.cross_entropy * 0, taught)
 
     def share(self, sums: Tensor, stop: bool) -> tuple[Tensor, bool]:
         stops = torch.tensor([float(stop)]).to(sums.device).double()

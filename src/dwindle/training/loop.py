@@ -146,7 +146,7 @@ class Trainer:
                 healthy = math.isfinite(loss) and math.isfinite(norm)
                 if healthy:
                     self._call_all("after_backward")
-                lr = self.update(grad_norm, healthy, clip=norm > 0.999 * self.options.clip > 0)
+                lr = self.update(grad_norm, healthy, clip=norm + 1e-6 > 0.999 * self.options.clip > 0)
                 self._count(
                     StepStats(
                         loss=loss,

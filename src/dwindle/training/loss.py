@@ -146,7 +146,7 @@ def _chunk_loss(
     if fused or spec.lesson is not None:
         compute = _compiled_loss() if fused else _loss_and_gradient
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scale = torch.tensor(spec.scale, device=hidden.device, dtype=wide)
+        scale = torch.full((), spec.scale, device=hidden.device, dtype=wide)  # a copy from the host would wait
         how = None if spec.lesson is None else spec.lesson.how
         raw_NV = F.linear(hidden, head)
         sums, gradient = compute(raw_NV, targets, scale, spec.z_loss, spec.logits_scaling, teacher, how)

@@ -6,7 +6,8 @@ none. A plain tensor is held whole by every process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,20 @@ from torch import Tensor, nn
 def several_processes() -> bool:
     """Whether this process is one of a group."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextmanager
+def idle(model: Any) -> Iterator[None]:
+    """Around a pass that a process without a sequence takes part with: whoever watches the model must not count it."""
+    model.model.is_idle = True
+    try:
+        yield
+    finally:
+        del model.model.is_idle
+
+
+def is_idle(backbone: nn.Module) -> bool:
+    return getattr(backbone, "is_idle", False)
 
 
 def is_sharded(tensor: Tensor) -> bool:
