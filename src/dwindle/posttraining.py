@@ -278,8 +278,9 @@ class _Settings:
         else:
             Selector(anatomy, target, options)
 
-    def job(self, prunable: Prunable, options: SelectionOptions, target: Target, windows: Tensor | None) -> Any:
-        """Something with ``run(rounds, source)`` that gives the ledger's events."""
+    def job(
+        self, prunable: Prunable, options: SelectionOptions, target: Target, windows: Tensor | None
+    ) -> _Job | AdaptJob:
         if self.method == "efficientllm":
             return _Job(prunable, self, options, target, windows)
         return AdaptJob(

@@ -77,10 +77,13 @@ def _saliency(run: Run) -> Figure | None:
         return None
     metric = run.ledger.option("metric")
     scored = f"Score: {metric}. " if isinstance(metric, str) else ""
+    rule = "At every event the weakest group of each type is compared, and the lowest is removed."
+    if run.ledger.allocations:
+        rule = "Of what was removed, by type: every layer loses the weakest of its own."
     return Figure(
         "saliency",
         "Saliency of the three types",
-        f"{scored}At every event the weakest group of each type is compared, and the lowest is removed.",
+        scored + rule,
         label,
         "count",
         [Panel("mean score per weight", "scientific", series, log=True)],
@@ -221,6 +224,7 @@ def _tasks(run: Run) -> Figure | None:
     """Whatever else callbacks measured in the loop, such as task accuracies."""
     metrics, tokens = run.metrics, run.metrics.tokens
     known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
+    known |= {"flops_per_token"}
     names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
     shares, others = Panel("accuracy", "percent", []), Panel("other measures", "number", [])
     for place, name in enumerate(names[:MAX_TASKS]):

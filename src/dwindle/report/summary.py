@@ -83,7 +83,8 @@ def _what_left(run: Run) -> str:
         parts.append(f"{heads:.3g} of {view.total('attn') / num:.4g} attention heads")
     if ffn:
         parts.append(f"{_whole(ffn)} of {_whole(view.total('ffn') / num)} FFN channels")
-    in_each = f"{_and(parts)} in each layer" if parts else ""
+    alike = len({(la.queries_after, la.ffn_after) for la in view.layers}) == 1
+    in_each = f"{_and(parts)} in {'each layer' if alike else 'a layer on average'}" if parts else ""
     stem = f"{hidden:,} of {view.hidden_before:,} hidden channels" if hidden else ""
     return " and ".join(part for part in (in_each, stem) if part)
 
@@ -153,7 +154,7 @@ def _architecture(view: ArchitectureView) -> dict[str, Any]:
         totals.append(["key/value cache", "100%", f"{sum(kv_after) / sum(kv_before):.0%}"])
     return {
         **view.to_json(),
-        "regular": all(la.is_regular for la in layers) and len(set(kv_after)) == 1,
+        "regular": all(la.is_regular for la in layers),
         "totals": totals,
         "found_in": view.found_in,
     }

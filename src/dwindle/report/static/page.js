@@ -38,7 +38,7 @@ function architectureOf(view) {
   const rows = el("div", { class: "rows" }), map = el("div", { class: "map" });
   const totals = el("table", {}, el("thead", {}, el("tr", {}, ...["", "before", "after"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, ...view.totals.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))));
-  const kind = view.regular ? "Grouped evenly: every key/value head serves the same number of queries." :
+  const kind = view.regular ? "Grouped evenly: in a layer every key/value head serves the same number of queries." :
     "Cluster attention: each query keeps the key/value head it always read.";
   const card = el("figure", { class: "card wide", id: "architecture" }, head("Before and after", "architecture", view),
     el("figcaption", { class: "caption" }, `Filled is what is left, in the source's numbering. ${kind} Choose a layer for its map.`),
