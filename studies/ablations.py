@@ -24,15 +24,19 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "fisher": {"adam": ("prune.fisher=adam",)},
     "compare": {"sum": ("prune.compare=sum",)},
     "groups": {"no-stem": ("prune.groups=attn,ffn",)},
+    "metric": {metric: (f"prune.metric={metric}",) for metric in ("taylor1", "obd", "wanda")},
+    "batch": {size: (f"training.tokens_per_step={size}",) for size in ("8192", "16384", "32768", "65536")},
     "lr": {rate: (f"training.lr={rate}",) for rate in ("3e-4", "5e-4", "2e-3", "3e-3")},
     "attention": {"cluster": ("prune.attention=cluster",)},
     "kd": {
         "0.25": ("distill.weight=0.25",),
         "0.5": ("distill.weight=0.5",),
         "0.75": ("distill.weight=0.75",),
+        "1": ("distill.weight=1.0",),
         "0.5-t2": ("distill.weight=0.5", "distill.temperature=2.0"),
         "0.5-top64": ("distill.weight=0.5", "distill.top_k=64"),
     },
+    "order": {"b": ("prune.second_order=true",)},
     "second-order": {
         f"{order}-{tokens}": (f"training.tokens={tokens}", f"prune.second_order={str(order == 'b').lower()}")
         for tokens in ("1M", "2M", "4M")

@@ -30,6 +30,7 @@ from typing import Any
 
 import tables
 import torch
+from jobs import Place, locked, run_jobs
 
 import dwindle
 from dwindle.anatomy import Anatomy
@@ -46,6 +47,7 @@ from dwindle.training.data import validation_windows
 from dwindle.training.loss import evaluate_loss
 
 Record = dict[str, Any]
+KEY = ("row", "model", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
@@ -84,6 +86,7 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON file, read first if it is there")
     parser.add_argument("--work", type=Path, help="runs, models and tokens; default beside --out")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call")
+    parser.add_argument("--jobs", type=int, default=1, help="rows to make at the same time")
     parser.add_argument("--commit", default="", help="for machines without git")
     args = parser.parse_args()
     args.work = args.work or args.out.with_suffix("")
@@ -96,8 +99,13 @@ def run_study(name: str, description: str | None, rows: dict[str, Row], groups: 
     study = Study(name, args, rows)
     words = [word.strip() for word in args.rows.split(",") if word.strip()]
     wanted = [row for word in words for row in groups.get(word, [word])]
-    order = itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted)
-    if not all(study.advance(row, size, seed) for seed, size, row in order):
+    order = list(itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted))
+    if args.jobs > 1:
+        done = run_jobs(study.missing(order), args.jobs, lambda: study.left, args.work / "logs")
+        study.read()
+    else:
+        done = all(study.advance(row, size, seed) for seed, size, row in order)
+    if not done:
         print("the budget is used up: call again to go on", flush=True)
     print(tables.losses(study.content))
     print(tables.tasks(study.content))
@@ -110,9 +118,13 @@ class Study:
         self.name, self.args, self.rows = name, args, rows
         self.started = time.monotonic()
         self.content: Record = {"format": "dwindle-study-1", "study": name, "rows": []}
-        if args.out.is_file():
-            self.content = json.loads(args.out.read_text(encoding="utf-8"))
+        self.read()
         self.data = load_data(["commonsense"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
+
+    def read(self) -> None:
+        """What is there by now: other processes add to the same file."""
+        if self.args.out.is_file():
+            self.content = json.loads(self.args.out.read_text(encoding="utf-8"))
 
     def row(self, name: str) -> Row:
         plain, plus, kd = name.partition("+")
@@ -129,8 +141,8 @@ class Study:
         """Make one row if it is missing; False when time is up."""
         row = self.row(name)
         key = self._key(name, row, size, seed)
-        found = next((r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())), None)
-        if found is not None and ("refused" in found or self.data is None or "tasks" in found):
+        found = self._found(key)
+        if self._is_complete(found):
             return True
         if self.left < self._estimate(key["tokens"], tasks_only=found is not None):
             return False
@@ -149,6 +161,18 @@ class Study:
         print(json.dumps({k: v for k, v in record.items() if k not in ("command", "settings", "tasks")}), flush=True)
         return True
 
+    def missing(self, places: list[Place]) -> list[Place]:
+        """Places whose rows are not there yet; one of those that would be the same row."""
+        keys = [self._key(row, self.row(row), size, seed) for seed, size, row in places]
+        found = {json.dumps(k): place for k, place in zip(keys, places, strict=True)}
+        return [place for key, place in found.items() if not self._is_complete(self._found(json.loads(key)))]
+
+    def _found(self, key: Record) -> Record | None:
+        return next((r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())), None)
+
+    def _is_complete(self, found: Record | None) -> bool:
+        return found is not None and ("refused" in found or self.data is None or "tasks" in found)
+
     @property
     def left(self) -> float:
         return float(self.args.budget - (time.monotonic() - self.started))
@@ -163,7 +187,7 @@ class Study:
         return pace * tokens + tasks + (RESERVE_S if tokens else 0.0)
 
     def _key(self, name: str, row: Row, size: str, seed: int) -> Record:
-        """What makes a row another one; paths are left out."""
+        """What makes a row another one (``KEY``); paths are left out."""
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
         tokens = recipe.num_tokens if row.trained else 0
@@ -272,8 +296,9 @@ class Study:
     def _one_shot(self, row: Row, size: str, seed: int) -> str:
         """The source pruned after calibration; rows that prune it alike share it."""
         folder = self._one_shot_folder(row, size, seed)
-        if not folder.is_dir():
-            dwindle.prune(self.args.model, out=folder, device=DEVICE, **self._one_shot_options(row, size, seed))
+        with locked(folder.with_suffix(".lock")):
+            if not folder.is_dir():
+                dwindle.prune(self.args.model, out=folder, device=DEVICE, **self._one_shot_options(row, size, seed))
         return str(folder)
 
     def _train(self, recipe: Recipe, run: Path) -> RunResult:
@@ -307,9 +332,16 @@ class Study:
         record["average"] = {"value": result.average(), "stderr": result.average_stderr()}
 
     def _save(self, record: Record) -> None:
-        if record not in self.content["rows"]:
-            self.content["rows"].append(record)
-        write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
+        """Add the record, or put it in the place of what was known before."""
+        key = {name: record[name] for name in KEY}
+        with locked(self.args.work / "json.lock"):
+            self.read()
+            rows, known = self.content["rows"], self._found(key)
+            if known is None:
+                rows.append(record)
+            else:
+                rows[rows.index(known)] = record
+            write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
 
 
 def fingerprint(what: Any) -> str:

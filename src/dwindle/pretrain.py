@@ -169,7 +169,7 @@ class Job:
         batches = BatchStream(
             data.mixture,
             tokens_per_step=recipe.num_tokens_per_step,
-            micro_batch=micro_batch_of(recipe, self.device),
+            micro_batch=micro_batch_of(recipe, self.device, load_config(recipe.source.model)),
             rank=self.world.rank,
             world_size=self.world.size,
         )

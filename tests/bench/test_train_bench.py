@@ -18,9 +18,11 @@ SMALL = {"shape": "tiny", "device": "cpu", "precision": "fp32", "compile": False
 
 def test_all_rows(tmp_path: Path) -> None:
     rows = ["off", "pruning", "compacted", "ffn", "attn", "stem"]
-    bench = TrainBench(**SMALL, rows=rows, steps=5, multiples=[8, 16], compacted_batches=[1, 2], gram_tokens=8)  # type: ignore[arg-type]
+    bench = TrainBench(
+        **SMALL, rows=rows, steps=5, multiples=[8, 16], rounded=16, compacted_batches=[1, 2], gram_tokens=8
+    )  # type: ignore[arg-type]
     found = measure_training(bench, tmp_path, lambda line: None)
-    names = ["off", "pruning", *["compacted-16"] * 2, *["compacted-8"] * 2, "attn", "ffn", "stem"]
+    names = ["off", "pruning", *["compacted-16"] * 2, *["compacted-8"] * 2, *["rounded-16"] * 2, "attn", "ffn", "stem"]
     assert [row.name for row in found] == names
     by_name = {row.name: row for row in found}
     assert by_name["pruning"].details["events"] == 1 + 5  # one to warm up, five in the second block
@@ -28,6 +30,7 @@ def test_all_rows(tmp_path: Path) -> None:
     assert all("slower_at_1_to_9" in by_name[kind].details for kind in ("attn", "ffn", "stem"))
     assert by_name["compacted-16"].details["shape"] == {"hidden": 48, "heads": 3, "ffn": 96}
     assert by_name["compacted-8"].details["shape"] == {"hidden": 40, "heads": 3, "ffn": 96}
+    assert by_name["rounded-16"].details["shape"] == {"hidden": 32, "heads": 3, "ffn": 96}
     assert [row.details["batch"] for row in found if row.name.startswith("compacted")] == [1, 2, 1, 2]
     for row in found:
         tokens = row.details.get("batch", 1) * 8

@@ -92,3 +92,41 @@ def test_a_run_that_does_not_fit_the_budget_goes_on_later(
     lines = (next((tmp_path / "o-runs").glob("aware-a*")) / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
     assert "prune.interleaves" in rows[2]["refused"]  # 20 stages in 12 steps
+
+
+def test_rows_of_several_processes_end_in_one_file(study: Any, tmp_path: Path) -> None:
+    """A study that was begun before another one saved a row keeps that row, and replaces only its own."""
+    import common
+    import main_table
+
+    study("--rows", "source")
+    args = common.arguments("", main_table.ROWS)
+    early, late = (common.Study("main_table", args, main_table.ROWS) for _ in range(2))
+    places = [(seed, size, row) for seed in (0, 1) for size in ("80%", "60%") for row in ("source", "aware-a")]
+    assert [place for place in early.missing(places) if place[2] == "source"] == []
+    records = [study_.content["rows"][0] | {"row": name, "size": "60%"} for study_, name in ((early, "a"), (late, "b"))]
+    for one, record in ((early, records[0]), (late, records[1]), (early, records[0] | {"tasks": {}})):
+        one._save(record)
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(r["row"], "tasks" in r) for r in rows] == [("source", False), ("a", True), ("b", False)]
+
+
+def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each place is one process of the same command; a failure is shown and the others still run."""
+    import jobs
+
+    script = tmp_path / "fake.py"
+    script.write_text(
+        "import json, sys\n"
+        "print('progress')\n"
+        "print(json.dumps({'words': sys.argv[1:]})) if 'bad' not in sys.argv else sys.exit('no such row')\n"
+    )
+    monkeypatch.setattr(sys, "argv", [str(script), "--rows", "all", "--set", "a=1"])
+    places = [(0, "50%", "bad"), (0, "50%", "good"), (1, "30%", "good")]
+    assert not jobs.run_jobs(places, 2, lambda: 100.0, tmp_path / "logs")
+    printed = capsys.readouterr().out
+    assert "bad 50% 0: failed with 1" in printed and "no such row" in printed and printed.count('{"words"') == 2
+    last = json.loads(printed.splitlines()[-1])["words"]
+    assert last[4:] == ["--rows", "good", "--sizes", "30%", "--seeds", "1", "--budget", "100", "--jobs", "1"]
+    assert jobs.run_jobs(places[1:], 2, lambda: 100.0, tmp_path / "logs")
+    assert not jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs")

@@ -37,7 +37,7 @@ def waits() -> Iterator[Callable[[], int]]:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield lambda: sum("synchroniz" in str(warning.message) for warning in seen)
+            yield lambda: sum("called a synchronizing" in str(warning.message) for warning in seen)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

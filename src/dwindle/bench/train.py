@@ -100,6 +100,8 @@ def _rows(bench: TrainBench) -> Iterator[TrainRow]:
         yield pruning_off(bench)
     if "pruning" in bench.rows or "compacted" in bench.rows:
         yield from pruning_and_compaction(bench)
+    if "compacted" in bench.rows and bench.rounded:
+        yield from rounded(bench)
     for kind in KINDS:
         if kind in bench.rows:
             yield second_order(bench, kind)
@@ -145,34 +147,49 @@ def pruning_off(bench: TrainBench) -> TrainRow:
 
 def pruning_and_compaction(bench: TrainBench) -> Iterator[TrainRow]:
     """One group after every step, in turns with none; then the same run goes on at the compacted shapes."""
-    model = build_model(bench)
-    prunable = Prunable(model)
-    optimizer = prepare(bench, model)
-    clock, pacing = Clock(bench.device), InTurns(bench.warmup)
     with tempfile.TemporaryDirectory() as folder:
-        pruner = make_pruner(bench, prunable, pacing, Path(folder))
-        trainer = make_trainer(bench, model, optimizer, [pruner, clock], turns=2)
-        del model, optimizer
-        reset_peak(bench.device)
+        trainer, pruner, clock = pruned_run(bench, Path(folder))
+        prunable = pruner.prunable
         if "pruning" in bench.rows:
             trainer.run()
-            yield pruning_row(bench, trainer, prunable, clock, pacing, pruner.num_events)
+            yield pruning_row(bench, trainer, pruner, clock)
         if "compacted" in bench.rows:
             prunable.restore(smaller(prunable.alive, COMPACTED.get(bench.shape)))
             for multiple in sorted(bench.multiples, reverse=True):  # each shape is cut out of the one before
                 yield from compacted(bench, trainer, pruner, clock, multiple)
 
 
-def pruning_row(
-    bench: TrainBench, trainer: Trainer, prunable: Prunable, clock: Clock, pacing: InTurns, events: int
-) -> TrainRow:
+def rounded(bench: TrainBench) -> Iterator[TrainRow]:
+    """A target whose widths are round themselves (``prune.round_to``): the nearest multiples, nothing dead in them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, pruner, clock = pruned_run(bench, Path(folder))
+        exact = smaller(pruner.prunable.alive, COMPACTED.get(bench.shape))
+        hidden, ffn = (
+            max(1, round(n / bench.rounded)) * bench.rounded for n in (len(exact.hidden), len(exact.layers[0].ffn))
+        )
+        pruner.prunable.restore(smaller(pruner.prunable.alive, (hidden, len(exact.layers[0].query_heads), ffn)))
+        yield from compacted(bench, trainer, pruner, clock, bench.rounded, "rounded")
+
+
+def pruned_run(bench: TrainBench, folder: Path) -> tuple[Trainer, Pruner, Clock]:
+    """A run that prunes in turns, not begun yet."""
+    model = build_model(bench)
+    prunable, clock = Prunable(model), Clock(bench.device)
+    pruner = make_pruner(bench, prunable, InTurns(bench.warmup), folder)
+    trainer = make_trainer(bench, model, prepare(bench, model), [pruner, clock], turns=2)
+    reset_peak(bench.device)
+    return trainer, pruner, clock
+
+
+def pruning_row(bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock) -> TrainRow:
+    pacing, anatomy = pruner.pacing, pruner.prunable.anatomy
+    assert isinstance(pacing, InTurns)
     steps = list(enumerate(clock.seconds, start=1))
     on = [s for step, s in steps if pacing.measured(step)]
     off = [s for step, s in steps if step > bench.warmup and not pacing.measured(step)]
     assert trainer.last is not None
-    anatomy = prunable.anatomy
     row = make_row("pruning", bench, anatomy, anatomy.source, clock.seconds[: bench.warmup] + on, trainer.last.loss)
-    row.details = {"events": events, "slower_than_off_in_turns": median(on) / median(off) - 1}
+    row.details = {"events": pruner.num_events, "slower_than_off_in_turns": median(on) / median(off) - 1}
     return row
 
 
@@ -201,8 +218,13 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
     return row
 
 
-def compacted(bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int) -> Iterator[TrainRow]:
-    """Straight to the end of a long run: what would have left by then is dead, and is compacted away."""
+def compacted(
+    bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int, name: str = "compacted"
+) -> Iterator[TrainRow]:
+    """Straight to the end of a long run: what would have left by then is dead, and is compacted away.
+
+    One row for every batch size.
+    """
     prunable = pruner.prunable
     keep = bucketed(prunable.alive, prunable.physical, multiple)
     synchronize(bench.device)
@@ -219,8 +241,9 @@ def compacted(bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock,
         reset_peak(bench.device)
         trainer.run()
         assert trainer.last is not None
-        name, loss = f"compacted-{multiple}", trainer.last.loss
-        row = make_row(name, bench, prunable.anatomy, prunable.alive, clock.seconds, loss, batch)
+        row = make_row(
+            f"{name}-{multiple}", bench, prunable.anatomy, prunable.alive, clock.seconds, trainer.last.loss, batch
+        )
         row.details = {"shape": sizes, "batch": batch}
         if number == 0:
             first, usual = clock.seconds[0], median(clock.seconds[bench.warmup :])

@@ -72,6 +72,8 @@ class TrainBench:
     """``flash``, ``cudnn``, or what torch chooses."""
     multiples: Sequence[int] = (64,)
     """Row compacted: the shape is rounded up to multiples of each of these."""
+    rounded: int = 0
+    """Row compacted: also a target whose widths are themselves the nearest multiples of this."""
     compacted_batches: Sequence[int] = ()
     """Row compacted: sequences per step, one row for each; as many as in the other rows by default."""
     gram_tokens: int = DEFAULT_TOKENS

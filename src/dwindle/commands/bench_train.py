@@ -31,6 +31,9 @@ def train(
     bf16_residual: Annotated[bool, typer.Option(help="Residual stream in bf16.")] = False,
     attention: Annotated[str, typer.Option(help="flash, cudnn or auto.")] = "auto",
     multiples: Annotated[str, typer.Option(help="Compact to multiples of these, such as 64,128.")] = "64",
+    rounded: Annotated[
+        int, typer.Option(min=0, help="Also compact to a target of the nearest multiples of this, such as 128.")
+    ] = 0,
     compacted_batch: Annotated[
         str | None, typer.Option(help="Sequences per step after compaction, such as 16,32; default: --batch.")
     ] = None,
@@ -60,6 +63,7 @@ def train(
         fused_loss=fused_loss,
         bf16_residual=bf16_residual,
         multiples=whole_numbers(multiples, "--multiples"),
+        rounded=rounded,
         compacted_batches=whole_numbers(compacted_batch or "", "--compacted-batch"),
         gram_tokens=gram_tokens,
         **settings,

@@ -192,11 +192,10 @@ class SharedEngine(Engine):
         taught = None if loss.distillation is None else loss.distillation * 0
         return TokenLoss(loss.objective, loss.cross_entropy * 0, taught)
 
-    def share(self, sums: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        stops = torch.tensor([float(stop)]).to(sums.device).double()
-        everything = torch.cat([sums.detach().double().flatten(), stops])
+    def share(self, sums: Tensor, stop: bool) -> Tensor:
+        everything = super().share(sums, stop)
         dist.all_reduce(everything)
-        return everything[:-1].view(sums.shape), bool(everything[-1] > 0)
+        return everything
 
     def barrier(self) -> None:
         self.world.barrier()
@@ -220,8 +219,8 @@ class SharedEngine(Engine):
                 sums += self.loss(model, tokens, chunk_tokens=chunk_tokens).cross_entropy
         model.train(was_training)
         self.after_evaluation()
-        summed, _ = self.share(sums, False)
-        return float(summed) / (total * (windows_NT.shape[1] - 1))
+        dist.all_reduce(sums)
+        return float(sums) / (total * (windows_NT.shape[1] - 1))
 
     def after_evaluation(self) -> None:
         """Undo what forward passes without a backward pass leave behind."""

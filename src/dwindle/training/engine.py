@@ -45,9 +45,9 @@ class Engine:
     def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> TokenLoss:
         return language_model_loss(model, tokens_BT, **options)
 
-    def share(self, sums: Tensor, stop: bool) -> tuple[Tensor, bool]:
-        """Numbers summed over all processes, and whether any of them was asked to stop."""
-        return sums, stop
+    def share(self, sums: Tensor, stop: bool) -> Tensor:
+        """Numbers summed over all processes and, behind them, how many processes were asked to stop; fp64."""
+        return torch.cat([sums.detach().double(), torch.full((1,), float(stop), device=sums.device).double()])
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         return get_total_norm([p.grad for p in parameters if p.grad is not None])

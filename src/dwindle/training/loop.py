@@ -139,10 +139,10 @@ class Trainer:
                 started = time.perf_counter()
                 self.extra_metrics.clear()
                 self.extra_times.clear()
-                loss, num_tokens = self.forward_backward(self.batches.next_step())
+                sums, num_tokens = self.forward_backward(self.batches.next_step())
                 self._call_all("edit_gradients")
                 grad_norm = self._grad_norm()
-                norm = float(grad_norm)  # read once: later it would wait for what callbacks gave the device to do
+                loss, norm = self._read(sums, grad_norm)
                 healthy = math.isfinite(loss) and math.isfinite(norm)
                 if healthy:
                     self._call_all("after_backward")
@@ -170,10 +170,11 @@ class Trainer:
                 "gradient is not finite: use a lower rate, or look at the data there; the state is saved"
             )
 
-    def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[float, int]:
+    def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, int]:
         """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches.
 
-        Returned (and reported as ``loss``) is the cross-entropy with or without a teacher, so that runs compare.
+        Returns the mean cross-entropy (and divergence from a teacher) of all processes, and how many of them were
+        asked to stop; on a GPU these numbers need not exist yet.
         """
         engine, options = self.engine, self.options
         num_tokens = engine.num_tokens(micro_batches, self.batches)
@@ -196,11 +197,18 @@ class Trainer:
             total = sums if total is None else total + sums
         assert total is not None, "a step without data"
         self.seq_len = micro_batches[-1].shape[1] - 1
-        total, self._stop_agreed = engine.share(total, self.stop.requested)
-        cross_entropy, *distillation = (total / num_tokens).tolist()
+        return engine.share(total / num_tokens, self.stop.requested), num_tokens
+
+    def _read(self, sums: Tensor, grad_norm: Tensor) -> tuple[float, float]:
+        """Loss and norm as numbers. The only wait of a step, when the device has the norm to compute as well.
+
+        The cross-entropy is reported as ``loss`` with or without a teacher, so that runs compare.
+        """
+        loss, *distillation, stops, norm = torch.cat([sums, grad_norm.to(sums.dtype).view(1)]).tolist()
+        self._stop_agreed = stops > 0
         if distillation:
             self.extra_metrics["distill_loss"] = distillation[0]
-        return cross_entropy, num_tokens
+        return loss, norm
 
     def update(self, grad_norm: Tensor, healthy: bool, *, clip: bool) -> float:
         """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step.

@@ -1,0 +1,82 @@
+"""Several rows of a study at once: small models leave most of a GPU idle while the host compiles and launches.
+
+Every row is a process of its own with the same options; all of them add to the same JSON file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+Place = tuple[int, str, str]
+"""(seed, size, row)"""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the operating system lets go of the lock however the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@dataclass
+class Running:
+    place: Place
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs: Path) -> bool:
+    """Start a process for every place, at most ``jobs`` at once, while time is ``left``; whether all went well."""
+    logs.mkdir(parents=True, exist_ok=True)
+    waiting, running, good = list(places), list[Running](), True
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs and left() > 0:
+                running.append(start(waiting.pop(0), jobs, left(), logs))
+            if not running:
+                return False
+            time.sleep(0.2)
+            for job in [job for job in running if job.process.poll() is not None]:
+                running.remove(job)
+                good &= report(job)
+    finally:
+        for job in running:
+            job.process.terminate()  # a run saves itself and stops
+        for job in running:
+            job.process.wait()
+    return good
+
+
+def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
+    """The same command with one row; an option that is given twice counts the last time."""
+    seed, size, row = place
+    one = ["--rows", row, "--sizes", size, "--seeds", str(seed), "--budget", f"{left:.0f}", "--jobs", "1"]
+    share = str(max(1, (os.cpu_count() or 1) // jobs))
+    env = {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
+    log = logs / f"{row}-{size}-{seed}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *sys.argv, *one], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    return Running(place, process, log)
+
+
+def report(job: Running) -> bool:
+    """What a finished row has to say: its record, or why there is none."""
+    lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    code, row = job.process.returncode, " ".join(map(str, reversed(job.place)))
+    if code:
+        print(f"{row}: failed with {code}", *lines[-12:], sep="\n", flush=True)
+        return False
+    print(*[line for line in lines if line.startswith(("{", "the budget"))], sep="\n", flush=True)
+    return not any(line.startswith("the budget") for line in lines)
