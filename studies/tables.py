@@ -210,6 +210,30 @@ def seven_tasks(data: Any) -> str:
     return markdown(["task", "items", *(f"{kind}, {name}" for name in names for kind in ("acc", "acc_norm"))], rows)
 
 
+def engines(data: Any) -> str:
+    """Files of studies/evaluate_seven.py with both engines: their accuracies, and how far apart items are."""
+    ((dtype, found),) = data["comparison"].items()
+    titles = {task["task"]: (task["title"], task["num_items"]) for task in data["results"][f"harness {dtype}"]["tasks"]}
+    rows = [
+        [
+            titles[task][0],
+            str(titles[task][1]),
+            *(
+                f"{100 * pair[metric][engine]:.2f}"
+                for metric in ("acc", "acc_norm")
+                for engine in ("harness", "dwindle")
+            ),
+            f"{found['largest_difference_by_task'][task]:.1e}",
+        ]
+        for task, pair in found["accuracies"].items()
+    ]
+    beyond = f"{found['num_beyond_tolerance']} items beyond {found['tolerance']:g}"
+    seconds = (f"{found['seconds'][engine]:.1f}" for engine in ("harness", "dwindle"))
+    rows.append(["seconds", str(found["num_items"]), *seconds, "", "", beyond])
+    head = ["task", "items", "acc, harness", "acc, ours", "acc_norm, harness", "acc_norm, ours", "largest difference"]
+    return markdown(head, rows)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
     "held-out": held_out,
@@ -219,6 +243,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "metrics-without-training": metrics_without_training,
     "layer-adaptive": layer_adaptive,
     "seven-tasks": seven_tasks,
+    "engines": engines,
 }
 
 

@@ -253,3 +253,9 @@ def test_an_existing_run_is_not_overwritten(shell: Shell) -> None:
     code, _, err = shell(*PRETRAIN, "--out", "again")
     assert code == 2 and "dwindle resume again" in err
     assert shell(*PRETRAIN, "training.tokens=480", "--out", "again", "--overwrite")[0] == 0
+
+
+def test_a_dry_run_looks_for_the_task_sets(shell: Shell) -> None:
+    overrides = ["validation.tasks=arc_easy", "validation.data=nowhere"]
+    code, _, err = shell("pretrain", "recipe.toml", *overrides, "--dry-run")
+    assert code == 2 and "validation.data" in err and "nowhere" in err

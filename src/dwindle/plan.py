@@ -205,9 +205,18 @@ class Plan:
         return table
 
 
+def check_data(recipe: Recipe) -> None:
+    """Refuse texts and task sets that are not there."""
+    recipe.data.check()
+    if recipe.validation.tasks:
+        from dwindle.evaluation.callback import recipe_data
+
+        recipe_data(recipe.validation)
+
+
 def make_plan(recipe: Recipe) -> Plan:
     """Everything that can be known without training; loads the source's weights to estimate the final shape."""
-    recipe.data.check()
+    check_data(recipe)
     device = device_of(recipe)
     config = load_config(recipe.source.model)
     anatomy = Anatomy.of_config(config)

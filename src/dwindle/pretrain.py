@@ -25,6 +25,7 @@ from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.plan import (
     PruningPlan,
+    check_data,
     device_of,
     micro_batch_of,
     plan_pruning,
@@ -90,11 +91,7 @@ def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = Fals
 
 def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     """Refuse what cannot work, then make the run's directory; ``resume`` does the rest."""
-    recipe.data.check()
-    if recipe.validation.tasks:
-        from dwindle.evaluation.callback import recipe_data
-
-        recipe_data(recipe.validation)
+    check_data(recipe)
     check_run_directory(run, overwrite=overwrite)
     config = load_config(recipe.source.model)
     plan_pruning(recipe, Anatomy.of_config(config))

@@ -40,7 +40,7 @@ def test_both_engines_item_by_item(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found["accuracies"]["arc_easy"]["acc_norm"] == {"harness": expected.acc_norm, "dwindle": expected.acc_norm}
     assert found["seconds"]["harness"] > 0 and found["seconds"]["dwindle"] > 0
     listed: list[dict[str, Any]] = found["beyond_tolerance"]
-    assert len(listed) == found["num_beyond_tolerance"]
+    assert len(listed) == min(20, found["num_beyond_tolerance"])
     assert all(max(abs(a - b) for a, b in zip(e["harness"], e["dwindle"], strict=True)) > 0 for e in listed)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from dwindle.evaluation.data import TaskData
 from dwindle.evaluation.metrics import answers
 
+MOST_LISTED = 20
+"""Items that are listed because they differ; the number of all of them is told."""
 Scores = Mapping[tuple[str, int], Sequence[float]]
 """Log-likelihoods of an item's choices, by task and number of the item."""
 
@@ -15,17 +17,18 @@ Scores = Mapping[tuple[str, int], Sequence[float]]
 def agreement(
     first: Scores, second: Scores, tasks: Sequence[TaskData], *, names: tuple[str, str], tolerance: float = 1e-4
 ) -> dict[str, Any]:
-    """The largest difference by task, and by name every item that differs by more than ``tolerance`` or is answered
-    differently: a difference of accuracies without its items could not be judged."""
+    """The largest difference by task, and by name the items furthest beyond ``tolerance`` and every item that is
+    answered differently: a difference of accuracies without its items could not be judged."""
     assert first.keys() == second.keys(), "the engines scored different items"
     questions = {(data.task.name, item.index): item.question for data in tasks for item in data.items}
     largest: dict[str, float] = {}
-    apart, answered = [], []
+    apart: list[dict[str, Any]] = []
+    answered: list[dict[str, Any]] = []
     for key, mine in first.items():
         other = second[key]
         difference = max(abs(a - b) for a, b in zip(mine, other, strict=True))
         largest[key[0]] = max(largest.get(key[0], 0.0), difference)
-        entry = {"task": key[0], "item": key[1], "difference": difference}
+        entry: dict[str, Any] = {"task": key[0], "item": key[1], "difference": difference}
         entry |= {names[0]: list(mine), names[1]: list(other)}
         if not difference <= tolerance:
             apart.append(entry)
@@ -37,7 +40,7 @@ def agreement(
         "largest_difference": max(largest.values()),
         "largest_difference_by_task": largest,
         "num_beyond_tolerance": len(apart),
-        "beyond_tolerance": sorted(apart, key=lambda entry: -entry["difference"]),
+        "beyond_tolerance": sorted(apart, key=lambda entry: -entry["difference"])[:MOST_LISTED],
         "num_answered_differently": len(answered),
         "answered_differently": answered,
     }

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dwindle.training.tensorfile import _ALIASES as ALIASES
+from dwindle.training.tensorfile import ALIASES
 
 
 def piece_name(group: str, number: int, count: int) -> str:

@@ -32,7 +32,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_ALIASES = "aliases"
+ALIASES = "aliases"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
@@ -57,7 +57,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor by name, on the CPU; tied names give the same tensor again."""
     with safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+        aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
     return tensors | {name: tensors[of] for name, of in aliases.items()}
 
 
@@ -77,7 +77,7 @@ def _deduplicate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 def _header(stored: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", _ALIASES: json.dumps(aliases)}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", ALIASES: json.dumps(aliases)}}
     offset = 0
     for name, tensor in stored.items():
         end = offset + tensor.numel() * tensor.element_size()
