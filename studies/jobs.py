@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+JOBS_VARIABLE = "DWINDLE_STUDY_JOBS"
 Place = tuple[int, str, str]
 """(seed, size, row)"""
 
@@ -35,26 +37,42 @@ class Running:
     log: Path
 
 
-def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs: Path) -> bool:
-    """Start a process for every place, at most ``jobs`` at once, while time is ``left``; whether all went well."""
+@dataclass
+class Outcome:
+    """How the rows of a call ended."""
+
+    out_of_time: bool = False
+    failed: int = 0
+
+
+def jobs_around() -> int:
+    """How many rows are made at the same time as this one, itself included."""
+    return int(os.environ.get(JOBS_VARIABLE, "1"))
+
+
+def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs: Path) -> Outcome:
+    """Start a process for every place, at most ``jobs`` at once, while time is ``left``."""
     logs.mkdir(parents=True, exist_ok=True)
-    waiting, running, good = list(places), list[Running](), True
+    waiting, running, outcome = list(places), list[Running](), Outcome()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is not skipped
     try:
         while waiting or running:
             while waiting and len(running) < jobs and left() > 0:
                 running.append(start(waiting.pop(0), jobs, left(), logs))
             if not running:
-                return False
+                outcome.out_of_time = True
+                break
             time.sleep(0.2)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
-                good &= report(job)
+                report(job, outcome)
     finally:
         for job in running:
             job.process.terminate()  # a run saves itself and stops
         for job in running:
             job.process.wait()
-    return good
+        signal.signal(signal.SIGTERM, before)
+    return outcome
 
 
 def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
@@ -62,7 +80,7 @@ def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
     seed, size, row = place
     one = ["--rows", row, "--sizes", size, "--seeds", str(seed), "--budget", f"{left:.0f}", "--jobs", "1"]
     share = str(max(1, (os.cpu_count() or 1) // jobs))
-    env = {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share}
+    env = {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, JOBS_VARIABLE: str(jobs)}
     log = logs / f"{row}-{size}-{seed}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -71,12 +89,13 @@ def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
     return Running(place, process, log)
 
 
-def report(job: Running) -> bool:
+def report(job: Running, outcome: Outcome) -> None:
     """What a finished row has to say: its record, or why there is none."""
     lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
     code, row = job.process.returncode, " ".join(map(str, reversed(job.place)))
     if code:
         print(f"{row}: failed with {code}", *lines[-12:], sep="\n", flush=True)
-        return False
-    print(*[line for line in lines if line.startswith(("{", "the budget"))], sep="\n", flush=True)
-    return not any(line.startswith("the budget") for line in lines)
+        outcome.failed += 1
+        return
+    print(*[line for line in lines if line.startswith("{")], sep="\n", flush=True)
+    outcome.out_of_time |= any(line.startswith("the budget") for line in lines)

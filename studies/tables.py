@@ -38,12 +38,16 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def grouped(data: Any) -> list[list[Any]]:
-    """Rows that differ only in their seed, in the order of sizes and rows as they were first run."""
+    """Rows that differ only in their seed: large sizes first, then by tokens, then in the order of the study."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for row in data["rows"]:
         found.setdefault((row["size"], row["tokens"], row["row"], *row["settings"]), []).append(row)
-    sizes = list(dict.fromkeys(row["size"] for row in data["rows"]))
-    return sorted(found.values(), key=lambda seeds: (sizes.index(seeds[0]["size"]), -seeds[0]["tokens"]))
+
+    def place(seeds: list[Any]) -> tuple[float, int, int]:
+        first, size = seeds[0], re.match(r"[0-9.]+", seeds[0]["size"])
+        return -float(size[0]) if size else -math.inf, -first["tokens"], first.get("order", 0)
+
+    return [sorted(seeds, key=lambda row: row["seed"]) for seeds in sorted(found.values(), key=place)]
 
 
 def shared_settings(data: Any) -> set[str]:
@@ -103,7 +107,7 @@ def loss_cells(seeds: Sequence[Any]) -> list[str]:
     average = spread([100 * one["value"] for one in averages], 2)
     if len(averages) == 1:
         average += f" (±{100 * averages[0]['stderr']:.2f})"
-    speeds = [r["tokens_per_s"] for r in seeds if "tokens_per_s" in r]
+    speeds = [r["tokens_per_s"] for r in seeds if "tokens_per_s" in r and r.get("jobs", 1) == 1]  # not of shared GPUs
     return [parameters, books, wiki, average, f"{max(speeds) / 1000:.0f}k" if speeds else ""]
 
 

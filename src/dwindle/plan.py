@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.errors import UserError
+from dwindle.memory import Footprint, footprint
 from dwindle.pruning.allocation import AllocationOptions, Allocator, level_scores
 from dwindle.pruning.anywhere import GlobalSelector
 from dwindle.pruning.choosing import ChooserKind, make_chooser
@@ -24,12 +25,9 @@ from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
-"""At most in one forward pass: below that a GPU waits for the host (SmolLM2-135M on an H200: 172k tokens/s at 16k,
-313k at 32k, 386k at 64k), above it nothing is won."""
+"""At most in one forward pass: with fewer, a GPU waits for the host while it trains a small model."""
 _MEMORY_SHARE = 0.8
 """Of a GPU, which the estimate may fill; the rest is for what it does not know and for other shapes of one run."""
-_ADAM_BYTES = 16
-"""Per parameter in training: weight, gradient and two moments in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +143,22 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
     return teacher
 
 
-def micro_batch_of(recipe: Recipe, device: str, config: Any) -> int:
+def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
+    """Memory of the run on one of the devices that share the weights."""
+    source, precision = teacher_of(recipe, config), precision_of(recipe, device)
+    teacher = None if source is None else (load_config(source), teacher_dtype(precision, device))
+    return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
+
+
+def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> int:
     """Sequences in one forward pass: what the recipe says, or what a device likes and can hold."""
     chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
     chosen = min(chosen, recipe.num_sequences_per_step)
     if recipe.training.micro_batch or device != "cuda":
         return chosen
-    room = _MEMORY_SHARE * torch.cuda.get_device_properties(0).total_memory
-    anatomy = Anatomy.of_config(config)
-    parameters = anatomy.count(anatomy.source).total
-    while chosen > 1 and _memory(recipe, config, parameters, device, chosen) > room:
+    room = _MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    needed = footprint_of(recipe, device, config, shards)
+    while chosen > 1 and needed.total(chosen * recipe.data.seq_len) > room:
         chosen = -(-chosen // 2)
     return chosen
 
@@ -242,7 +246,7 @@ def make_plan(recipe: Recipe) -> Plan:
         last_event_step=plan.pacing.last_step if plan is not None else None,
         shape_before=sizes_of(anatomy.source),
         shape_estimate=sizes_of(structure),
-        memory_bytes_estimate=_memory(recipe, config, before, device, micro_batch),
+        memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         milestones=dict(plan.milestones) if plan is not None else {},
         teacher=teacher_of(recipe, config),
     )
@@ -282,26 +286,3 @@ def _simulate_layers(recipe: Recipe, plan: PruningPlan, prunable: Prunable) -> t
         choices = allocator.choose(scores, [0.0] * anatomy.num_layers, alive, plan.end_count)
         events = recipe.prune.interleaves * len(choices)
     return events, choices[-1].rest if choices else alive
-
-
-def _memory(recipe: Recipe, config: Any, parameters: int, device: str, micro_batch: int) -> int:
-    """Weights, gradients and moments, the activations of a micro-batch, the logits of one chunk, and the teacher."""
-    tokens = micro_batch * recipe.data.seq_len
-    wide = 2 if precision_of(recipe, device) == "bf16" else 4
-    per_layer = 10 * config.hidden_size + 4 * config.intermediate_size
-    layers = 1 if recipe.training.activation_checkpointing else config.num_hidden_layers
-    activations = tokens * wide * (per_layer * layers + config.hidden_size * config.num_hidden_layers)
-    logits = 3 * 4 * min(tokens, recipe.training.ce_chunk_tokens) * config.vocab_size
-    return int(parameters * _ADAM_BYTES + activations + logits) + _teacher_memory(recipe, config, device, tokens)
-
-
-def _teacher_memory(recipe: Recipe, config: Any, device: str, tokens: int) -> int:
-    """Its weights, its final hidden states, and its share of a chunk's logits; a frozen model keeps nothing else."""
-    source = teacher_of(recipe, config)
-    if source is None:
-        return 0
-    teacher = load_config(source)
-    anatomy, dtype = Anatomy.of_config(teacher), teacher_dtype(precision_of(recipe, device), device)
-    states = tokens * teacher.hidden_size
-    logits = 3 * 4 * min(tokens, recipe.training.ce_chunk_tokens) * teacher.vocab_size
-    return int((anatomy.count(anatomy.source).total + states) * dtype.itemsize + logits)

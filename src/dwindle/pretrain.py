@@ -46,7 +46,16 @@ from dwindle.training.checkpointwriter import CheckpointWriter
 from dwindle.training.data import BatchStream, open_training_data
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
-from dwindle.training.distributed import ShardedEngine, SharedEngine, World, choose_engine, joined
+from dwindle.training.distributed import (
+    Parallel,
+    ShardedEngine,
+    SharedEngine,
+    World,
+    choose_engine,
+    choose_parallel,
+    joined,
+    num_shards,
+)
 from dwindle.training.engine import compile_blocks
 from dwindle.training.loop import Trainer, TrainerOptions
 from dwindle.training.loss import weights_dtype
@@ -130,11 +139,34 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
 
 def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
     with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
+        recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
         job = Job(recipe, run, checkpoint, stop, world)
         status = job.trainer.run()
         return job.finish(status)
+
+
+def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
+    """What depends on the machine is chosen once, by the main process, and kept in the run's recipe.
+
+    So all processes do the same on unequal devices, and so does a run that goes on elsewhere.
+    """
+
+    def choose() -> None:
+        if not world.is_main or recipe.training.micro_batch:
+            return
+        config = load_config(recipe.source.model)
+        shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
+        recipe.training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
+        write_toml(recipe, run / "recipe.toml")
+
+    world.main_first("settle", choose)
+    return load_recipe(run / "recipe.toml")
+
+
+def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
+    return choose_parallel(world, recipe.training.parallel, anatomy.count(anatomy.source).total)
 
 
 def _newest(run: Path, world: World) -> Checkpoint | None:
@@ -166,7 +198,7 @@ class Job:
         batches = BatchStream(
             data.mixture,
             tokens_per_step=recipe.num_tokens_per_step,
-            micro_batch=micro_batch_of(recipe, self.device, load_config(recipe.source.model)),
+            micro_batch=recipe.training.micro_batch,
             rank=self.world.rank,
             world_size=self.world.size,
         )
@@ -218,13 +250,8 @@ class Job:
         physical = self.anatomy.source
         if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
             physical = physical_structure(saved)
-        self.engine = choose_engine(
-            self.world,
-            recipe.training.parallel,
-            device=self.device,
-            precision=self.precision,
-            num_parameters=self.anatomy.count(self.anatomy.source).total,
-        )
+        parallel = parallel_of(recipe, self.world, self.anatomy)
+        self.engine = choose_engine(self.world, parallel, device=self.device, precision=self.precision)
         fetch = None
         if isinstance(self.engine, ShardedEngine):
             model, fetch = build_on_meta(config_for(config, physical)), self._fetcher(checkpoint)

@@ -14,13 +14,15 @@ import torch
 from processes import run_ranks, start_ranks, wait_ranks
 from safetensors.torch import load_file
 
+import dwindle.pretrain
 from dwindle.errors import UserError
 from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
 from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.data import DataConfig
-from dwindle.training.distributed import Parallel, World, choose_engine
+from dwindle.training.distributed import Parallel, World, choose_parallel, num_shards
+from dwindle.training.loop import Trainer
 from tiny import tiny_directory
 
 STEPS = 50
@@ -203,4 +205,46 @@ def test_tensors_of_the_main_process_reach_all() -> None:
 @pytest.mark.parametrize(("parallel", "message"), [("none", "is for one process"), ("hsdp", "there is only one")])
 def test_parallelism_that_does_not_fit(parallel: Parallel, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        choose_engine(World(size=2, local_size=2), parallel, device="cpu", precision="fp32", num_parameters=1)
+        choose_parallel(World(size=2, local_size=2), parallel, 1)
+
+
+def test_shards() -> None:
+    """What a micro-batch is chosen by: how many devices share the weights."""
+    one_node, two_nodes = World(size=4, local_size=4), World(size=4, local_size=2)
+    big = 2_000_000_000
+    assert num_shards(World(), choose_parallel(World(), "fsdp", big)) == 1
+    assert num_shards(one_node, choose_parallel(one_node, "auto", 1_000_000)) == 1
+    assert num_shards(one_node, choose_parallel(one_node, "auto", big)) == 4
+    assert num_shards(two_nodes, choose_parallel(two_nodes, "auto", big)) == 2
+    assert num_shards(two_nodes, choose_parallel(two_nodes, "fsdp", big)) == 4
+
+
+def test_all_ranks_stop_after_the_same_step(place: Path) -> None:
+    """One is asked after the others have already been told of this step: they learn it with the next."""
+    run = place / "stopped"
+
+    def task(rank: int) -> None:
+        original = Trainer._read
+
+        def read(self: Trainer, sums: torch.Tensor, norm: torch.Tensor) -> tuple[float, float]:
+            if rank == 1 and self.step == 3:
+                self.stop.request()
+            return original(self, sums, norm)
+
+        Trainer._read = read  # type: ignore[method-assign]
+        result = pretrain(recipe(place), run)
+        assert (result.status, result.step) == ("stopped", 5)
+
+    run_ranks(2, task)
+    assert [c.name for c in list_checkpoints(run)] == ["step-00000005"]
+
+
+def test_the_main_process_chooses_the_micro_batch_for_all(place: Path) -> None:
+    run = place / "settled"
+
+    def task(rank: int) -> None:
+        dwindle.pretrain.micro_batch_of = lambda *_: 3 - 2 * rank  # type: ignore[attr-defined]
+        pretrain(recipe(place, micro_batch=0, tokens=4 * 168, prune={"enabled": False}), run)
+
+    run_ranks(2, task)
+    assert "micro_batch = 3" in (run / "recipe.toml").read_text()

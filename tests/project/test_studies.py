@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFi
         ("scratch", "60%"),
         ("aware-a+kd", "60%"),
     ]
-    assert (
-        capsys.readouterr().out.rstrip().splitlines()[-1].startswith("| 60% | pruning-aware A, distilled (weight=0.5)")
-    )
+    lines = capsys.readouterr().out.rstrip().splitlines()[-5:]
+    assert [line.split(" | ")[0] for line in lines] == ["| 100%", "| 80%", "| 80%", "| 60%", "| 60%"]
+    assert lines[1].startswith("| 80% | pruning-aware A, distilled (weight=0.5)")
     for found in rows:
         assert {"command", "commit", "seed", "tokens", "parameters", "textbooks", "seconds", "settings"} <= found.keys()
         assert str(tmp_path) not in json.dumps(found)
@@ -104,11 +105,24 @@ def test_rows_of_several_processes_end_in_one_file(study: Any, tmp_path: Path) -
     early, late = (common.Study("main_table", args, main_table.ROWS) for _ in range(2))
     places = [(seed, size, row) for seed in (0, 1) for size in ("80%", "60%") for row in ("source", "aware-a")]
     assert [place for place in early.missing(places) if place[2] == "source"] == []
+    assert len(early.missing([(0, "80%", "source-trained"), (0, "60%", "source-trained")])) == 1
     records = [study_.content["rows"][0] | {"row": name, "size": "60%"} for study_, name in ((early, "a"), (late, "b"))]
     for one, record in ((early, records[0]), (late, records[1]), (early, records[0] | {"tasks": {}})):
         one._save(record)
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
     assert [(r["row"], "tasks" in r) for r in rows] == [("source", False), ("a", True), ("b", False)]
+
+    def save(one: Any, name: str) -> None:
+        for number in range(20):
+            one._save(records[0] | {"row": name, "seed": number})
+
+    writers = [get_context("fork").Process(target=save, args=pair) for pair in ((early, "c"), (late, "d"))]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert sorted((r["row"], r["seed"]) for r in rows[3:]) == [(name, n) for name in "cd" for n in range(20)]
 
 
 def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,10 +137,10 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     )
     monkeypatch.setattr(sys, "argv", [str(script), "--rows", "all", "--set", "a=1"])
     places = [(0, "50%", "bad"), (0, "50%", "good"), (1, "30%", "good")]
-    assert not jobs.run_jobs(places, 2, lambda: 100.0, tmp_path / "logs")
+    assert jobs.run_jobs(places, 2, lambda: 100.0, tmp_path / "logs") == jobs.Outcome(failed=1)
     printed = capsys.readouterr().out
     assert "bad 50% 0: failed with 1" in printed and "no such row" in printed and printed.count('{"words"') == 2
     last = json.loads(printed.splitlines()[-1])["words"]
     assert last[4:] == ["--rows", "good", "--sizes", "30%", "--seeds", "1", "--budget", "100", "--jobs", "1"]
-    assert jobs.run_jobs(places[1:], 2, lambda: 100.0, tmp_path / "logs")
-    assert not jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs")
+    assert jobs.run_jobs(places[1:], 2, lambda: 100.0, tmp_path / "logs") == jobs.Outcome()
+    assert jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)

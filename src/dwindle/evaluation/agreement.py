@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,12 @@ def agreement(
         "largest_difference": max(largest.values()),
         "largest_difference_by_task": largest,
         "num_beyond_tolerance": len(apart),
-        "beyond_tolerance": sorted(apart, key=lambda entry: -entry["difference"])[:MOST_LISTED],
+        "beyond_tolerance": sorted(apart, key=_furthest_first)[:MOST_LISTED],
         "num_answered_differently": len(answered),
         "answered_differently": answered,
     }
+
+
+def _furthest_first(entry: dict[str, Any]) -> tuple[bool, float]:
+    """What is not a number is furthest of all."""
+    return not math.isnan(entry["difference"]), -entry["difference"]

@@ -144,20 +144,32 @@ def _join(device: str) -> World:
     return World(rank, size, local_rank, local_size, PrefixStore("dwindle", store))
 
 
-def choose_engine(world: World, wanted: Parallel, *, device: str, precision: Precision, num_parameters: int) -> Engine:
-    """The engine for ``training.parallel``; ``auto`` is DDP for small models, else FSDP, with replicas over nodes."""
+def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Parallel:
+    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, with replicas over nodes."""
     if world.size == 1:
-        return Engine()
+        return "none"
     if wanted == "none":
         raise UserError('training.parallel: "none" is for one process: choose auto, ddp, fsdp or hsdp')
     if wanted == "auto":
-        sharded = "hsdp" if world.num_nodes > 1 else "fsdp"
-        wanted = "ddp" if num_parameters < _DDP_BELOW else cast(Parallel, sharded)
-    if wanted == "ddp":
-        return ReplicatedEngine(world)
+        sharded: Parallel = "hsdp" if world.num_nodes > 1 else "fsdp"
+        return "ddp" if num_parameters < _DDP_BELOW else sharded
     if wanted == "hsdp" and world.num_nodes < 2:
         raise UserError("training.parallel: hsdp replicates over nodes and there is only one: use fsdp")
-    return ShardedEngine(world, device=device, precision=precision, replicate=wanted == "hsdp")
+    return wanted
+
+
+def num_shards(world: World, parallel: Parallel) -> int:
+    """Devices over which one copy of the model is spread."""
+    return {"fsdp": world.size, "hsdp": world.local_size}.get(parallel, 1)
+
+
+def choose_engine(world: World, parallel: Parallel, *, device: str, precision: Precision) -> Engine:
+    """The engine for what ``choose_parallel`` chose."""
+    if parallel == "none":
+        return Engine()
+    if parallel == "ddp":
+        return ReplicatedEngine(world)
+    return ShardedEngine(world, device=device, precision=precision, replicate=parallel == "hsdp")
 
 
 class LossModule(nn.Module):
