@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import signal
 import subprocess
 import sys
 import urllib.request
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,8 +121,9 @@ def test_damaged_runs_are_listed_too(shell, tmp_path: Path) -> None:
 def test_watch_serves_until_interrupted(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     command = [sys.executable, "-m", "dwindle", "report", "run", "--watch", "--json"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env={**os.environ}) as process:
+    pipe, default = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # shells' "&" ignores it
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, preexec_fn=default)
+    try:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         assert url.startswith("http://127.0.0.1:")
@@ -130,3 +131,6 @@ def test_watch_serves_until_interrupted(tmp_path: Path) -> None:
             assert b"dwindle" in reply.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.communicate()
