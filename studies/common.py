@@ -70,13 +70,14 @@ class Row:
 def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     """The options that all training studies have."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--data", required=True, help="training text")
     parser.add_argument("--valid", required=True, help="held-out text; recipes are chosen on it")
     parser.add_argument("--wikitext", help="WikiText-2 raw test split; only reported")
     parser.add_argument("--tasks-data", help="folder with the sets of the seven tasks; only reported")
     parser.add_argument("--limit", type=int, help="items of each task; default all")
-    parser.add_argument("--rows", default=",".join(rows), help="; ".join(f"{k}: {v.title}" for k, v in rows.items()))
+    parser.add_argument("--rows", default=",".join(rows), help=titles.replace("%", "%%"))
     parser.add_argument("--sizes", default="50%nonemb")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--tokens", default="16M")

@@ -1,6 +1,6 @@
 """The paper's Fig. 5 from our own rows: what it gives to spread the pruning over more of the tokens.
 
-    python studies/scalability.py docs/results/ablations.json --out docs/images
+    python studies/scalability.py docs/results/ablations.json --out docs/pictures
 
 Rows of the same size, tokens and settings that reached the target (the most frequent ones in the file), by the tokens
 until then.

@@ -82,6 +82,14 @@ class TrainBench:
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise UserError(f"--shape: {self.shape!r} is unknown: choose {', '.join(SHAPES)}")
+        for option, value, allowed in (
+            ("--device", self.device, ("cuda", "cpu")),
+            ("--precision", self.precision, ("bf16", "fp32")),
+        ):
+            if value not in allowed:
+                raise UserError(f"{option}: {value!r} is unknown: choose {' or '.join(allowed)}")
+        if "pruning" in self.rows and self.steps < 3:
+            raise UserError(f"--steps: {self.steps} is too few for the row pruning, which takes turns: use at least 3")
         for row in self.rows:
             if row not in ROWS:
                 raise UserError(f"--rows: {row!r} is unknown: choose from {', '.join(ROWS)}")

@@ -21,7 +21,7 @@ def train(
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 2048,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps per row.")] = 20,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="bf16, fp32, or auto: bf16 on a GPU.")] = "auto",
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="torch.compile, per block in our rows.")
     ] = True,
@@ -50,6 +50,8 @@ def train(
     from dwindle.bench.train import measure_training, render
     from dwindle.bench.train_parts import TrainBench
 
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
     settings: Any = {"mode": mode, "attention": attention, "precision": precision}
     chosen = TrainBench(
         shape=shape,

@@ -115,7 +115,7 @@ def _print_run(result: Any, as_json: bool) -> None:
         return
     if not result.target_reached:
         print(f"warning: the target was not reached: {result.parameters:,} parameters are left", file=sys.stderr)
-    losses = f"loss {result.loss:.4f}" if result.loss is not None else ""
-    if result.valid_loss is not None:
-        losses += f", validation {result.valid_loss:.4f}"
-    print(f"finished: {result.parameters:,} parameters, {result.tokens:,} tokens, {losses}\nmodel: {result.model}")
+    parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
+    measured = (("loss", result.loss), ("validation", result.valid_loss))
+    parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
+    print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
