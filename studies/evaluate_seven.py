@@ -77,13 +77,18 @@ def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str
             model,
             tokenizer,
             data,
-            name=options.model,
+            name=Path(options.model).name,
             batch=options.batch,
             engine=engine,
             items_file=items_file(options.out, engine, dtype),
         )
         print(f"{engine} {dtype}: {results[engine].seconds:.1f} s", flush=True)
     return results
+
+
+def without_folders(result: dict[str, Any]) -> dict[str, Any]:
+    """Sets by the names of their files: where a machine keeps them is nobody's business."""
+    return result | {"tasks": [task | {"where": Path(task["where"]).name} for task in result["tasks"]]}
 
 
 def items_file(out: Path, engine: str, dtype: str) -> Path:
@@ -149,7 +154,7 @@ def main() -> None:
     for dtype in dtypes:
         results = measure(options, data, dtype)
         named = {f"{engine} {dtype}": result for engine, result in results.items()}
-        record["results"] |= {name: result.to_json() for name, result in named.items()}
+        record["results"] |= {name: without_folders(result.to_json()) for name, result in named.items()}
         largest: dict[str, float] = {}
         if options.engine == "both":
             found = compare(options.out, data, results, dtype, options.tolerance)

@@ -31,7 +31,9 @@ def test_both_engines_item_by_item(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model, sets, out = tiny_directory(tmp_path / "model"), write_sets(tmp_path / "sets"), tmp_path / "out"
     options = ["--tasks", "piqa,arc_easy", "--engine", "both", "--model", str(model), "--data", str(sets)]
     run_study("evaluate_seven", monkeypatch, *options, "--out", str(out), "--tolerance", "1e-30")
-    found = json.loads((out / "results.json").read_text())["comparison"]["float32"]
+    written = (out / "results.json").read_text()
+    assert str(tmp_path) not in written and '"where": "piqa' in written
+    found = json.loads(written)["comparison"]["float32"]
     assert found["num_items"] == len(DOCUMENTS["piqa"]) + len(DOCUMENTS["arc_easy"])
     assert found["largest_difference"] < 1e-4 and found["accuracies_identical"]
     assert found["num_answered_differently"] == 0

@@ -38,3 +38,10 @@ def test_every_install_command_uses_the_constraint_file() -> None:
         for line in path.read_text(encoding="utf-8").splitlines():
             if re.search(r"\bpip install\b|\$\(PIP\) install", line) and "--no-deps" not in line:
                 assert "-c constraints.txt" in line or "--upgrade pip" in line, f"{path.name}: {line.strip()}"
+
+
+def test_results_name_files_not_folders_of_a_machine() -> None:
+    """What a study wrote is committed as it is, so it must not say where a machine kept its files."""
+    for path in (ROOT / "docs" / "results").iterdir():
+        found = re.findall(r'"(?:/|~/|\.\./)[^"]*"', path.read_text(encoding="utf-8"))
+        assert found == [], path.name
