@@ -196,18 +196,27 @@ PRETRAIN = ["pretrain", "recipe.toml"]
 BAD = {
     "unknown family": (["prune", "gpt2", "--to", "50%"], "'gpt2' is not supported: supported are"),
     "target above": (["prune", "model", "--to", "900M"], "--to 900M: the source has"),
-    "target below": (["prune", "model", "--to", "100"], "below the smallest reachable model"),
+    "target below": (["prune", "model", "--to", "100"], "error: --to 100 is below the smallest reachable model"),
     "missing weights": (["prune", "missing", "--to", "50%"], "missing/model.safetensors does not exist"),
     "corrupt weights": (["prune", "corrupt", "--to", "50%"], "corrupt/model.safetensors"),
     "empty data": ([*PRUNE, "--data", "empty.txt"], "empty.txt"),
     "missing data": ([*PRUNE, "--data", "nowhere.txt"], "nowhere.txt"),
     "short text": ([*PRUNE, "--data", "short.txt"], "--data"),
     "output exists": ([*PRUNE, "--out", "existing"], "--out existing already exists"),
-    "unknown metric": ([*PRUNE, "--metric", "wonder"], "metric 'wonder' is unknown"),
+    "unknown metric": ([*PRUNE, "--metric", "wonder"], "--metric 'wonder' is unknown"),
+    "bad multiple": ([*PRUNE, "--round-to", "0"], "error: --round-to 0: give a multiple"),
+    "no sequences": ([*PRUNE, "--sequences", "0"], "error: --sequences 0: give at least 1"),
+    "nothing to predict": ([*PRUNE, "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
+    "nothing to quantise by": (["quantize", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
+    "nothing to measure": (["quantize", "model", "--valid-seq-len", "1"], "error: --valid-seq-len 1: give at least 2"),
+    "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
+    "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude, --distance: belong to the method adapt"),
+    "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads 0: give at least 1"),
+    "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to 80%noemb: is no size: write it as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
-    "bad groups": ([*PRUNE, "--groups", "legs"], "groups legs"),
-    "bad attention": ([*PRUNE, "--attention", "none"], "attention 'none'"),
+    "bad groups": ([*PRUNE, "--groups", "legs"], "error: --groups legs"),
+    "bad attention": ([*PRUNE, "--attention", "none"], "error: --attention 'none'"),
     "stray argument": (["prune", "model", "stray", "--to", "50%"], "stray"),
     "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
     "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
@@ -223,6 +232,9 @@ BAD = {
     "validation is trained on": ([*PRETRAIN, "data.valid=pydoc:train"], "data.valid"),
     "a run is there": ([*PRETRAIN, "--out", "good-tokens"], "exists and is not a run"),
     "nothing to resume": (["resume", "model"], "recipe.toml"),
+    "nothing to resume in processes": (["resume", "model", "--nproc", "2"], "recipe.toml"),
+    "more processes than sequences": ([*PRETRAIN, "--nproc", "11"], "error: --nproc 11: a step has 10 sequences"),
+    "not in a checkout": (["demo"], "error: --recipe recipes/demo.toml: does not exist here"),
 }
 
 
@@ -259,3 +271,40 @@ def test_a_dry_run_looks_for_the_task_sets(shell: Shell) -> None:
     overrides = ["validation.tasks=arc_easy", "validation.data=nowhere"]
     code, _, err = shell("pretrain", "recipe.toml", *overrides, "--dry-run")
     assert code == 2 and "validation.data" in err and "nowhere" in err
+
+
+def test_keys_of_recipes_are_not_called_options(shell: Shell) -> None:
+    code, _, err = shell("pretrain", "recipe.toml", "prune.round_to=-1", "--dry-run")
+    assert code == 2 and "prune.round_to" in err and "--round-to" not in err
+
+
+def test_processes_are_counted_before_a_run_is_resumed_or_replaced(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shell(*PRETRAIN, "training.tokens=480", "--out", "counted")[0] == 0
+    started: list[int] = []
+    monkeypatch.setattr("dwindle.training.launch.launch", lambda number, arguments: started.append(number) or 0)
+    for command in (["resume", "counted"], [*PRETRAIN, "--out", "counted", "--overwrite"]):
+        code, _, err = shell(*command, "--nproc", "11")
+        assert code == 2 and "use at most 10, or raise training.tokens_per_step" in err
+    assert not started and (shell.folder / "counted" / "model" / "config.json").is_file()
+    assert shell("resume", "counted", "--nproc", "10")[0] == 0 and started == [10]
+
+
+def test_a_run_is_told_from_a_model(shell: Shell) -> None:
+    assert shell(*PRETRAIN, "training.tokens=480", "--out", "told")[0] == 0
+    code, _, err = shell("inspect", "told")
+    assert code == 2 and "source told: is a run of dwindle pretrain: give its model, told/model" in err
+
+
+def test_a_stopped_demo_says_how_to_go_on(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    import dwindle.demo
+    from dwindle.pretrain import RunResult
+
+    def stopped(recipe: object, run: Path, **_: object) -> RunResult:
+        return RunResult(run, "stopped", 3, 720, 1, None, None, None, False)
+
+    monkeypatch.setattr(dwindle.demo, "pretrain", stopped)
+    code, _, err = shell("demo", "--recipe", "recipe.toml", "--out", "shown", "--sequences", "2")
+    assert code == 130
+    assert err.splitlines()[-1] == "interrupted: continue the pruning-aware run with: dwindle resume shown/run"

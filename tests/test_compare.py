@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import dwindle
-from dwindle.compare import CompareOptions, compare, removal_target
+from dwindle.compare import Cell, CompareOptions, Comparison, compare, removal_target
 from dwindle.errors import UserError
 from tiny import tiny_directory
 
@@ -136,3 +136,14 @@ def test_the_commands(source: Path, tmp_path: Path) -> None:
         assert shown.exit_code == 0, shown.output
         losses[len(flag)] = loss_of(dwindle.load(out).model, source)
     assert losses[0] != losses[5]
+
+
+def test_accuracies_are_labelled() -> None:
+    made = {"parameters": 80, "shape": {}, "removed": 0.2, "ratio": "20%", "second_order": False}
+    cell = Cell(metric="taylor", loss=2.5, tasks={"piqa": 0.5, "boolq": 0.7}, **made)  # type: ignore[arg-type]
+    found = Comparison("m", 100, 2.0, {"piqa": 0.6, "boolq": 0.8}, 1, 1, 0, 0, [cell])
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(found.render())
+    lines = console.export_text().splitlines()
+    assert any("mean of 2 tasks" in line and "60.0%" in line for line in lines[2:])
+    assert "untouched 70.0%" in " ".join(" ".join(lines).split())

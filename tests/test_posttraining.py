@@ -116,3 +116,11 @@ def test_the_written_dtype_is_the_stored_one(tmp_path: Path) -> None:
     dwindle.load(directory, dtype=torch.bfloat16).model.save_pretrained(directory)
     dwindle.prune(directory, "80%", metric="magnitude", out=tmp_path / "out")
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_result_in_a_prompt_is_one_line(tmp_path: Path) -> None:
+    source = tiny_directory(tmp_path / "model")
+    result = dwindle.prune(source, "80%", metric="magnitude")
+    shown = repr(result)
+    assert "\n" not in shown and len(shown) < 200 + len(str(source))
+    assert str(source) in shown and f"{len(result.ledger) - 1} events" in shown and "hidden" in shown

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dwindle.anatomy import KINDS, Anatomy, Kind
 from dwindle.directories import atomic_directory, refuse_existing
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.posttraining import DEFAULT_TEXT, choose_groups
 from dwindle.pretrain import pretrain
@@ -36,7 +36,7 @@ from dwindle.pruning.selection import SelectionOptions, Selector
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
-from dwindle.sizes import format_count, parse_count
+from dwindle.sizes import check_sequences, format_count, parse_count
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import DataConfig, calibration_windows, check_inputs, validation_windows
 from dwindle.training.loss import evaluate_loss
@@ -94,13 +94,16 @@ class Comparison:
         title = f"{self.model}: nats per token on held-out text; untouched {self.loss:.3f}"
         if self.training_tokens:
             title += f"; without training → with {format_count(self.training_tokens)} tokens"
+        if self.tasks:
+            title += f"; below it {_task_words(self.tasks)}, untouched {_average(self.tasks):.1%}"
         table = Table("removed", title=title, title_justify="left")
         by_place = {(cell.name, cell.ratio): cell for cell in self.cells}
         for ratio in ratios:
             sizes = {cell.parameters for cell in self.cells if cell.ratio == ratio}
             table.add_column(f"{ratio}\n{format_count(max(sizes))} left", justify="right")
         for name in dict.fromkeys(cell.name for cell in self.cells):
-            table.add_row(name, *(_text(by_place[name, ratio]) for ratio in ratios))
+            label = f"{name}\n  {_task_words(self.tasks)}" if self.tasks else name
+            table.add_row(label, *(_text(by_place[name, ratio]) for ratio in ratios))
         return table
 
 
@@ -116,6 +119,10 @@ def _text(cell: Cell) -> str:
 
 def _average(tasks: dict[str, float]) -> float:
     return sum(tasks.values()) / len(tasks)
+
+
+def _task_words(tasks: dict[str, float]) -> str:
+    return next(iter(tasks)) if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +168,7 @@ def compare(
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
     """
     options = options or CompareOptions()
+    check_sequences(options.num_sequences, options.seq_len)
     names = list(dict.fromkeys(metrics))
     if not names:
         raise UserError("metrics: none given: name some, such as taylor,wanda,random")
@@ -370,7 +378,7 @@ def _pyplot() -> Any:
         matplotlib.use("Agg")
         return import_module("matplotlib.pyplot")
     except ImportError:
-        raise UserError("--out: the figure needs matplotlib: run `pip install 'dwindle[plots]'`") from None
+        raise UserError(f"--out: the figure needs matplotlib: {install_hint('plots')}") from None
 
 
 def _draw(result: Comparison) -> Any:

@@ -101,7 +101,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
 
     result = pretrain(recipe, folder / "run", overwrite=overwrite)
     if result.model is None:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(f"continue the pruning-aware run with: dwindle resume {result.run}")
     models["pruning-aware"] = load(result.model).model
     aware = _measure("pruning-aware", models["pruning-aware"], source.tokenizer, windows, result.model, result.tokens)
     demo.columns.append(aware)

@@ -3,3 +3,8 @@
 
 class UserError(Exception):
     """A message for a person: names the option, key or file, and says what to do."""
+
+
+def install_hint(extra: str) -> str:
+    """How to get optional packages; dwindle itself is installed from its checkout."""
+    return f"run `pip install -c constraints.txt -e '.[{extra}]'` in dwindle's checkout"

@@ -218,6 +218,16 @@ def check_data(recipe: Recipe) -> None:
         recipe_data(recipe.validation)
 
 
+def check_processes(recipe: Recipe, num_processes: int) -> None:
+    """Refuse more processes than a step has sequences, before any of them is started."""
+    available = recipe.num_sequences_per_step
+    if num_processes > available:
+        raise UserError(
+            f"--nproc {num_processes}: a step has {available} sequences (training.tokens_per_step / data.seq_len) and "
+            f"every process needs one: use at most {available}, or raise training.tokens_per_step"
+        )
+
+
 def make_plan(recipe: Recipe) -> Plan:
     """Everything that can be known without training; loads the source's weights to estimate the final shape."""
     check_data(recipe)

@@ -31,6 +31,7 @@ from dwindle.pruning.secondorder import repair
 from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.sizes import check_sequences, format_count
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import calibration_windows
 
@@ -38,7 +39,7 @@ DEFAULT_TEXT = "pydoc"
 """Calibration text that every machine has: the prose of CPython's own documentation."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Pruned:
     """A smaller model with everything needed to check it: its structure and ledger in the source's numbering."""
 
@@ -53,6 +54,12 @@ class Pruned:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer))
+
+    def __repr__(self) -> str:
+        """One line: the fields hold whole models, and every index that was kept."""
+        before, after = (format_count(count.total) for count in (self.before, self.after))
+        sizes, events = sizes_text(sizes_of(self.structure)), sum(event["event"] == "prune" for event in self.ledger)
+        return f"<Pruned {self.source}: {before} → {after} parameters, {sizes}, {events:,} events>"
 
     def summary(self, out: str | PathLike[str]) -> dict[str, Any]:
         """The result in numbers, for ``--json``."""
@@ -164,6 +171,9 @@ def prune(
         min_hidden=min_hidden,
     )
     settings.check()
+    count = usual.num_sequences if num_sequences is None else num_sequences
+    length = usual.seq_len if seq_len is None else seq_len
+    check_sequences(count, length)
     if out is not None:
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
@@ -171,10 +181,7 @@ def prune(
     settings.check_target(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
-    windows = None
-    if settings.needs_text:
-        count = usual.num_sequences if num_sequences is None else num_sequences
-        windows = _windows(loaded, data, count, usual.seq_len if seq_len is None else seq_len, seed)
+    windows = _windows(loaded, data, count, length, seed) if settings.needs_text else None
     events = settings.job(prunable, options, target, windows).run(settings.rounds, loaded.source)
     if target.shape is None and prunable.num_parameters > target.num_parameters:
         raise UserError(
@@ -257,16 +264,16 @@ class _Settings:
         if self.rounds < 1:
             raise UserError(f"rounds {self.rounds}: at least one round is needed")
         if self.round_to is not None and self.round_to < 1:
-            raise UserError(f"round-to {self.round_to}: give a multiple of at least 1, such as 64")
+            raise UserError(f"round_to {self.round_to}: give a multiple of at least 1, such as 64")
         if self.gram_tokens is not None and self.gram_tokens < 1:
-            raise UserError(f"gram-tokens {self.gram_tokens}: give a number of tokens of at least 1")
+            raise UserError(f"gram_tokens {self.gram_tokens}: give a number of tokens of at least 1")
         if not 0 <= self.damping < float("inf"):
             raise UserError(f"damping {self.damping}: give a share of the mean curvature, such as {DEFAULT_DAMPING}")
         if self.selection == "global" and self.method != "efficientllm":
             raise UserError(f"selection global: belongs to the method efficientllm, not {self.method}")
         own_sizes = self.method if self.method != "efficientllm" else "global" if self.selection == "global" else None
         if self.round_to is not None and own_sizes is not None:
-            raise UserError(f"round-to {self.round_to}: {own_sizes} cannot round: use `dwindle export --round`")
+            raise UserError(f"round_to {self.round_to}: {own_sizes} cannot round: use `dwindle export --round`")
 
     def check_target(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
         if self.method != "efficientllm":

@@ -19,6 +19,19 @@ def parse_count(text: str | int | float, name: str = "value") -> int:
     return round(float(digits.replace("_", "").replace(",", "")) * _UNITS[unit.lower()])
 
 
+def at_least(least: int, **values: int) -> None:
+    """Refuse a number that is too small, under the name of its argument: ``at_least(2, seq_len=seq_len)``."""
+    for name, value in values.items():
+        if value < least:
+            raise UserError(f"{name} {value}: give at least {least}")
+
+
+def check_sequences(num_sequences: int, seq_len: int) -> None:
+    """Calibration text; in a sequence of one token there is nothing to predict."""
+    at_least(1, num_sequences=num_sequences)
+    at_least(2, seq_len=seq_len)
+
+
 def format_count(value: int | float) -> str:
     """Three significant digits with a unit: 134515008 becomes ``135M``."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import dwindle
 from dwindle.bench import latency
@@ -35,8 +37,8 @@ def test_live_models_in_this_process() -> None:
 
 
 def test_directories_in_their_own_processes(tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="pip install 'dwindle[onnx]'")
-    pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
+    pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
+    pytest.importorskip("onnx", reason="pip install -e '.[onnx]'")
     folder = tiny_directory(tmp_path / "a")
     table = measure_latency([folder], runtime="onnx", **SHORT)
     (row,) = table.rows
@@ -45,8 +47,8 @@ def test_directories_in_their_own_processes(tmp_path: Path) -> None:
 
 
 def test_llamacpp(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="pip install 'dwindle[gguf]'")
-    pytest.importorskip("xllamacpp", reason="pip install 'dwindle[gguf]'")
+    pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+    pytest.importorskip("xllamacpp", reason="pip install -e '.[gguf]'")
     from dwindle.export.exporting import export
     from dwindle.sources import Loaded
     from edge_models import byte_pair_tokenizer
@@ -74,7 +76,7 @@ def test_one_layer_shares_everything() -> None:
 
 
 def test_one_layer_of_a_directory_is_described_as_one(tmp_path: Path) -> None:
-    pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
+    pytest.importorskip("onnx", reason="pip install -e '.[onnx]'")
     dwindle.prune(tiny_directory(tmp_path / "model"), "80%", metric="magnitude", out=tmp_path / "small")
     source = latency._Source("small", 0, str(tmp_path / "small"), tmp_path, "f16", None)
     whole, single = source.files("onnx")
@@ -102,7 +104,7 @@ def test_sizes(tmp_path: Path) -> None:
 def test_ratios_are_taken_within_a_turn() -> None:
     assert latency._ratio([10.0, 20.0, 40.0], [5.0, 10.0, 20.0]) == 2.0
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
-    assert f"{Spread(3.0, 2.0, 4.0):.1f}" == "3.0 (2.0–4.0)"
+    assert f"{Spread(3.0, 2.0, 4.0):.1f}" == "3.0\n2.0–4.0"
 
 
 def test_a_model_that_is_not_faster_is_explained() -> None:
@@ -125,3 +127,17 @@ def test_user_errors(tmp_path: Path) -> None:
         measure_latency({})
     with pytest.raises(UserError, match="does not exist"):
         measure_latency([str(tmp_path / "none.gguf")])
+
+
+def test_the_table_fits_into_80_columns() -> None:
+    one = Spread(12.345, 11.345, 13.345)
+    rows = [
+        latency.Latency(name, "llamacpp", 16, 134_515_008, 269_000_000, one, one, 0.4, 1_234_000_000, "", 0.98, 1.23)
+        for name in ("smollm2-135m", "a-model-with-a-long-name-that-wraps")
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(LatencyTable(rows, 64, 32, 5, "f16").render())
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    for figure in ("12.35", "11.35–13.35", "llamacpp, 16", "0.98", "1.23", "81.0", "135M", "269 MB", "40%", "1.23 GB"):
+        assert text.count(figure) >= 2, figure

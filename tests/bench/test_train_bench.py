@@ -42,7 +42,10 @@ def test_all_rows(tmp_path: Path) -> None:
     assert found[0].utilisation == pytest.approx(found[0].tokens_per_s * flops / PEAK_FLOPS["H200"])
     lines = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert [line["name"] for line in lines] == names
-    assert render(found, bench).renderables
+    shown = [text for text in render(found, bench).renderables if isinstance(text, str)]
+    assert not any(sign in text for text in shown for sign in "{}_'")
+    [line] = [text for text in shown if text.startswith("compacted-8:") and "compaction" in text]
+    assert "shape (hidden 40, heads 3, ffn 96), batch 1, compaction " in line and line.endswith(" s")
 
 
 def test_turns() -> None:

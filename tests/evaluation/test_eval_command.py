@@ -88,6 +88,8 @@ def test_perplexity_of_any_text(dwindle: Command) -> None:
         (("eval", "model", "--data", "sets", "--out", "sets"), "--out: sets already exists"),
         (("eval", "none/", "--data", "sets"), "none/"),
         (("table",), "table: name at least one model"),
+        (("table", "nope.json"), "error: nope.json: does not exist"),
+        (("eval", "nope.json"), "error: source nope.json: does not exist"),
         (("table", "bad.json"), "bad.json: is not a result of `dwindle eval --out`"),
     ],
 )
@@ -161,3 +163,26 @@ def test_an_unfinished_run_is_named(dwindle: Command) -> None:
     code, _, err = dwindle("table", "begun", "--data", "sets")
     assert code == 2
     assert "dwindle resume begun" in err
+
+
+def test_eval_of_a_run_is_that_of_its_model(dwindle: Command, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    whole, model = (
+        json.loads(dwindle("eval", name, "--tasks", "piqa", "--data", "sets", "--json")[1])
+        for name in ("run", "run/model")
+    )
+    assert whole["model"] == "run" and whole["tasks"] == model["tasks"]
+    Path("begun").mkdir()
+    Path("begun/recipe.toml").write_text("")
+    code, _, err = dwindle("eval", "begun", "--data", "sets")
+    assert code == 2 and "dwindle resume begun" in err
+
+
+def test_tasks_choose_among_those_of_a_saved_result(dwindle: Command) -> None:
+    dwindle("eval", "model", "--tasks", "piqa,boolq,wikitext", "--data", "sets", "--out", "result.json")
+    _, out, _ = dwindle("table", "result.json", "--tasks", "piqa", "--json")
+    assert json.loads(out)["columns"] == ["PIQA"]
+    _, out, _ = dwindle("table", "result.json", "--json")
+    assert set(json.loads(out)["columns"]) == {"PIQA", "BoolQ", "WikiText-2"}
+    code, _, err = dwindle("table", "result.json", "--tasks", "piqa,arc_easy")
+    assert code == 2 and "--tasks: result.json does not hold arc_easy" in err

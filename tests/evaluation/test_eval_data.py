@@ -135,7 +135,12 @@ def test_the_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     def fail(*_: object, **__: object) -> None:
         raise ConnectionError("no route\nto host")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the download retries a silent hub, with a line for every try")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", never)
+    monkeypatch.setattr(places, "_ask_hub", fail)
     with pytest.raises(UserError, match=r"--data hub: piqa \(baber/piqa\) cannot be fetched \(no route\)"):
         load_task(TASKS["piqa"], ["hub"])
 
@@ -149,10 +154,14 @@ def test_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return DOCUMENTS["boolq"]
 
     monkeypatch.setattr(datasets, "load_dataset", fetch)
-    data = load_task(TASKS["boolq"], ["hub"])
-    assert asked == [("aps/super_glue", "boolq", "validation")]
-    assert data.where == "hub aps/super_glue"
-    assert len(data.items) == 2
+    monkeypatch.setattr(places, "_ask_hub", lambda repo_id: asked.append((repo_id,)))
+    found = load_task(TASKS["boolq"], ["hub"])
+    assert asked == [("aps/super_glue", "boolq", "validation")]  # offline, as here: nobody to ask first
+    assert found.where == "hub aps/super_glue"
+    assert len(found.items) == 2
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    load_task(TASKS["boolq"], ["hub"])
+    assert asked[1:] == [("aps/super_glue",), ("aps/super_glue", "boolq", "validation")]
 
 
 def test_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

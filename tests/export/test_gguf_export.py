@@ -23,8 +23,8 @@ from dwindle.sources import Loaded, load, load_config
 from dwindle.sources.common import interleaved_to_halves
 from edge_models import byte_pair_tokenizer, greedy, pruned_smollm2, slow, tiny_loaded
 
-pytest.importorskip("gguf", reason="pip install 'dwindle[gguf]'")
-pytest.importorskip("xllamacpp", reason="pip install 'dwindle[gguf]'")
+pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+pytest.importorskip("xllamacpp", reason="pip install -e '.[gguf]'")
 
 
 @pytest.mark.parametrize("structure", ["full", "odd"])

@@ -16,8 +16,8 @@ from dwindle.export.verification import Mismatch
 from edge_models import pruned_smollm2, slow, tiny_loaded
 from tiny import FAMILIES
 
-pytest.importorskip("onnx", reason="pip install 'dwindle[onnx]'")
-pytest.importorskip("onnxruntime", reason="pip install 'dwindle[onnx]'")
+pytest.importorskip("onnx", reason="pip install -e '.[onnx]'")
+pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 np = pytest.importorskip("numpy")
 
 from dwindle.export.onnx_runtime import OnnxEngine  # noqa: E402

@@ -371,7 +371,7 @@ def test_prune_by_layers_lands_and_replays(directory: Path, options: dict[str, A
         ({"method": "adapt", "groups": ["attn", "stem"]}, "hidden size"),
         ({"method": "adapt", "to": "20%"}, "smallest model"),
         ({"method": "adapt", "to": "hidden=16"}, "finds the sizes"),
-        ({"method": "adapt", "round_to": 8}, "round-to"),
+        ({"method": "adapt", "round_to": 8}, "round_to"),
         ({"method": "adapt", "selection": "global"}, "selection global"),
         ({"selection": "global", "to": "0.1%"}, "smallest"),
         ({"selection": "nowhere"}, "selection"),

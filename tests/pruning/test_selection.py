@@ -124,7 +124,9 @@ def test_targets_are_read(anatomy: Anatomy) -> None:
     [
         ("900M", "choose a target below it"),
         ("100%", "choose a target below it"),
-        ("many", "'many' is not a number"),
+        ("1.0", "nothing would be removed"),
+        ("80%noemb", "write it as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"),
+        ("many", "--to many: is no size"),
         ("hidden=99", "between 1 and the source's 32"),
         ("width=3", "'width=3' is not hidden=N"),
         ("hidden=32", "the source's own sizes"),
@@ -156,5 +158,5 @@ def test_rounded_shapes_fit_and_are_multiples(anatomy: Anatomy, target: int) -> 
     assert shape.hidden % 8 == 0 and shape.ffn % 8 == 0
     end = run(anatomy, Target(0, shape))[-1]
     assert Shape.of(end) == shape and anatomy.count(end).total <= target
-    with pytest.raises(UserError, match="round-to 64"):
+    with pytest.raises(UserError, match="round_to 64"):
         rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 64)

@@ -87,3 +87,40 @@ def test_a_model_that_lost_nothing(ledger: list[dict[str, Any]]) -> None:
     layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0, 1]}]
     card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
     assert "A model made from [org/s]" in card
+
+
+def adapted(layers: list[dict[str, Any]], **options: Any) -> str:
+    """The card of a model whose layers lost what is not in them; two heads on one key/value head, four channels."""
+    gone = [[i for i in range(4) if i not in layer["ffn"]] for layer in layers]
+    ledger: list[dict[str, Any]] = [
+        {"event": "source", "parameters": 100, "options": options},
+        {"event": "prune", "type": "ffn", "indices": gone, "tokens": 0, "parameters": 80},
+    ]
+    structure = {"hidden": [0, 1], "layers": layers}
+    return model_card(name="m", source="org/s", structure=structure, ledger=ledger, custom_code=True)
+
+
+def layer(ffn: list[int], kv_of_query: list[int] | None = None) -> dict[str, Any]:
+    of = kv_of_query or [0, 0]
+    return {"query_heads": list(range(len(of))), "kv_heads": sorted(set(of)), "kv_of_query": of, "ffn": ffn}
+
+
+def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
+    settings = {"iterations": 5, "amplitude": 0.02, "distance": "cosine", "balance": "score"}
+    card = adapted([layer([0, 1, 2]), layer([1])], method="adapt", metric="taylor1", **settings)
+    assert "It has different numbers of FFN channels in its layers: `modeling_dwindle.py`" in card
+    assert "| key/value heads in a layer | 1 | 1 |" in card
+    for key, value in settings.items():
+        assert f"- {key}: {value}" in card
+    card = adapted([layer([0], [0, 0, 1]), layer([0])], method="uniform", **settings)
+    assert "It has unequal groups of heads inside a layer and different numbers of heads in its layers:" in card
+    assert "- balance: score" in card and "amplitude" not in card
+
+
+def test_key_value_heads_of_the_source() -> None:
+    layers = [layer([0, 1, 2, 3])]
+    gone = {"event": "prune", "type": "attn", "indices": [[2, 3]], "tokens": 0, "parameters": 80}
+    for known, cell in (({"layer_kv_heads": [2]}, "2"), ({}, "–")):
+        ledger = [{"event": "source", "parameters": 100, **known}, gone]
+        card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
+        assert f"| key/value heads in a layer | {cell} | 1 |" in card

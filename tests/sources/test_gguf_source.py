@@ -360,7 +360,7 @@ def test_missing_gguf_package_gives_the_command(tmp_path: Path, monkeypatch: pyt
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"), quantise=quantise)
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     assert load_config(path).hidden_size == 64
-    with pytest.raises(UserError, match=r"pip install 'dwindle\[gguf\]'"):
+    with pytest.raises(UserError, match=r"pip install -c constraints.txt -e '\.\[gguf\]'"):
         load(path)
 
 

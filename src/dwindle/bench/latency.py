@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
 
 from dwindle.bench.torch_engine import TorchEngine, one_layer
@@ -50,7 +51,8 @@ class Spread:
         return cls(median, low, high)
 
     def __format__(self, spec: str) -> str:
-        return f"{self.median:{spec or '.2f'}} ({self.low:{spec or '.2f'}}–{self.high:{spec or '.2f'}})"
+        """The quartiles on a line of their own, so that columns stay narrow."""
+        return f"{self.median:{spec}}\n{self.low:{spec}}–{self.high:{spec}}"
 
     def to_json(self) -> dict[str, float]:
         return {"median": self.median, "low": self.low, "high": self.high}
@@ -139,35 +141,37 @@ class LatencyTable:
             )
         return found
 
-    def render(self) -> Table:
-        table = Table(
-            title=f"latency: prompt of {self.prompt_tokens}, {self.new_tokens} new tokens, median (quartiles) of "
-            f"{self.repeats} interleaved repetitions, batch 1",
-            title_justify="left",
-            caption="\n".join(self.notes()) or None,
-            caption_justify="left",
-        )
-        for column in (
-            "model", "runtime", "threads", "parameters", "file", "prefill ms/token", "decode ms/token", "tokens/s",
-            "outside layers", "peak memory", "prefill ×", "decode ×",
-        ):  # fmt: skip
-            table.add_column(column, justify="left" if column in ("model", "runtime") else "right")
+    def render(self) -> Group:
+        """Two tables, of time and of size, each narrow enough for 80 columns; then what there is to explain."""
+        time = _table("prefill\nms/token", "decode\nms/token", "prefill\n×", "decode\n×")
+        size = _table("tokens/s", "params", "file", "outside\nlayers", "peak\nmemory")
         for row in self.rows:
-            table.add_row(
-                row.name,
-                row.runtime,
-                str(row.threads),
+            which = (row.name, f"{row.runtime}, {row.threads}")
+            ratios = (f"{row.prefill_speedup:.2f}", f"{row.decode_speedup:.2f}")
+            time.add_row(*which, f"{row.prefill_ms:.2f}", f"{row.decode_ms:.2f}", *ratios)
+            size.add_row(
+                *which,
+                f"{row.tokens_per_second:.1f}",
                 format_count(row.parameters),
                 format_bytes(row.num_bytes),
-                f"{row.prefill_ms:.2f}",
-                f"{row.decode_ms:.2f}",
-                f"{row.tokens_per_second:.1f}",
                 f"{row.outside_share:.0%}" if row.outside_share is not None else "-",
                 format_bytes(row.peak_memory) if row.peak_memory else "-",
-                f"{row.prefill_speedup:.2f}",
-                f"{row.decode_speedup:.2f}",
             )
-        return table
+        title = (
+            f"latency: prompt of {self.prompt_tokens}, {self.new_tokens} new tokens, batch 1; median of {self.repeats} "
+            "interleaved repetitions, the quartiles below it"
+        )
+        return Group(title, "", time, "", size, *(["", *self.notes()] if self.notes() else []))
+
+
+def _table(*columns: str) -> Table:
+    """Columns after those that say whose row it is; only the name may be broken."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("model", overflow="fold")
+    table.add_column("runtime,\nthreads", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ from dwindle.pruning.bucketing import bucketed
 from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import sizes_text
 from dwindle.sizes import format_bytes, format_count
 from dwindle.training.loop import Trainer
 from dwindle.training.loss import autocast_for
@@ -284,7 +285,18 @@ def render(rows: Sequence[TrainRow], bench: TrainBench) -> Group:
             format_bytes(row.peak_bytes) if row.peak_bytes else "–",
             *ratios,
         )
-        found = {"first step": f"{row.compile_s:.1f} s"} | row.details
-        texts = (f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items())
-        notes.append(f"{row.name}: {', '.join(texts)}")
+        found = {"first_step_s": row.compile_s} | row.details
+        notes.append(f"{row.name}: {', '.join(_in_words(key, value) for key, value in found.items())}")
     return Group(table, *notes, "MFU: model FLOPs against 989 TFLOP/s, dense bf16 of one H200")
+
+
+def _in_words(key: str, value: Any) -> str:
+    """One detail of a row, whose keys are made for JSON: ``compaction_s`` of 0.81 is ``compaction 0.81 s``."""
+    name = key.removesuffix("_s").replace("_", " ")
+    if isinstance(value, dict):
+        return f"{name} ({sizes_text(value)})"
+    if key.startswith("slower"):
+        return f"{name} {100 * value:.2f} %"
+    if isinstance(value, float):
+        return f"{name} {value:.2f}" + (" s" if key.endswith("_s") else "")
+    return f"{name} {value}"

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+from dwindle.errors import UserError
+
+API_NAMES = {"num_sequences": "sequences", "target": "to"}
+"""Arguments of the Python API whose option has another name."""
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """The Python API names its arguments, a person typed options: ``round_to 0: …`` becomes ``--round-to 0: …``."""
+    head = re.match(r"[a-z_]+(?:, [a-z_]+)*(?=[ :])", message)
+    names = [API_NAMES.get(name, name) for name in head[0].split(", ")] if head is not None else []
+    if head is None or not all(name in options for name in names):
+        return message
+    return ", ".join(options[name] for name in names) + message[head.end() :]
+
+
+class Commands(TyperGroup):
+    """The commands; what they refuse is named as it was typed, and an interrupted one says how to go on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            parameters = command.params if command is not None else []
+            options = {str(p.name): p.opts[0] for p in parameters if p.param_type_name == "option"}
+            error.args = (in_options(str(error), options),)
+            raise
+        except KeyboardInterrupt as stop:  # of which typer would say nothing
+            print(f"interrupted: {stop}" if stop.args else "interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="dwindle",
+    cls=Commands,
     help="Make a pretrained language model smaller while it keeps training.",
     no_args_is_help=True,
     add_completion=False,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+from dwindle.errors import UserError
 
 
 @app.command()
@@ -20,6 +21,8 @@ def demo(
     """Prune a real model in a few minutes on a CPU and show it before and after."""
     from pathlib import Path
 
+    if not Path(recipe).is_file():
+        raise UserError(f"--recipe {recipe}: does not exist here: run dwindle demo in dwindle's checkout, or name it")
     from dwindle.demo import run_demo
     from dwindle.recipe import load_recipe
 

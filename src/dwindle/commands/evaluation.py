@@ -98,7 +98,7 @@ def table(
 
     found = compare(
         models or [],
-        tasks=tasks or ([] if text else ["commonsense"]),
+        tasks=tasks,
         places=data or [],
         texts=text or [],
         limit=limit,

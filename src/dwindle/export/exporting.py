@@ -24,7 +24,7 @@ from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.resize import Resized, refuse_custom, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
-from dwindle.sizes import format_bytes
+from dwindle.sizes import at_least, format_bytes
 from dwindle.sources import Loaded, load
 
 FORMATS = ("hf", "gguf", "onnx")
@@ -94,6 +94,7 @@ def export(
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
     if round_to is not None and round_to < 1:
         raise UserError(f"--round {round_to}: give a multiple of at least 1, such as 32")
+    at_least(1, threads=threads)
     target = Path(out)
     kind = _chosen_type(to, type_)
     _check_target(to, target, verify, overwrite)

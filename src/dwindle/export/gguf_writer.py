@@ -13,7 +13,7 @@ import torch
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.families import CUSTOM_PREFIX
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.progress import Bar
 from dwindle.sources.gguf_model import FAMILIES as SOURCE_FAMILIES
@@ -47,7 +47,7 @@ def import_gguf() -> Any:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise UserError("writing GGUF needs the gguf package: pip install 'dwindle[gguf]'") from error
+        raise UserError(f"writing GGUF needs the gguf package: {install_hint('gguf')}") from error
     return gguf
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.request import Request, urlopen
 
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "samplers": ["top_k"], "top_k": 1}
 _FORCED = 1e6
@@ -17,7 +17,7 @@ _FORCED = 1e6
 def require_xllamacpp() -> None:
     """Without importing it: its threads belong in a process of their own."""
     if find_spec("xllamacpp") is None:
-        raise UserError("llama.cpp is run through xllamacpp, which is not installed: pip install 'dwindle[gguf]'")
+        raise UserError(f"llama.cpp is run through xllamacpp, which is not installed: {install_hint('gguf')}")
 
 
 class LlamaCppEngine:

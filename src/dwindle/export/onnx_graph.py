@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from dwindle.anatomy import Anatomy, Layer
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 from dwindle.progress import track
 
 OPSET = 18
@@ -32,7 +32,7 @@ def import_onnx() -> Any:
         import_module("onnxruntime")  # the export is run before it is put in place
         return import_module("onnx")
     except ImportError as error:
-        raise UserError("--to onnx needs onnx and onnxruntime: pip install 'dwindle[onnx]'") from error
+        raise UserError(f"--to onnx needs onnx and onnxruntime: {install_hint('onnx')}") from error
 
 
 def write_onnx(model: Any, path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 
 NUM_DECODED = 16
 TOLERANCE = 1e-4
@@ -23,7 +23,7 @@ class OnnxEngine:
         try:
             onnxruntime: Any = import_module("onnxruntime")
         except ImportError as error:
-            raise UserError("ONNX models are run by onnxruntime: pip install 'dwindle[onnx]'") from error
+            raise UserError(f"ONNX models are run by onnxruntime: {install_hint('onnx')}") from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1

@@ -1,6 +1,7 @@
 """The architecture's history: append-only JSON lines, one for each event, indices in the source's numbering.
 
-    {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […], …}
+    {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […],
+     "layer_kv_heads": […], "options": {…}}
     {"event": "prune", "step": …, "tokens": …, "type": "ffn", "indices": [[…], …],
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
@@ -36,6 +37,7 @@ def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> E
         "source": source,
         "parameters": anatomy.count(anatomy.source).total,
         "layer_parameters": anatomy.layer_counts(anatomy.source),
+        "layer_kv_heads": [len(la.kv_heads) for la in anatomy.source.layers],
         "options": dict(options),
     }
 

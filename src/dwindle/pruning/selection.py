@@ -257,7 +257,7 @@ def rounded_shape(
                 fits.append((abs(log(hidden / shape.hidden)) + abs(log(ffn / shape.ffn)), candidate))
                 break
     if not fits:
-        raise UserError(f"round-to {multiple}: no such widths fit the target: choose a smaller multiple")
+        raise UserError(f"round_to {multiple}: no such widths fit the target: choose a smaller multiple")
     return min(fits, key=lambda fit: fit[0])[1]
 
 

@@ -10,6 +10,8 @@ from dwindle.errors import UserError
 from dwindle.sizes import format_count, parse_count
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?")
+_FRACTION = re.compile(r"\d*\.\d+|\d+\.")
+_FORMS = "it as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
 _SHAPE_KEYS = ("hidden", "heads", "ffn")
 
 
@@ -67,14 +69,17 @@ def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
     if share is not None:
         kept = float(share[1]) / 100
         wanted = count.embedding + kept * count.non_embedding if share[2] else kept * count.total
-    elif re.fullmatch(r"0?\.\d+", text):
+    elif _FRACTION.fullmatch(text):
         wanted = float(text) * count.total
     else:
-        wanted = parse_count(text, option)
+        try:
+            wanted = parse_count(text, option)
+        except UserError:
+            raise UserError(f"{option} {text}: is no size: write {_FORMS}") from None
     if wanted >= count.total:
         raise UserError(
-            f"{option} {text}: the source has {count.total:,} parameters ({format_count(count.total)}): "
-            "choose a target below it"
+            f"{option} {text}: the source has {count.total:,} parameters ({format_count(count.total)}), so nothing "
+            "would be removed: choose a target below it"
         )
     return Target(int(wanted))
 

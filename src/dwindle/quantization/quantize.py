@@ -25,7 +25,7 @@ from dwindle.progress import track
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
-from dwindle.sizes import format_bytes
+from dwindle.sizes import at_least, check_sequences, format_bytes
 from dwindle.sources import Loaded, huggingface
 from dwindle.sources import load as load_source
 from dwindle.training.data import calibration_windows, validation_windows
@@ -127,6 +127,8 @@ def quantize(
     ``device`` is where a source that is loaded here is put; a live model stays where it is.
     """
     chosen = _check(scheme, group)
+    check_sequences(num_sequences, seq_len)
+    at_least(2, valid_seq_len=valid_seq_len)
     if out is not None:
         refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.directories import atomic_directory
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 from dwindle.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
 from dwindle.report.figure import Figure, Panel, Series, plain
@@ -72,7 +72,7 @@ def _matplotlib() -> Iterator[Any]:
         matplotlib.use("Agg")
         pyplot = import_module("matplotlib.pyplot")
     except ImportError:
-        raise UserError("matplotlib is not installed: run `pip install 'dwindle[plots]'`") from None
+        raise UserError(f"matplotlib is not installed: {install_hint('plots')}") from None
     settings = {
         "font.size": 9,
         "axes.spines.top": False,
@@ -134,6 +134,9 @@ def _draw(pyplot: Any, figure: Figure) -> Any:
     name, scale = _time_unit(bottom.get_xlim()[1]) if figure.x_unit == "seconds" else ("", 1.0)
     bottom.set_xlabel(figure.x_label + (f", {name}" if name else ""))
     if name:
+        low, high = bottom.get_xlim()
+        round_times = pyplot.MaxNLocator(nbins=8, steps=[1, 2, 5, 10]).tick_values(low / scale, high / scale)
+        bottom.set_xticks([value * scale for value in round_times if low <= value * scale <= high])
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value / scale:.3g}")
     elif figure.x_unit == "count":
         bottom.xaxis.set_major_formatter(lambda value, _: format_count(value))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.errors import UserError
+from dwindle.errors import UserError, install_hint
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -214,5 +214,5 @@ def _import_gguf() -> Any:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise UserError("reading quantised GGUF files needs the gguf package: pip install 'dwindle[gguf]'") from error
+        raise UserError(f"reading quantised GGUF files needs the gguf package: {install_hint('gguf')}") from error
     return gguf

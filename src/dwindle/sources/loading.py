@@ -20,6 +20,9 @@ from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors
 from dwindle.sources.tokenizers_built import gguf_tokenizer
 
+_FILE_SUFFIXES = (".gguf", ".bin", ".safetensors", ".json", ".jsonl", ".toml", ".txt")
+"""What ends so is meant as a file, not as a hub id."""
+
 Kind = Literal["huggingface", "gguf", "llama2c"]
 
 
@@ -115,8 +118,18 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def check_source(source: str | os.PathLike[str]) -> None:
+    """Refuse what cannot be a source, before longer work: nothing is read, and the hub is not asked."""
+    _locate_here(os.fspath(source))
+
+
 def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:
-    """What ``where`` means and the file or directory behind it; an existing path wins over every other reading."""
+    """What ``where`` means and the file or directory behind it."""
+    return _locate_here(where) or ("huggingface", huggingface.fetch(where, weights=weights))
+
+
+def _locate_here(where: str) -> tuple[Kind, Path] | None:
+    """The same without the hub, None for its ids; an existing path wins over every other reading."""
     path = Path(where).expanduser()
     if where and path.is_dir():
         return _in_directory(path, where)
@@ -124,10 +137,10 @@ def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:
         return _file_kind(path, where), path
     if where in ALIASES:
         return "gguf", _alias_path(where)
-    if path.suffix in (".gguf", ".bin", ".safetensors") or where.startswith((".", "/", "~")):
+    if path.suffix in _FILE_SUFFIXES or where.startswith((".", "/", "~")):
         raise UserError(f"source {where}: does not exist: check the path")
     if huggingface.looks_like_hub_id(where):
-        return "huggingface", huggingface.fetch(where, weights=weights)
+        return None
     raise UserError(
         f"source {where!r}: give an existing Hugging Face directory, a .gguf file, a llama2.c .bin file, "
         f"a hub id such as org/name, or an alias ({', '.join(ALIASES)})"
@@ -142,7 +155,18 @@ def _in_directory(folder: Path, where: str) -> tuple[Kind, Path]:
         return "gguf", ggufs[0]
     if ggufs:
         raise UserError(f"source {where}: holds {len(ggufs)} GGUF files: give one of them, such as {ggufs[0]}")
+    if (model := model_of_run(folder)) is not None:
+        raise UserError(f"source {where}: is a run of dwindle pretrain: give its model, {model}")
     return "huggingface", folder
+
+
+def model_of_run(folder: Path) -> Path | None:
+    """The model of a finished run; None where the folder is no run, an error where the run has none yet."""
+    if not (folder / "recipe.toml").is_file():
+        return None
+    if not (folder / "model" / "config.json").is_file():
+        raise UserError(f"{folder}: the run has no model yet: finish it with `dwindle resume {folder}`")
+    return folder / "model"
 
 
 def _file_kind(path: Path, where: str) -> Kind:
