@@ -50,6 +50,8 @@ Record = dict[str, Any]
 KEY = ("row", "model", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
+AT_TARGET_TOKENS = 262144
+"""The training loss over so many tokens after the last event is that of the model as it reached its size."""
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
 
@@ -403,7 +405,10 @@ def facts(run: Path) -> Record:
     found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
     if (run / "ledger.jsonl").is_file():
         events = [event for event in read_ledger(run) if event["event"] == "prune"]
-        found |= {"events": len(events), "pruning_tokens": events[-1]["tokens"] if events else 0}
+        end = events[-1]["tokens"] if events else 0
+        found |= {"events": len(events), "pruning_tokens": end}
+        after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
+        found |= {"loss_at_target": statistics.mean(after)} if after else {}
     return found
 
 

@@ -18,7 +18,9 @@ ROWS = {
     "one-shot": Row("one-shot, then training", from_one_shot=True),
     "aware-a": Row("pruning-aware A"),
     "aware-b": Row("pruning-aware B", ("prune.second_order=true",)),
-    "adapt": Row("Adapt-Accel", ("prune.method=adapt", "prune.round_to=1", "training.schedule=wsd")),
+    "adapt": Row(
+        "Adapt-Accel", ("prune.method=adapt", "prune.horizon=none", "prune.round_to=1", "training.schedule=wsd")
+    ),
     "global": Row("global mixture", ("prune.selection=global", "prune.round_to=1")),
     "scratch": Row("from scratch at one-shot's shape", ("source.random_init=true",), from_one_shot=True),
 }

@@ -1,4 +1,4 @@
-"""The paper's Fig. 5 from our own rows: what it gives to spread the pruning over more of the tokens.
+"""The paper's Fig. 5 from our own rows: how good a model is as it reaches its size, and at the end of the same tokens.
 
     python studies/scalability.py docs/results/ablations.json --out docs/pictures
 
@@ -18,7 +18,11 @@ from dwindle.errors import UserError
 from dwindle.report.figure import Figure, Panel, Series
 from dwindle.report.plots import write_figure
 
-TEXTS = {"textbooks": "held-out textbooks", "wikitext2": "WikiText-2"}
+LOSSES = {
+    "loss_at_target": "training text, just after the target is reached",
+    "textbooks": "held-out textbooks, at the end",
+    "wikitext2": "WikiText-2, at the end",
+}
 
 
 def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio")) -> Figure:
@@ -38,7 +42,7 @@ def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio
         points.setdefault(row["pruning_tokens"], []).append(row)
     x: list[float | int] = [*sorted(points)]
     panels = []
-    for place, (key, name) in enumerate(TEXTS.items()):
+    for place, (key, name) in enumerate(LOSSES.items()):
         if all(key in row for row in kept):
             y: list[float | int] = [statistics.mean(row[key] for row in points[int(tokens)]) for tokens in x]
             panels.append(Panel(f"{name}, nats per token", "number", [Series(name, f"task{place}", x, y, "dots")]))

@@ -1,9 +1,10 @@
-"""Tables of docs/results.md from the JSON files that studies wrote; a test checks that they match.
+"""Tables of docs/results.md and the README from the JSON files that studies wrote; a test checks that they match.
 
     python studies/tables.py            # rewrites what stands between the markers
     python studies/tables.py --check    # says whether it would
 
-A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``; the names are below.
+A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, the file's path being from
+the page; the names are below.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "results.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+LOSS_COLUMNS = (
+    "size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"
+)  # fmt: skip
+SHORT_COLUMNS = ("size", "method", "tokens", "parameters", "textbooks", "WikiText-2")
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 
 
@@ -51,18 +57,31 @@ def grouped(data: Any) -> list[list[Any]]:
 
 
 def shared_settings(data: Any) -> set[str]:
-    """What was set for all rows; the commands say it."""
-    return set.intersection(*(set(row.get("set", ())) for row in data["rows"])) if data["rows"] else set()
+    """What was set for all trained rows; the commands say it."""
+    trained = [set(row.get("set", ())) for row in data["rows"] if row["tokens"]]
+    return set.intersection(*trained) if trained else set()
 
 
 def title(row: Any, common: set[str]) -> str:
     """A row's name, with what was set for it and not for all."""
-    own = [setting for setting in row.get("set", ()) if setting not in common]
+    own = [setting for setting in row.get("set", ()) if setting not in common and row["tokens"]]
     return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
 
 
 def losses(data: Any) -> str:
-    """Losses of a training study; the best textbook loss of each size and number of tokens is bold."""
+    """Everything about the losses of a training study."""
+    return markdown(LOSS_COLUMNS, loss_rows(data))
+
+
+def losses_short(data: Any) -> str:
+    """What was trained to a size, without seeds, tasks and speed."""
+    places = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS]
+    rows = loss_rows({"rows": [row for row in data["rows"] if row["size"]]})
+    return markdown(SHORT_COLUMNS, [[row[place] for place in places] for row in rows])
+
+
+def loss_rows(data: Any) -> list[list[str]]:
+    """Cells for ``LOSS_COLUMNS``; the best textbook loss of each size and number of tokens is bold."""
     groups, common = grouped(data), shared_settings(data)
     best: dict[tuple[str, int], float] = {}
     for seeds in groups:
@@ -78,8 +97,96 @@ def losses(data: Any) -> str:
         if measured and mean_loss(measured) == best.get((first["size"], first["tokens"])):
             cells[1] = f"**{cells[1]}**"
         rows.append([first["size"] or "100%", title(first, common), f"{first['tokens']:,}", numbers, *cells])
-    head = ["size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"]
-    return markdown(head, rows)
+    return rows
+
+
+def margins(data: Any, control: str = "one-shot") -> str:
+    """How much lower than the control's the losses are, at the same size, tokens and settings for all."""
+    groups, common = grouped(data), shared_settings(data)
+    controls = {comparable(seeds): seeds for seeds in groups if seeds[0]["row"] == control}
+    rows = []
+    for seeds in groups:
+        others = controls.get(comparable(seeds))
+        if others is None or others is seeds or not all("textbooks" in row for row in [*seeds, *others]):
+            continue
+        cells = [
+            difference([row[text] for row in others if text in row], [row[text] for row in seeds if text in row])
+            for text in ("textbooks", "wikitext2")
+        ]
+        numbers = f"{len(seeds)} and {len(others)}"
+        rows.append([seeds[0]["size"], title(seeds[0], common), f"{seeds[0]['tokens']:,}", numbers, *cells])
+    return markdown(["size", "method", "tokens", "seeds, and of one-shot", "textbooks", "WikiText-2"], rows)
+
+
+def comparable(seeds: Sequence[Any]) -> tuple[Any, ...]:
+    return (seeds[0]["size"], seeds[0]["tokens"], *seeds[0].get("set", ()))
+
+
+def difference(before: Sequence[float], after: Sequence[float]) -> str:
+    """Mean less mean; with several seeds of both, ± the root of the sum of both variances."""
+    if not before or not after:
+        return ""
+    found = f"{statistics.mean(before) - statistics.mean(after):.3f}"
+    if min(len(before), len(after)) < 2:
+        return found
+    return f"{found} ± {math.hypot(statistics.stdev(before), statistics.stdev(after)):.3f}"
+
+
+def choices(data: Any) -> str:
+    """Ablations: for each number of tokens the reference, and every other row by what it changes there."""
+    by_tokens: dict[tuple[str, int], list[list[Any]]] = {}
+    for seeds in grouped(data):
+        by_tokens.setdefault((seeds[0]["size"], seeds[0]["tokens"]), []).append(seeds)
+    parts = []
+    for (size, tokens), groups in by_tokens.items():
+        reference = reference_of(groups)
+        base = settings_of(reference[0])
+        words = " ".join(f"`{key}={value}`" for key, value in base.items())
+        rows = [["reference", *choice_cells(reference, reference)]]
+        for seeds in sorted(groups, key=lambda seeds: (seeds[0].get("order", 0), seeds[0]["settings"])):
+            if seeds is not reference:
+                rows.append([changed(base, settings_of(seeds[0])), *choice_cells(seeds, reference)])
+        head = ["changed", "seeds", "held-out loss", "minus reference", "WikiText-2", "minus reference"]
+        used = [any(cells[place] for cells in rows) for place in range(len(head))]  # one text only: no empty columns
+        head, *rows = [[c for c, keep in zip(cells, used, strict=True) if keep] for cells in [head, *rows]]
+        parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{markdown(head, rows)}")
+    return "\n".join(parts)
+
+
+def reference_of(groups: Sequence[list[Any]]) -> list[Any]:
+    """The row from which the others differ in the fewest settings."""
+    found = [settings_of(seeds[0]) for seeds in groups]
+    distances = [sum(len(dict_difference(one, other)) for other in found) for one in found]
+    return groups[distances.index(min(distances))]
+
+
+def settings_of(row: Any) -> dict[str, str]:
+    """What a row sets; its tokens stand elsewhere."""
+    return dict(setting.split("=", 1) for setting in row["settings"] if not setting.startswith("training.tokens="))
+
+
+def dict_difference(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def changed(base: dict[str, str], settings: dict[str, str]) -> str:
+    return ", ".join(
+        f"`{key}={settings[key]}`" if key in settings else f"no `{key}={base[key]}`"
+        for key in dict_difference(base, settings)
+    )
+
+
+def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
+    """Seeds, and both losses with their distance from the reference."""
+    cells = [", ".join(str(row["seed"]) for row in seeds)]
+    if "refused" in seeds[0]:
+        return [*cells, f"not possible: {seeds[0]['refused']}", "", "", ""]
+    for text in ("textbooks", "wikitext2"):
+        own = [row[text] for row in seeds if text in row]
+        mark = "" if all(row.get("target_reached", True) for row in seeds) else " (target not reached)"
+        above = statistics.mean(own) - statistics.mean(row[text] for row in reference) if own else 0.0
+        cells += [spread(own) + mark if own else "", f"{above:+.3f}" if own and seeds is not reference else ""]
+    return cells
 
 
 def held_out(data: Any) -> str:
@@ -240,6 +347,9 @@ def engines(data: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
+    "losses-short": losses_short,
+    "margins": margins,
+    "choices": choices,
     "held-out": held_out,
     "tasks": tasks,
     "commands": commands,
@@ -264,13 +374,15 @@ def render(text: str, folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("page", type=Path, nargs="?", default=PAGE)
+    parser.add_argument("pages", type=Path, nargs="*", default=PAGES)
     args = parser.parse_args()
-    old = args.page.read_text(encoding="utf-8")
-    new = render(old, args.page.parent)
-    if args.check:
-        raise SystemExit(f"{args.page.name}: tables differ from their files" if new != old else 0)
-    args.page.write_text(new, encoding="utf-8")
+    for page in args.pages:
+        old = page.read_text(encoding="utf-8")
+        new = render(old, page.parent)
+        if args.check and new != old:
+            raise SystemExit(f"{page.name}: tables differ from their files")
+        if not args.check:
+            page.write_text(new, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -273,6 +273,16 @@ def test_a_dry_run_looks_for_the_task_sets(shell: Shell) -> None:
     assert code == 2 and "validation.data" in err and "nowhere" in err
 
 
+def test_keys_of_a_recipe(shell: Shell) -> None:
+    code, out, _ = shell("keys", "distill.", "--json")
+    assert code == 0
+    assert [key["name"] for key in json.loads(out)][:2] == ["distill.weight", "distill.temperature"]
+    code, out, _ = shell("keys", "prune.groups")
+    assert code == 0 and '["attn", "ffn", "stem"]' in " ".join(out.split())  # brackets are not taken for markup
+    code, _, err = shell("keys", "nothing")
+    assert code == 2 and err.startswith("error: nothing: no key of a recipe contains it")
+
+
 def test_keys_of_recipes_are_not_called_options(shell: Shell) -> None:
     code, _, err = shell("pretrain", "recipe.toml", "prune.round_to=-1", "--dry-run")
     assert code == 2 and "prune.round_to" in err and "--round-to" not in err

@@ -10,6 +10,7 @@ import pytest
 from dwindle.config import field_docs, from_toml, to_toml, write_toml
 from dwindle.errors import UserError
 from dwindle.recipe import (
+    DEFAULT_HORIZON,
     CheckpointConfig,
     DistillConfig,
     ModelConfig,
@@ -133,7 +134,7 @@ def test_overrides(recipe_file: Path) -> None:
     assert recipe.prune.steps_ratio == (4, 1)
     assert recipe.prune.effective_horizon is None
     assert recipe.num_warmup_steps == 20
-    assert load_recipe(recipe_file, ["prune.horizon=none"]).prune.effective_horizon == 0.1
+    assert load_recipe(recipe_file, ["prune.horizon=none"]).prune.effective_horizon == DEFAULT_HORIZON
     wsd = load_recipe(recipe_file, ["training.schedule=wsd", "training.decay=0.25"])
     assert wsd.num_decay_steps == 63
 

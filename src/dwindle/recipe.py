@@ -19,7 +19,7 @@ from dwindle.errors import UserError
 from dwindle.sizes import parse_count
 from dwindle.training.data.config import DataConfig
 
-DEFAULT_HORIZON = 0.1
+DEFAULT_HORIZON = 0.05
 SHAPE_KEYS = ("hidden", "heads", "ffn")
 
 
@@ -113,7 +113,7 @@ class PruneConfig:
     gram_tokens: str | int = 4096
     """Tokens of a step from which layers' inputs are taken, for second_order and the metrics wanda and obc."""
     horizon: float | None = None
-    """Share of the tokens over which events are evenly spread (0.1 when neither horizon nor ratio is set)."""
+    """Share of the tokens over which events are evenly spread (0.05 when neither horizon nor ratio is set)."""
     ratio: str | None = None
     """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
     warmup_steps: int = 0

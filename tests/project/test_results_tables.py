@@ -30,6 +30,12 @@ def tables() -> ModuleType:
     return script("tables")
 
 
+def test_the_tables_of_the_readme_match_their_files(tables: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert tables.render(text, ROOT) == text, "run `python studies/tables.py`"
+    assert "losses-short" in text
+
+
 def test_the_tables_match_their_files(tables: ModuleType) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert tables.render(text, PAGE.parent) == text, "run `python studies/tables.py`"
@@ -82,9 +88,48 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     assert "| two 50% | abc | `run two` |" in tables.commands({"rows": rows})
 
 
+def test_margins_over_one_shot(tables: ModuleType) -> None:
+    """One-shot less the row, over seeds; another number of tokens or other settings for all are no control."""
+    rows = [
+        *(row("one-shot", seed, loss, wikitext2=5.0) for seed, loss in ((0, 3.1), (1, 3.3))),
+        *(row("aware", seed, loss, wikitext2=4.0) for seed, loss in ((0, 3.0), (1, 3.0))),
+        row("aware", 0, 2.0, tokens=2000),
+        row("late", 0, 2.5, set=["a.b=1"]),
+        row("once", 0, 3.15),
+    ]
+    lines = tables.margins({"rows": rows}).splitlines()[2:]
+    assert lines == [
+        "| 50% | aware | 1,000 | 2 and 2 | 0.200 ± 0.141 | 1.000 ± 0.000 |",
+        "| 50% | once | 1,000 | 1 and 2 | 0.050 |  |",
+    ]
+
+
+def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
+    """The reference is the row in the middle; removed, changed and added settings are named, tokens are not."""
+    one = ["a.b=1", "c.d=2"]
+    rows = [
+        row("far", 0, 3.5, settings=["a.b=9", "c.d=2", "e.f=3"], order=3),
+        row("base", 0, 3.0, settings=one, order=0),
+        row("plain", 0, 3.2, settings=["a.b=1", "training.tokens=1k"], order=1),
+        row("easy", 0, 1.0, settings=[*one, "e.f=3"], order=2, target_reached=False),
+        row("small", 0, 4.0, settings=[], tokens=500),
+    ]
+    large, small = tables.choices({"rows": rows}).split("\n\n50%, 500")
+    head, *lines = large.split("\n\n")[1].splitlines()
+    assert large.startswith("50%, 1,000 tokens, `a.b=1` `c.d=2`:")
+    assert head == "| changed | seeds | held-out loss | minus reference |"
+    assert lines[1:] == [
+        "| reference | 0 | 3.000 |  |",
+        "| no `c.d=2` | 0 | 3.200 | +0.200 |",
+        "| `e.f=3` | 0 | 1.000 (target not reached) | -2.000 |",
+        "| `a.b=9`, `e.f=3` | 0 | 3.500 | +0.500 |",
+    ]
+    assert small.startswith(" tokens, all defaults:") and "| reference | 0 | 4.000 |" in small
+
+
 def test_the_figure_of_scalability() -> None:
     """Means over seeds by the tokens of pruning; what did not reach the target, or had other tokens, is left out."""
-    about: dict[str, Any] = {"target_reached": True, "wikitext2": 5.0}
+    about: dict[str, Any] = {"target_reached": True, "wikitext2": 5.0, "loss_at_target": 6.0}
     rows = [
         row("horizon-40%", 0, 2.8, pruning_tokens=400, **about),
         row("base", 0, 3.0, pruning_tokens=100, **about),
@@ -94,8 +139,9 @@ def test_the_figure_of_scalability() -> None:
         row("lr-3e-3", 0, 1.0, pruning_tokens=100, **about),
     ]
     study = script("scalability")
-    books, wiki = study.scalability({"rows": rows}).panels
+    reached, books, wiki = study.scalability({"rows": rows}).panels
     assert books.series[0].x == wiki.series[0].x == [100, 400]
+    assert reached.series[0].y == [6.0, 6.0]
     assert books.series[0].y == [pytest.approx(3.1), 2.8] and wiki.series[0].y == [5.0, 5.0]
     with pytest.raises(UserError, match="fewer than two"):
         study.scalability({"rows": rows[1:3]})

@@ -96,7 +96,8 @@ def _share(run: Run) -> Figure | None:
         return None
     x, label = _event_axis(run)
     kinds, sizes = np.array(prunes.kinds), np.array(prunes.sizes)
-    end = max([x[-1], *run.metrics.tokens[-1:]]) if label == "tokens" else x[-1]
+    # nothing changes after the last event: a little of that is enough
+    end = min(max([x[-1], *run.metrics.tokens[-1:]]), 1.25 * x[-1]) if label == "tokens" else x[-1]
     series = []
     for place, kind in enumerate(KINDS):
         own = np.cumsum(np.where(kinds == place, sizes, 0.0))

@@ -39,9 +39,9 @@ class DataConfig:
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet, that holds the text."""
     seed: int | None = None
-    """Seed of the sample order; None takes ``training.seed``."""
+    """Seed of the sample order; not set takes ``training.seed``."""
     cache_dir: str | None = None
-    """Where text is kept once tokenized; None puts it in the run's directory."""
+    """Where text is kept once tokenized; not set puts it in the run's directory."""
     valid_tokens: int | str = "256k"
     """Validate on at most this many tokens, spread evenly over the validation text."""
 
