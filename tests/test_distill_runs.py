@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -33,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(place: Path, *, distill: dict[str, Any] | None = None, steps: int = 12, **source: Any) -> Recipe:
     """12 steps of 4 × 24 tokens with events and compactions in the first 8."""
     data = DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache"))
-    prune = PruneConfig(target="70%", horizon=0.7, compact_threshold=0.1, compact_multiple=4)
+    prune = PruneConfig(target="70%", horizon=0.7, compact_threshold=0.1, compact_multiple=4, compact_wait=0)
     return Recipe(
         source=ModelConfig(**{"model": str(place / "model"), "device": "cpu"} | source),
         data=data,
@@ -55,6 +56,20 @@ def assert_equal(one: Path, other: Path) -> None:
     assert lines == lines2 and ledger == ledger2
     assert weights.keys() == weights2.keys()
     assert all(torch.equal(weight, weights2[name]) for name, weight in weights.items())
+
+
+def test_a_compaction_keeps_the_graphs_of_the_teacher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced without code generation: a graph for the teacher, one for the source's shapes, one for each rebuilt."""
+    monkeypatch.setattr("dwindle.training.engine.torch.compile", functools.partial(torch.compile, backend="eager"))
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    settings = recipe(place, distill={"weight": 0.5})
+    settings.training.compile = True
+    pretrain(settings, place / "compiled")
+    rebuilt = sum(event["event"] == "compact" for event in read_ledger(place / "compiled"))
+    assert rebuilt >= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 + rebuilt
+    torch.compiler.reset()
 
 
 def test_weight_zero_is_a_run_without_a_teacher(place: Path) -> None:

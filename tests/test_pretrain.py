@@ -37,7 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
     """48 steps of 8 × 24 tokens on a tiny model, to half its size."""
-    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, "compact_threshold": 0.1, "compact_multiple": 4}
+    often = {"compact_threshold": 0.1, "compact_multiple": 4, "compact_wait": 0}
+    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, **often}
     return Recipe(
         source=ModelConfig(model=str(place / "model"), device="cpu"),
         data=DataConfig(
@@ -128,6 +129,16 @@ def test_ratios_alternate(place: Path, ratio: str, per_step: dict[int, int]) -> 
     for event in events(run, "prune"):
         found[event["step"]] = found.get(event["step"], 0) + 1
     assert {step: found.get(step) for step in per_step} == per_step
+
+
+def test_near_the_last_event_only_the_last_compaction_is_made(place: Path) -> None:
+    """The target is reached by step 34: with a wait of 20, only steps up to 14 may compact before it."""
+    run = place / "waiting"
+    pretrain(recipe(place, prune={"compact_threshold": 1e-9, "compact_multiple": 1, "compact_wait": 20}), run)
+    removed = sorted({event["step"] for event in events(run, "prune")})
+    early = [step for step in removed if 34 - step >= 20]
+    assert early and early != removed[:-1]
+    assert [event["step"] for event in events(run, "compact")] == [*early, removed[-1]]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-5)])

@@ -87,6 +87,7 @@ tokens_per_step = 2048
 target = "60%"
 horizon = 0.8
 compact_threshold = 0.1
+compact_wait = 0
 [checkpoint]
 every = 0
 """

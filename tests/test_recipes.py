@@ -193,6 +193,7 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["prune.groups=[]"], "prune.groups: leaves nothing"),
         (["prune.smoothing=1"], "prune.smoothing: must lie from 0"),
         (["prune.compact_threshold=0"], "prune.compact_threshold: must be above 0"),
+        (["prune.compact_wait=-1"], "prune.compact_wait: must be 0 or more"),
         (["prune.min_heads=0"], "prune.min_heads: must be at least 1"),
         (["prune.milestones=40%nonemb"], "prune.milestones: '40%nonemb' is not above prune.target"),
         (["prune.milestones=ffn=3"], "prune.milestones: 'ffn=3': give a size"),

@@ -324,6 +324,7 @@ class Job:
                 round_to=prune.round_to,
                 compact_threshold=prune.compact_threshold,
                 compact_multiple=prune.compact_multiple,
+                compact_wait=prune.compact_wait,
                 seed=self.recipe.training.seed,
             ),
             ledger=self.run / "ledger.jsonl" if self.world.is_main else Path(os.devnull),

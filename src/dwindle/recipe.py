@@ -140,6 +140,8 @@ class PruneConfig:
     """Rebuild the model at smaller shapes when this share of it is dead; 1 waits until the end."""
     compact_multiple: int = 64
     """Sizes of rebuilt models, before the last one, are multiples of this."""
+    compact_wait: int = 50
+    """With horizon and adapt: rebuild only once more when the last event is fewer steps than this away."""
     milestones: list[str] = field(default_factory=list)
     """Sizes on the way, such as "120M": a loadable model is saved as each is passed."""
 
@@ -439,6 +441,7 @@ def _check_prune(recipe: Recipe) -> None:
     _require(0 <= prune.damping < float("inf"), "prune.damping", "must be a number from 0 on, such as 0.01")
     _require(parse_count(prune.gram_tokens, "prune.gram_tokens") >= 1, "prune.gram_tokens", "must be at least 1")
     _require(0 < prune.compact_threshold <= 1, "prune.compact_threshold", "must be above 0 and at most 1")
+    _require(prune.compact_wait >= 0, "prune.compact_wait", "must be 0 or more steps")
     for name in ("min_heads", "min_ffn", "min_hidden", "round_to", "compact_multiple"):
         _require(getattr(prune, name) >= 1, f"prune.{name}", "must be at least 1")
     for text in prune.milestones:

@@ -30,7 +30,8 @@ STEPS = 50
 
 def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
     """7 sequences a step, which no number of ranks divides; widths that 3 ranks do not divide either."""
-    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, "compact_threshold": 0.15, "compact_multiple": 4}
+    often = {"compact_threshold": 0.15, "compact_multiple": 4, "compact_wait": 0}
+    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, **often}
     settings |= {"smoothing": 0.3, "attention": "cluster", "milestones": ["70%"]} | (prune or {})
     options = {"tokens": STEPS * 168, "tokens_per_step": 168, "micro_batch": 2, "lr": 3e-3, "parallel": parallel}
     return Recipe(

@@ -289,7 +289,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(place: Path, **prune: Any) -> Recipe:
-    settings: dict[str, Any] = {"target": "60%", "horizon": 0.6, "compact_threshold": 0.1, "compact_multiple": 4}
+    often = {"compact_threshold": 0.1, "compact_multiple": 4, "compact_wait": 0}
+    settings: dict[str, Any] = {"target": "60%", "horizon": 0.6, **often}
     return Recipe(
         source=ModelConfig(model=str(place / "model"), device="cpu"),
         data=DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache")),

@@ -62,6 +62,8 @@ class PrunerOptions:
     compact_threshold: float = 0.2
     """Dead share that triggers a compaction; 1: only at the end."""
     compact_multiple: int = 64
+    compact_wait: int = 0
+    """No compaction on the way when the last one is fewer steps than this away."""
     seed: int = 0
 
 
@@ -216,6 +218,9 @@ class Pruner(Callback):
         """To round sizes on the way, when enough is dead."""
         threshold = self.options.compact_threshold
         if threshold >= 1 or (self.prunable.dead_share < threshold and not self.finished):
+            return
+        last = self.pacing.last_step
+        if not self.finished and last is not None and last - trainer.step < self.options.compact_wait:
             return
         keep = bucketed(self.prunable.alive, self.prunable.physical, self.options.compact_multiple)
         if keep != self.prunable.physical:

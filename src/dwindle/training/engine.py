@@ -65,17 +65,28 @@ class Engine:
         """Wait for all processes."""
 
 
+_MOST_SHAPES = 32
+_compiled_shapes: set[tuple[tuple[int, ...], ...]] = set()
+"""Shapes of layers that have graphs; each may have some: training, measuring, a last batch that is smaller."""
+
+
 def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
     """Compile the forward pass of every decoder layer; layers of equal shapes share one graph.
 
     The pass alone, not the module call: the hooks by which FSDP2 gathers weights must stay outside the graph. With
     ``fullgraph`` a model that cannot be compiled is an error instead of a silently slow run, and so is the limit on
-    graphs, which is raised to what layers of all different sizes need.
+    graphs, which is raised to what layers of all different sizes need. Graphs of earlier models stay (a teacher's, the
+    loss's) until there are too many.
     """
     layers: Any = model.model.layers  # type: ignore[union-attr]
-    torch.compiler.reset()
+    shapes = {tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers}
+    most = max(len(layers), _MOST_SHAPES)
+    if len(_compiled_shapes | shapes) > most:
+        torch.compiler.reset()
+        _compiled_shapes.clear()
+    _compiled_shapes.update(shapes)
     dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(layers) + 8)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * len(layers) + 256)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * most + 8)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * most + 256)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
