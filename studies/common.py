@@ -399,10 +399,11 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def facts(run: Path) -> Record:
-    """What a finished run's logs say: speed, time of all steps, and by when it was pruned."""
+    """What a finished run's logs say: speed, time of all steps, its own validation, and by when it was pruned."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
     found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
+    found |= {"valid_loss": lines[-1]["valid_loss"]} if "valid_loss" in lines[-1] else {}
     if (run / "ledger.jsonl").is_file():
         events = [event for event in read_ledger(run) if event["event"] == "prune"]
         end = events[-1]["tokens"] if events else 0
