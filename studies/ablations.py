@@ -11,14 +11,8 @@ from __future__ import annotations
 
 from common import Row, run_study
 
-from dwindle.recipe import DEFAULT_HORIZON
-
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
-    "horizon": {
-        f"{share}%": (f"prune.horizon={share / 100}",)
-        for share in (5, 10, 20, 30, 40, 60)
-        if share / 100 != DEFAULT_HORIZON
-    },
+    "horizon": {f"{share}%": (f"prune.horizon={share / 100}",) for share in (5, 10, 20, 30, 40, 60)},
     "ratio": {ratio: (f"prune.ratio={ratio}",) for ratio in ("4:1", "2:1", "1:1", "1:2", "1:4", "1:9")},
     "smoothing": {str(factor): (f"prune.smoothing={factor}",) for factor in (0.5, 0.9)},
     "fisher": {"adam": ("prune.fisher=adam",)},
@@ -43,7 +37,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
         for order in ("a", "b")
     },
 }
-ROWS = {"base": Row(f"base: horizon {DEFAULT_HORIZON:.0%}")} | {
+ROWS = {"base": Row("base")} | {
     f"{choice}-{value}": Row(f"{choice} {value}", overrides)
     for choice, values in CHOICES.items()
     for value, overrides in values.items()

@@ -18,8 +18,8 @@ ROWS = {
     "interleaves-10": Row("Adapt-Accel, 10 stages", (*_ADAPT, "prune.interleaves=10")),
     "interleaves-20": Row("Adapt-Accel, 20 stages", (*_ADAPT, "prune.interleaves=20")),
     "even": Row("10 stages, all layers alike", (*_ADAPT, "prune.interleaves=10", "prune.amplitude=0")),
-    "aware": Row("pruning-aware A", ("prune.metric=taylor1",)),
-    "global": Row("global mixture", ("prune.selection=global", "prune.metric=taylor1")),
+    "aware": Row("pruning-aware A", ("prune.metric=taylor1", "prune.horizon=0.1")),
+    "global": Row("global mixture", ("prune.selection=global", "prune.metric=taylor1", "prune.horizon=0.1")),
 }
 
 if __name__ == "__main__":

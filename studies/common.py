@@ -196,6 +196,9 @@ class Study:
         """What makes a row another one (``KEY``); paths are left out."""
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
+        prune = recipe.prune
+        if prune.enabled and prune.horizon is None and prune.effective_horizon is not None:
+            overrides.append(f"prune.horizon={prune.effective_horizon}")  # defaults may change, rows must not
         tokens = recipe.num_tokens if row.trained else 0
         return {
             "row": name,
@@ -211,6 +214,9 @@ class Study:
     def _about(self, name: str, row: Row, size: str, seed: int) -> Record:
         words = ["python", f"studies/{self.name}.py", "--rows", name, "--sizes", size, "--seeds", str(seed)]
         words += ["--tokens", self.args.tokens, *(["--set", *self.args.set] if self.args.set else [])]
+        for option, usual in (("valid_tokens", "1G"), ("sequences", 128)):
+            if (value := getattr(self.args, option)) != usual:
+                words += [f"--{option.replace('_', '-')}", str(value)]
         words += ["--kd", *self.args.kd] if "+" in name else []
         for option in ("model", "data", "valid", "wikitext", "tasks_data"):
             if value := getattr(self.args, option):

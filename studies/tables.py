@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+ALIKE = ("row", "model", "size", "tokens", "settings", "sequences", "valid_tokens")
 LOSS_COLUMNS = (
     "size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"
 )  # fmt: skip
@@ -45,9 +46,9 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 def grouped(data: Any) -> list[list[Any]]:
     """Rows that differ only in their seed: large sizes first, then by tokens, then in the order of the study."""
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    found: dict[str, list[Any]] = {}
     for row in data["rows"]:
-        found.setdefault((row["size"], row["tokens"], row["row"], *row["settings"]), []).append(row)
+        found.setdefault(json.dumps([row.get(name) for name in ALIKE]), []).append(row)
 
     def place(seeds: list[Any]) -> tuple[float, int, int]:
         first, size = seeds[0], re.match(r"[0-9.]+", seeds[0]["size"])
@@ -119,7 +120,8 @@ def margins(data: Any, control: str = "one-shot") -> str:
 
 
 def comparable(seeds: Sequence[Any]) -> tuple[Any, ...]:
-    return (seeds[0]["size"], seeds[0]["tokens"], *seeds[0].get("set", ()))
+    first = seeds[0]
+    return (first["size"], first["tokens"], first.get("model"), first.get("valid_tokens"), *first.get("set", ()))
 
 
 def difference(before: Sequence[float], after: Sequence[float]) -> str:
@@ -154,10 +156,11 @@ def choices(data: Any) -> str:
 
 
 def reference_of(groups: Sequence[list[Any]]) -> list[Any]:
-    """The row from which the others differ in the fewest settings."""
-    found = [settings_of(seeds[0]) for seeds in groups]
-    distances = [sum(len(dict_difference(one, other)) for other in found) for one in found]
-    return groups[distances.index(min(distances))]
+    """A base if there is one: that from which the others differ in the fewest settings."""
+    measured = [seeds for seeds in groups if "textbooks" in seeds[0]]
+    bases = [seeds for seeds in measured if seeds[0]["row"] == "base"] or measured or groups
+    every = [settings_of(seeds[0]) for seeds in groups]
+    return min(bases, key=lambda seeds: sum(len(dict_difference(settings_of(seeds[0]), one)) for one in every))
 
 
 def settings_of(row: Any) -> dict[str, str]:
@@ -170,10 +173,9 @@ def dict_difference(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def changed(base: dict[str, str], settings: dict[str, str]) -> str:
-    return ", ".join(
-        f"`{key}={settings[key]}`" if key in settings else f"no `{key}={base[key]}`"
-        for key in dict_difference(base, settings)
-    )
+    """What a row sets otherwise; a ratio stands instead of a horizon, which need not be said."""
+    keys = [key for key in dict_difference(base, settings) if key != "prune.horizon" or "prune.ratio" not in settings]
+    return ", ".join(f"`{key}={settings[key]}`" if key in settings else f"no `{key}={base[key]}`" for key in keys)
 
 
 def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
@@ -184,8 +186,10 @@ def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
     for text in ("textbooks", "wikitext2"):
         own = [row[text] for row in seeds if text in row]
         mark = "" if all(row.get("target_reached", True) for row in seeds) else " (target not reached)"
-        above = statistics.mean(own) - statistics.mean(row[text] for row in reference) if own else 0.0
-        cells += [spread(own) + mark if own else "", f"{above:+.3f}" if own and seeds is not reference else ""]
+        usual = [row[text] for row in reference if text in row]
+        compared = own and usual and seeds is not reference
+        above = f"{statistics.mean(own) - statistics.mean(usual):+.3f}" if compared else ""
+        cells += [spread(own) + mark if own else "", above]
     return cells
 
 

@@ -220,6 +220,7 @@ BAD = {
     "stray argument": (["prune", "model", "stray", "--to", "50%"], "stray"),
     "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
     "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
+    "a recipe called like an option": (["pretrain", "out"], "error: out does not exist"),
     "unknown key": ([*PRETRAIN, "training.learning_rat=1"], "training.learning_rat"),
     "wrong type": ([*PRETRAIN, "training.lr=fast"], "training.lr"),
     "unreachable in these tokens": ([*PRETRAIN, "prune.horizon=none", "prune.ratio=1:9"], "prune.ratio: 1:9 gives 1"),

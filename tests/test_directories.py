@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from dwindle.directories import atomic_directory
+from dwindle.directories import atomic_directory, owner, remove_abandoned
 from dwindle.errors import UserError
 
 
@@ -37,3 +38,23 @@ def test_failure_keeps_the_old_one(tmp_path: Path) -> None:
     with atomic_directory(target, marker="index", overwrite=True) as folder:
         (folder / "index").write_text("new")
     assert (target / "index").read_text() == "new" and names(tmp_path) == ["a"]
+
+
+def test_what_a_killed_process_left_is_removed_or_put_back(tmp_path: Path) -> None:
+    """Killed while it wrote, while the old one was removed, and between the two renames; another still runs."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    dead, alive = owner(child), owner(os.getppid())
+    for name in (f".a.writing-{dead}", f".b.writing-{dead}-old", f".c.writing-{dead}-old", f".d.writing-{alive}", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index").write_text(name)
+    (tmp_path / ".hidden").mkdir()
+    remove_abandoned(tmp_path, "other")
+    assert len(names(tmp_path)) == 6
+    remove_abandoned(tmp_path)
+    assert names(tmp_path) == [f".d.writing-{alive}", ".hidden", "b", "c"]
+    assert (tmp_path / "b" / "index").read_text() == "b"
+    assert (tmp_path / "c" / "index").read_text() == f".c.writing-{dead}-old"
+    remove_abandoned(tmp_path / "nowhere")

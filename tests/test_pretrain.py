@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import dwindle
+from dwindle import config
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.ledger import read_ledger, replay_structure
@@ -284,6 +285,19 @@ def assert_same_run(run: Path, reference: Path) -> None:
     assert (run / "ledger.jsonl").read_bytes() == (reference / "ledger.jsonl").read_bytes()
     assert metrics(run) == metrics(reference)
     assert not [path for path in run.rglob(".*") if path.name != ".lock"], "leftovers"
+
+
+def test_killed_while_it_begins(place: Path) -> None:
+    """Before its recipe is there, and before the micro-batch of this machine is kept in it: nothing is in the way."""
+    run = place / "begun"
+    settings = recipe(place, tokens=4 * 192, micro_batch=0, prune={"enabled": False})
+    for writes in (1, 2):
+        child = start(lambda n=writes: (die_at(config.os, "replace", n, before=True), go_on(settings, run)))  # type: ignore[misc]
+        assert os.WIFSIGNALED(wait(child, 120) or 0)
+        assert run.exists() == (writes == 2)
+    assert wait(start(lambda: go_on(settings, run)), 120) == 0
+    assert (run / "model").is_dir()
+    assert not [path for path in [*run.rglob(".*"), *place.glob(".begun*")] if path.name != ".lock"], "leftovers"
 
 
 @pytest.mark.parametrize("attention", ["regular", "cluster"])

@@ -18,9 +18,9 @@ from dwindle.recipe import (
     Recipe,
     TrainingConfig,
     ValidationConfig,
-    absolute_paths,
     load_recipe,
     parse_size,
+    resolve_recipe,
 )
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -249,12 +249,17 @@ def test_existing_paths_become_absolute(recipe_file: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "books.txt").write_text("text")
     recipe = load_recipe(recipe_file, ["data.train=books.txt,pydoc:train", "data.cache_dir=cache"])
-    resolved = absolute_paths(recipe)
+    resolved = resolve_recipe(recipe)
     assert resolved.data.train == [str(tmp_path / "books.txt"), "pydoc:train"]
     assert resolved.data.cache_dir == str(tmp_path / "cache")
     assert resolved.source.model == "smollm2-135m"
     assert recipe.data.train == ["books.txt", "pydoc:train"]
-    assert absolute_paths(resolved) == resolved
+    assert resolve_recipe(resolved) == resolved
+    assert recipe.prune.horizon is None or resolved.prune.horizon == recipe.prune.horizon
+    recipe.prune.horizon = None
+    assert resolve_recipe(recipe).prune.horizon == DEFAULT_HORIZON  # a later default does not change a run
+    recipe.prune.ratio = "1:9"
+    assert resolve_recipe(recipe).prune.horizon is None
 
 
 def test_every_field_has_its_line_of_help() -> None:

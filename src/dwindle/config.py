@@ -384,10 +384,13 @@ def to_toml(obj: Any, comments: bool = False) -> str:
 
 
 def write_toml(obj: Any, path: str | Path, comments: bool = False) -> None:
-    """Save ``obj`` so that a crash leaves the old file or the new one, never half of one."""
+    """Save ``obj`` so that a crash leaves the old file or the new one, never half of one; one writer at a time.
+
+    What a killed writer left behind is overwritten by the next.
+    """
     path = Path(path)
     text = to_toml(obj, comments)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dwindle.errors import UserError
+
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.writing-(?P<host>.+)-(?P<pid>[0-9]+)(?P<old>-old)?")
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def atomic_directory(
         refuse_existing(target, marker=marker, overwrite=overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(target)
+        remove_abandoned(target.parent, target.name)
         temporary = target.parent / f".{target.name}.writing-{owner(os.getpid())}"
         temporary.mkdir()
     except OSError as error:
@@ -97,12 +100,20 @@ def owner(pid: int) -> str:
     return f"{socket.gethostname()}-{pid}"
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Temporary directories of processes of this machine that no longer run."""
-    prefix = f".{target.name}.writing-{socket.gethostname()}-"
-    for path in list(target.parent.iterdir()):
-        pid = path.name.removeprefix(prefix)
-        if path.name.startswith(prefix) and pid.isdigit() and not is_running(int(pid)):
+def remove_abandoned(folder: Path, name: str = "") -> None:
+    """What killed processes of this machine left in a folder while they wrote ``name``, or anything.
+
+    A directory that was being replaced comes back if the new one had not taken its place.
+    """
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None or match["host"] != socket.gethostname() or (name and match["name"] != name):
+            continue
+        if is_running(int(match["pid"])):
+            continue
+        if match["old"] and not (folder / match["name"]).exists():
+            os.rename(path, folder / match["name"])
+        else:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dwindle.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
 from dwindle.config import write_toml
+from dwindle.directories import atomic_directory, remove_abandoned
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.plan import (
@@ -36,7 +37,7 @@ from dwindle.plan import (
 from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
-from dwindle.recipe import Recipe, absolute_paths, load_recipe
+from dwindle.recipe import Recipe, load_recipe, resolve_recipe
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
@@ -86,7 +87,7 @@ class RunResult:
 def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = False) -> RunResult:
     """Start a run in a new directory and train to its end, or to the next signal."""
     run = Path(out)
-    recipe = absolute_paths(recipe)
+    recipe = resolve_recipe(recipe)
     recipe.validate()
     with joined(device_of(recipe)) as world:
         world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
@@ -105,10 +106,8 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     config = load_config(recipe.source.model)
     plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
-    if run.exists():
-        shutil.rmtree(run)
-    run.mkdir(parents=True)
-    write_toml(recipe, run / "recipe.toml")
+    with atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # so that no kill leaves half a run
+        write_toml(recipe, folder / "recipe.toml")
 
 
 def forget_if_not_begun(run: Path) -> None:
@@ -139,6 +138,9 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
 
 def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
     with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
+        if world.is_main:
+            remove_abandoned(run)
+            remove_abandoned(run / "milestones")
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))

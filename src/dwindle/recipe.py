@@ -289,9 +289,11 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe
 
 
-def absolute_paths(recipe: Recipe) -> Recipe:
-    """A copy whose paths are absolute, so that a saved run resumes from any folder."""
+def resolve_recipe(recipe: Recipe) -> Recipe:
+    """A copy that means the same in any folder and with other defaults: absolute paths, the horizon in force."""
     resolved = copy.deepcopy(recipe)
+    if resolved.prune.enabled:
+        resolved.prune.horizon = resolved.prune.effective_horizon
     resolved.data.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]

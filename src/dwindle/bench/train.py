@@ -43,6 +43,7 @@ from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import sizes_text
 from dwindle.sizes import format_bytes, format_count
+from dwindle.training.engine import forget_graphs
 from dwindle.training.loop import Trainer
 from dwindle.training.loss import autocast_for
 from dwindle.training.optim import build_adamw
@@ -130,7 +131,7 @@ def baseline(bench: TrainBench) -> TrainRow:
         synchronize(bench.device)
         seconds.append(time.perf_counter() - started)
     row = make_row("baseline", bench, anatomy, anatomy.source, seconds, float(loss))
-    torch.compiler.reset()
+    forget_graphs()
     return row
 
 

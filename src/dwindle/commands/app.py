@@ -20,8 +20,10 @@ API_NAMES = {"num_sequences": "sequences", "target": "to"}
 def in_options(message: str, options: Mapping[str, str]) -> str:
     """The Python API names its arguments, a person typed options: ``round_to 0: …`` becomes ``--round-to 0: …``."""
     head = re.match(r"[a-z_]+(?:, [a-z_]+)*(?=[ :])", message)
-    names = [API_NAMES.get(name, name) for name in head[0].split(", ")] if head is not None else []
-    if head is None or not all(name in options for name in names):
+    if head is None or head[0] in sys.argv:  # a file or a word that was typed
+        return message
+    names = [API_NAMES.get(name, name) for name in head[0].split(", ")]
+    if not all(name in options for name in names):
         return message
     return ", ".join(options[name] for name in names) + message[head.end() :]
 

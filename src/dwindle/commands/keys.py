@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import app, print_result
 from dwindle.errors import UserError
 
 
 @app.command()
 def keys(
     word: Annotated[str, typer.Argument(help="Only keys that contain this, such as prune. or lr.")] = "",
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all of them as tables of a page.")] = False,
-    as_json: Json = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all as tables of a page.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Every key of a recipe: what it may be, its default, what it means."""
     from rich.table import Table
@@ -24,6 +24,8 @@ def keys(
     from dwindle.reference import markdown, recipe_keys
 
     if as_markdown:
+        if word or as_json:
+            raise UserError("--markdown: prints all keys: leave the word and --json out")
         print(markdown(), end="")
         return
     found = recipe_keys(word)

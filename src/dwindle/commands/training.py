@@ -72,10 +72,10 @@ def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json:
     """Mistakes are found here, once, before any process is started."""
     from dwindle.plan import check_processes
     from dwindle.pretrain import begin_run, forget_if_not_begun
-    from dwindle.recipe import absolute_paths
+    from dwindle.recipe import resolve_recipe
 
     check_processes(recipe, nproc)
-    begin_run(absolute_paths(recipe), run, overwrite=overwrite)
+    begin_run(resolve_recipe(recipe), run, overwrite=overwrite)
     try:
         _launch(str(run), nproc, as_json)
     finally:

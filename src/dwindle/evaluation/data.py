@@ -12,6 +12,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,8 +242,10 @@ def hub_documents(hub: tuple[str, str | None], split: str, name: str) -> Any:
 def _ask_hub(repo_id: str) -> None:
     """Once, with a short limit: the download itself retries a silent hub for half a minute, a line for every try."""
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
-    HfApi().dataset_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
+    with suppress(HfHubHTTPError):  # it answers: the download tries again, or says what is wrong
+        HfApi().dataset_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
 
 
 def _hub_rows(origin: Origin, split: str, name: str) -> Iterator[tuple[str, Any]]:

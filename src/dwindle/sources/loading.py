@@ -162,7 +162,7 @@ def _in_directory(folder: Path, where: str) -> tuple[Kind, Path]:
 
 def model_of_run(folder: Path) -> Path | None:
     """The model of a finished run; None where the folder is no run, an error where the run has none yet."""
-    if not (folder / "recipe.toml").is_file():
+    if not (folder / "recipe.toml").is_file() or (folder / "config.json").is_file():
         return None
     if not (folder / "model" / "config.json").is_file():
         raise UserError(f"{folder}: the run has no model yet: finish it with `dwindle resume {folder}`")

@@ -6,7 +6,7 @@ how gradients are combined and in what each process holds of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -65,9 +65,11 @@ class Engine:
         """Wait for all processes."""
 
 
-_MOST_SHAPES = 32
-_compiled_shapes: set[tuple[tuple[int, ...], ...]] = set()
-"""Shapes of layers that have graphs; each may have some: training, measuring, a last batch that is smaller."""
+_MOST_LAYERS = 64
+_VARIANTS = 8
+"""Graphs that one layer may need: training, measuring, a teacher's pass, last batches that are smaller, and so on."""
+_compiled: list[Hashable] = []
+"""A sign for each kind of layer that was compiled since the last reset, model by model."""
 
 
 def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
@@ -75,18 +77,30 @@ def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
 
     The pass alone, not the module call: the hooks by which FSDP2 gathers weights must stay outside the graph. With
     ``fullgraph`` a model that cannot be compiled is an error instead of a silently slow run, and so is the limit on
-    graphs, which is raised to what layers of all different sizes need. Graphs of earlier models stay (a teacher's, the
-    loss's) until there are too many.
+    graphs, which is raised to what layers of all different sizes need. Graphs that were made before (a teacher's, the
+    loss's) stay until there are too many.
     """
     layers: Any = model.model.layers  # type: ignore[union-attr]
-    shapes = {tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers}
-    most = max(len(layers), _MOST_SHAPES)
-    if len(_compiled_shapes | shapes) > most:
-        torch.compiler.reset()
-        _compiled_shapes.clear()
-    _compiled_shapes.update(shapes)
+    most = max(len(layers), _MOST_LAYERS)
+    kinds = {_kind(layer) for layer in layers}
+    if len(_compiled) + len(kinds) > most:
+        forget_graphs()
+    _compiled.extend(kinds)
     dynamo: Any = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * most + 8)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * most + 256)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS * most)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 2 * _VARIANTS * most)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
+
+
+def forget_graphs() -> None:
+    """All compiled graphs of this process."""
+    torch.compiler.reset()
+    _compiled.clear()
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Layers of one kind share graphs: the same modules, shapes of tensors and groups of heads."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    groups = tuple(getattr(getattr(layer, "self_attn", None), "queries_per_kv", ()))
+    return modules, tuple(tuple(tensor.shape) for tensor in layer.parameters()), groups

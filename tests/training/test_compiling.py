@@ -1,0 +1,71 @@
+"""How many compiled graphs stay: enough for every layer of a model, however the ones before it differed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dwindle.anatomy.modeling_dwindle import classes_for
+from dwindle.training import engine
+
+
+@pytest.fixture(autouse=True)
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(engine.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    engine.forget_graphs()
+    torch._dynamo.utils.counters.clear()
+    yield
+    engine.forget_graphs()
+
+
+def model_of(width: int, groups: list[list[int]]) -> torch.nn.Module:
+    config_class, model_class = classes_for("dwindle_llama")
+    config = config_class(
+        hidden_size=8,
+        intermediate_size=width,
+        num_attention_heads=sum(groups[0]),
+        num_key_value_heads=len(groups[0]),
+        head_dim=2,
+        num_hidden_layers=len(groups),
+        vocab_size=16,
+        layer_shapes=[{"intermediate_size": width, "queries_per_kv": group} for group in groups],
+    )
+    model: torch.nn.Module = model_class(config)
+    engine.compile_blocks(model)
+    return model
+
+
+def use(model: torch.nn.Module) -> int:
+    """Train on two sizes of batches and measure; the number of graphs so far."""
+    for batch in (3, 1):
+        model(input_ids=torch.zeros(batch, 4, dtype=torch.long), use_cache=False).logits.sum().backward()
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 4, dtype=torch.long), use_cache=False)
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_layers_of_one_shape_and_many_groups_of_heads() -> None:
+    """Each of 24 layers needs graphs of its own, again at every width: the limit of dynamo must not be reached."""
+    groups = [[a, b, c, 16 - a - b - c] for a, b, c in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2))]
+    counts = [use(model_of(width, groups)) for width in (16, 14, 12, 10)]
+    assert counts == [72, 144, 216, 288]
+
+
+def test_graphs_of_an_earlier_model_are_used_again() -> None:
+    teacher = model_of(16, [[2, 2]] * 3)
+    first = use(teacher)
+    second = use(model_of(12, [[2, 2]] * 3))
+    assert use(teacher) == second == 2 * first == 6
+    assert use(model_of(16, [[2, 2]] * 3)) == second
+
+
+def test_after_too_many_kinds_the_graphs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_MOST_LAYERS", 3)
+    widths = (16, 14, 12, 10)
+    models = [model_of(width, [[2, 2]] * 2) for width in widths]
+    assert len(engine._compiled) == 1
+    assert use(models[-1]) == 3
