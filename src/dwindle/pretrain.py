@@ -42,7 +42,13 @@ from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
-from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, list_checkpoints, open_checkpoint
+from dwindle.training.checkpoint import (
+    Checkpoint,
+    latest_checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    remove_leftovers,
+)
 from dwindle.training.checkpointwriter import CheckpointWriter
 from dwindle.training.data import BatchStream, open_training_data
 from dwindle.training.display import Display
@@ -139,14 +145,20 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
 def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
     with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
         if world.is_main:
-            remove_abandoned(run)
-            remove_abandoned(run / "milestones")
+            _tidy(run)
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
         job = Job(recipe, run, checkpoint, stop, world)
         status = job.trainer.run()
         return job.finish(status)
+
+
+def _tidy(run: Path) -> None:
+    """Remove what an attempt that was killed left half written or half deleted."""
+    for folder in (run, run / "milestones"):
+        remove_abandoned(folder)
+    remove_leftovers(run)
 
 
 def settle(recipe: Recipe, run: Path, world: World) -> Recipe:

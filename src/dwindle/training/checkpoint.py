@@ -89,7 +89,7 @@ def begin_checkpoint(run_dir: Path, step: int) -> None:
     """Make the temporary directory, after removing what killed processes left."""
     folder = checkpoints_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    remove_leftovers(folder.parent)
     temporary_directory(run_dir, step).mkdir()
 
 
@@ -146,8 +146,9 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for path in folder.glob(f"{_TEMPORARY}*"):
+def remove_leftovers(run_dir: Path) -> None:
+    """What a killed process was writing or deleting."""
+    for path in checkpoints_dir(run_dir).glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -165,7 +166,7 @@ def _apply_keep_last(folder: Path, newest: Path, keep_last: int) -> None:
     until_now = [path for path in existing if checkpoint_step(path) <= checkpoint_step(newest)]
     for path in set(existing) - set(until_now[-keep_last:]):
         _set_aside(path)
-    _remove_leftovers(folder)
+    remove_leftovers(folder.parent)
 
 
 def damage(checkpoint: Path) -> str | None:
