@@ -292,7 +292,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def resolve_recipe(recipe: Recipe) -> Recipe:
     """A copy that means the same in any folder and with other defaults: absolute paths, the horizon in force."""
     resolved = copy.deepcopy(recipe)
-    if resolved.prune.enabled:
+    if resolved.prune.enabled and resolved.prune.horizon is None:
         resolved.prune.horizon = resolved.prune.effective_horizon
     resolved.data.make_paths_absolute(Path.cwd())
     validation = resolved.validation
