@@ -1,4 +1,4 @@
-"""Tables of docs/results.md and the README from the JSON files that studies wrote; a test checks that they match.
+"""Tables of the pages from the JSON files that studies wrote; a test checks that they match.
 
     python studies/tables.py            # rewrites what stands between the markers
     python studies/tables.py --check    # says whether it would
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 ALIKE = ("row", "model", "size", "tokens", "settings", "sequences", "valid_tokens")
 LOSS_COLUMNS = (
@@ -349,6 +349,33 @@ def engines(data: Any) -> str:
     return markdown(head, rows)
 
 
+def latency(data: Any) -> str:
+    """What ``dwindle bench latency --json`` printed: medians with quartiles, and ratios to the first model."""
+    runtimes = {"llamacpp": f"llama.cpp {data['gguf_type']}"}
+    order = list(dict.fromkeys(row["runtime"] for row in data["rows"]))
+
+    def quartiles(found: Any) -> str:
+        return f"{found['median']:.1f} ({found['low']:.1f}–{found['high']:.1f})"
+
+    rows = [
+        [
+            runtimes.get(row["runtime"], row["runtime"]),
+            str(row["threads"]),
+            f"{row['model']}, {row['parameters'] / 1e6:.1f}M",
+            f"{row['bytes'] / 1e6:.0f} MB",
+            quartiles(row["prefill_ms_per_token"]),
+            quartiles(row["decode_ms_per_token"]),
+            f"{row['outside_layers_share']:.0%}" if row["outside_layers_share"] is not None else "",
+            f"{row['peak_memory_bytes'] / 1e6:.0f} MB" if row["peak_memory_bytes"] else "",
+            f"{row['prefill_speedup']:.2f}",
+            f"{row['decode_speedup']:.2f}",
+        ]
+        for row in sorted(data["rows"], key=lambda row: (order.index(row["runtime"]), row["threads"]))
+    ]
+    head = ["runtime", "threads", "model", "file", "prefill ms/token", "decode ms/token", "outside layers"]
+    return markdown([*head, "peak memory", "prefill ×", "decode ×"], rows)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
     "losses-short": losses_short,
@@ -362,6 +389,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "layer-adaptive": layer_adaptive,
     "seven-tasks": seven_tasks,
     "engines": engines,
+    "latency": latency,
 }
 
 

@@ -30,10 +30,11 @@ def tables() -> ModuleType:
     return script("tables")
 
 
-def test_the_tables_of_the_readme_match_their_files(tables: ModuleType) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.render(text, ROOT) == text, "run `python studies/tables.py`"
-    assert "losses-short" in text
+@pytest.mark.parametrize(("page", "table"), [("README.md", "losses-short"), ("docs/benchmarks.md", "latency")])
+def test_the_tables_of_other_pages_match_their_files(tables: ModuleType, page: str, table: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert tables.render(text, (ROOT / page).parent) == text, "run `python studies/tables.py`"
+    assert f"<!-- table: {table} from" in text
 
 
 def test_the_tables_match_their_files(tables: ModuleType) -> None:
