@@ -40,7 +40,7 @@ from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
 from dwindle.plan import plan_pruning
 from dwindle.pretrain import RunResult, pretrain, resume
 from dwindle.pruning.ledger import read_ledger
-from dwindle.recipe import Recipe
+from dwindle.recipe import Recipe, resolve_recipe
 from dwindle.sizes import parse_count
 from dwindle.sources import load_config
 from dwindle.training.data import validation_windows
@@ -196,9 +196,9 @@ class Study:
         """What makes a row another one (``KEY``); paths are left out."""
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
-        prune = recipe.prune
-        if prune.enabled and prune.horizon is None and prune.effective_horizon is not None:
-            overrides.append(f"prune.horizon={prune.effective_horizon}")  # defaults may change, rows must not
+        horizon = resolve_recipe(recipe).prune.horizon
+        if horizon != recipe.prune.horizon:
+            overrides.append(f"prune.horizon={horizon}")  # defaults may change, rows must not
         tokens = recipe.num_tokens if row.trained else 0
         return {
             "row": name,

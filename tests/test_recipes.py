@@ -19,9 +19,9 @@ from dwindle.recipe import (
     TrainingConfig,
     ValidationConfig,
     load_recipe,
-    parse_size,
     resolve_recipe,
 )
+from dwindle.recipe_checks import parse_size
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.errors import UserError
+from dwindle.recipe_checks import SHAPE_KEYS
 from dwindle.sizes import format_count, parse_count
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?")
 _FRACTION = re.compile(r"\d*\.\d+|\d+\.")
 _FORMS = "it as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
-_SHAPE_KEYS = ("hidden", "heads", "ffn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _parse_shape(text: str, anatomy: Anatomy, option: str) -> Target:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in _SHAPE_KEYS or not value.isdigit():
+        if key not in SHAPE_KEYS or not value.isdigit():
             raise UserError(f"{option} {text}: {part.strip()!r} is not hidden=N, heads=N or ffn=N")
         sizes[key] = int(value)
         if not 0 < sizes[key] <= getattr(source, key):

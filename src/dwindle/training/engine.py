@@ -68,8 +68,8 @@ class Engine:
 _MOST_LAYERS = 64
 _VARIANTS = 8
 """Graphs that one layer may need: training, measuring, a teacher's pass, last batches that are smaller, and so on."""
-_compiled: list[Hashable] = []
-"""A sign for each kind of layer that was compiled since the last reset, model by model."""
+_compiled: set[Hashable] = set()
+"""Kinds of layers that may have graphs."""
 
 
 def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
@@ -83,9 +83,9 @@ def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
     layers: Any = model.model.layers  # type: ignore[union-attr]
     most = max(len(layers), _MOST_LAYERS)
     kinds = {_kind(layer) for layer in layers}
-    if len(_compiled) + len(kinds) > most:
+    if len(_compiled | kinds) > most:
         forget_graphs()
-    _compiled.extend(kinds)
+    _compiled.update(kinds)
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _VARIANTS * most)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 2 * _VARIANTS * most)
