@@ -25,7 +25,8 @@ ALIKE = ("row", "model", "size", "tokens", "settings", "sequences", "valid_token
 LOSS_COLUMNS = (
     "size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"
 )  # fmt: skip
-SHORT_COLUMNS = ("size", "method", "tokens", "parameters", "textbooks", "WikiText-2")
+SHORT_COLUMNS = ("method", "tokens", "parameters", "textbooks", "WikiText-2")
+SHORT_SIZE = "50%nonemb"
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 
 
@@ -45,14 +46,14 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def grouped(data: Any) -> list[list[Any]]:
-    """Rows that differ only in their seed: large sizes first, then by tokens, then in the order of the study."""
+    """Rows that differ only in their seed: large sizes first, few tokens first, then in the order of the study."""
     found: dict[str, list[Any]] = {}
     for row in data["rows"]:
         found.setdefault(json.dumps([row.get(name) for name in ALIKE]), []).append(row)
 
-    def place(seeds: list[Any]) -> tuple[float, int, int]:
+    def place(seeds: list[Any]) -> tuple[float, int, int, bool]:
         first, size = seeds[0], re.match(r"[0-9.]+", seeds[0]["size"])
-        return -float(size[0]) if size else -math.inf, -first["tokens"], first.get("order", 0)
+        return -float(size[0]) if size else -math.inf, first["tokens"], first.get("order", 0), "+" in first["row"]
 
     return [sorted(seeds, key=lambda row: row["seed"]) for seeds in sorted(found.values(), key=place)]
 
@@ -75,9 +76,9 @@ def losses(data: Any) -> str:
 
 
 def losses_short(data: Any) -> str:
-    """What was trained to a size, without seeds, tasks and speed."""
-    places = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS]
-    rows = loss_rows({"rows": [row for row in data["rows"] if row["size"]]})
+    """What was trained to ``SHORT_SIZE`` with the settings of all, without seeds, tasks and speed."""
+    places, common = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS], shared_settings(data)
+    rows = loss_rows({"rows": [r for r in data["rows"] if r["size"] == SHORT_SIZE and set(r["set"]) == common]})
     return markdown(SHORT_COLUMNS, [[row[place] for place in places] for row in rows])
 
 
@@ -116,7 +117,12 @@ def margins(data: Any, control: str = "one-shot") -> str:
         ]
         numbers = f"{len(seeds)} and {len(others)}"
         rows.append([seeds[0]["size"], title(seeds[0], common), f"{seeds[0]['tokens']:,}", numbers, *cells])
-    return markdown(["size", "method", "tokens", "seeds, and of one-shot", "textbooks", "WikiText-2"], rows)
+    return markdown(["size", "method", "tokens", "seeds, and of the control", "textbooks", "WikiText-2"], rows)
+
+
+def margins_distilled(data: Any) -> str:
+    """The same among those with a teacher."""
+    return margins({"rows": [row for row in data["rows"] if row["row"].endswith("+kd")]}, "one-shot+kd")
 
 
 def comparable(seeds: Sequence[Any]) -> tuple[Any, ...]:
@@ -141,18 +147,36 @@ def choices(data: Any) -> str:
         by_tokens.setdefault((seeds[0]["size"], seeds[0]["tokens"]), []).append(seeds)
     parts = []
     for (size, tokens), groups in by_tokens.items():
-        reference = reference_of(groups)
-        base = settings_of(reference[0])
-        words = " ".join(f"`{key}={value}`" for key, value in base.items())
-        rows = [["reference", *choice_cells(reference, reference)]]
-        for seeds in sorted(groups, key=lambda seeds: (seeds[0].get("order", 0), seeds[0]["settings"])):
-            if seeds is not reference:
+        for reference, others in by_reference(groups):
+            base = settings_of(reference[0])
+            words = " ".join(f"`{key}={value}`" for key, value in base.items())
+            rows = [["reference", *choice_cells(reference, reference)]]
+            for seeds in sorted(others, key=lambda seeds: (seeds[0].get("order", 0), seeds[0]["settings"])):
                 rows.append([changed(base, settings_of(seeds[0])), *choice_cells(seeds, reference)])
-        head = ["changed", "seeds", "held-out loss", "minus reference", "WikiText-2", "minus reference"]
-        used = [any(cells[place] for cells in rows) for place in range(len(head))]  # one text only: no empty columns
-        head, *rows = [[c for c, keep in zip(cells, used, strict=True) if keep] for cells in [head, *rows]]
-        parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{markdown(head, rows)}")
+            head = ["changed", "seeds", "held-out loss", "minus reference", "WikiText-2", "minus reference"]
+            used = [any(cells[place] for cells in rows) for place in range(len(head))]  # one text: no empty columns
+            head, *rows = [[c for c, keep in zip(cells, used, strict=True) if keep] for cells in [head, *rows]]
+            parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{markdown(head, rows)}")
     return "\n".join(parts)
+
+
+def by_reference(groups: Sequence[list[Any]]) -> list[tuple[list[Any], list[list[Any]]]]:
+    """The reference and its rows, then each row that is nearer to several others than the reference, and those."""
+    reference, found = reference_of(groups), []
+    rest = [seeds for seeds in groups if seeds is not reference]
+    far = [seeds for seeds in rest if steps_between(seeds, reference) > 1]
+    for other in rest:
+        near = [seeds for seeds in far if steps_between(seeds, other) == 1]
+        if steps_between(other, reference) == 1 and len(near) > 1:
+            found.append((other, near))
+            far = [seeds for seeds in far if seeds not in near]
+            rest = [seeds for seeds in rest if seeds not in near]
+    return [(reference, rest), *found]
+
+
+def steps_between(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many settings differ."""
+    return len(dict_difference(settings_of(one[0]), settings_of(other[0])))
 
 
 def reference_of(groups: Sequence[list[Any]]) -> list[Any]:
@@ -380,6 +404,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
     "losses-short": losses_short,
     "margins": margins,
+    "margins-distilled": margins_distilled,
     "choices": choices,
     "held-out": held_out,
     "tasks": tasks,

@@ -103,6 +103,10 @@ def test_margins_over_one_shot(tables: ModuleType) -> None:
         "| 50% | aware | 1,000 | 2 and 2 | 0.200 ± 0.141 | 1.000 ± 0.000 |",
         "| 50% | once | 1,000 | 1 and 2 | 0.050 |  |",
     ]
+    taught = [row("one-shot+kd", 0, 3.0), row("aware+kd", 0, 2.9), *rows]
+    assert tables.margins_distilled({"rows": taught}).splitlines()[2:] == [
+        "| 50% | aware+kd | 1,000 | 1 and 1 | 0.100 |  |"
+    ]
 
 
 def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
@@ -115,9 +119,9 @@ def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
         row("easy", 0, 1.0, settings=[*one, "e.f=3"], order=2, target_reached=False),
         row("small", 0, 4.0, settings=[], tokens=500),
     ]
-    large, small = tables.choices({"rows": rows}).split("\n\n50%, 500")
+    small, large = tables.choices({"rows": rows}).split("\n\n50%, 1,000")
     head, *lines = large.split("\n\n")[1].splitlines()
-    assert large.startswith("50%, 1,000 tokens, `a.b=1` `c.d=2`:")
+    assert large.startswith(" tokens, `a.b=1` `c.d=2`:")
     assert head == "| changed | seeds | held-out loss | minus reference |"
     assert lines[1:] == [
         "| reference | 0 | 3.000 |  |",
@@ -125,7 +129,24 @@ def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
         "| `e.f=3` | 0 | 1.000 (target not reached) | -2.000 |",
         "| `a.b=9`, `e.f=3` | 0 | 3.500 | +0.500 |",
     ]
-    assert small.startswith(" tokens, all defaults:") and "| reference | 0 | 4.000 |" in small
+    assert small.startswith("50%, 500 tokens, all defaults:") and "| reference | 0 | 4.000 |" in small
+
+
+def test_choices_beside_another_row_have_that_as_reference(tables: ModuleType) -> None:
+    """Two rows that differ from `c.d=3` by one setting, and from the base by two, are measured against it."""
+    rows = [
+        row("base", 0, 3.0, settings=["c.d=2"], order=0),
+        row("c-3", 0, 2.8, settings=["c.d=3"], order=1),
+        row("c-4", 0, 2.9, settings=["c.d=4"], order=1),
+        *(row(f"e-{n}", 0, 2.7, settings=["c.d=3", f"e.f={n}"], order=2) for n in range(2)),
+    ]
+    first, second = tables.choices({"rows": rows}).split("\n\n50%, 1,000 tokens, `c.d=3`:\n\n")
+    assert first.count("`c.d=3`") == 1 and "e.f" not in first
+    assert second.splitlines()[2:] == [
+        "| reference | 0 | 2.800 |  |",
+        "| `e.f=0` | 0 | 2.700 | -0.100 |",
+        "| `e.f=1` | 0 | 2.700 | -0.100 |",
+    ]
 
 
 def test_the_figure_of_scalability() -> None:
