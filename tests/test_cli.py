@@ -167,6 +167,16 @@ def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
     assert code == 0 and json.loads(out)["status"] == "finished"
 
 
+def test_a_missed_target_is_no_success(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is there, but what follows in a script must not take it for one of that size."""
+    from dwindle.pruning.pruner import Pruner
+
+    monkeypatch.setattr(Pruner, "finished", False)
+    code, out, err = shell("pretrain", "recipe.toml", "training.tokens=720", "--out", "missed target")
+    assert code == 1 and out.startswith("finished: ") and (shell.folder / "missed target" / "model").is_dir()
+    assert err.splitlines()[-1].startswith("error: the target was not reached, ")
+
+
 def test_a_warning_is_one_line_for_a_person(shell: Shell) -> None:
     options = ["training.tokens=960", "checkpoint.every=2", "--out", "damaged"]
     assert shell("pretrain", "recipe.toml", *options)[0] == 0
@@ -186,7 +196,7 @@ def test_stop_signals_save_and_say_how_to_go_on(place: Path) -> None:
         time.sleep(0.05)
     running.send_signal(signal.SIGTERM)
     out, err = running.communicate(timeout=60)
-    assert running.returncode == 0, err
+    assert running.returncode == 128 + signal.SIGTERM, err
     assert "dwindle resume stopped" in out
     assert list((place / "stopped" / "checkpoints").iterdir()) and not (place / "stopped" / "model").exists()
 

@@ -23,8 +23,9 @@ def atomic_directory(
 
     An existing target is refused without ``overwrite``, and even then replaced only if it holds ``marker`` (or
     nothing), so that a mistyped path cannot delete anything else. With ``keep_existing`` a target that appeared
-    meanwhile wins. What killed processes left behind is removed.
+    meanwhile wins. A link stays: what it points to is replaced. What killed processes left behind is removed.
     """
+    target = target.resolve() if target.is_symlink() else target
     if not keep_existing:
         refuse_existing(target, marker=marker, overwrite=overwrite)
     try:

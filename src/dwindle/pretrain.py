@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.replaced import discard_replaced, put_aside, restore_replaced
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
-from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
+from dwindle.training.callbacks import Callback, Checkpointer, Validator, finite, truncate_to
 from dwindle.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -88,6 +90,10 @@ class RunResult:
     valid_loss: float | None
     model: Path | None
     target_reached: bool
+    skipped_steps: int = 0
+    """Steps whose loss or gradient was not finite."""
+    signal: int | None = None
+    """What stopped it, where a signal did."""
 
 
 def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = False) -> RunResult:
@@ -106,25 +112,32 @@ def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = Fals
 
 
 def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
-    """Refuse what cannot work, then make the run's directory; ``resume`` does the rest."""
+    """Refuse what cannot work, then make the run's directory; ``resume`` does the rest.
+
+    A run that is replaced is put aside until the new one has begun (``discard_replaced``).
+    """
+    restore_replaced(run)
     check_data(recipe)
     check_run_directory(run, overwrite=overwrite)
     config = load_config(recipe.source.model)
     plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
-    with atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # so that no kill leaves half a run
+    aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
+    with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
         write_toml(recipe, folder / "recipe.toml")
 
 
 def forget_if_not_begun(run: Path) -> None:
-    """A mistake in the recipe leaves nothing behind."""
+    """A mistake in the recipe leaves nothing behind, and nothing replaced."""
     if not list_checkpoints(run) and not any((run / log).exists() for log in LOGS):
         shutil.rmtree(run, ignore_errors=True)
+        restore_replaced(run)
 
 
 def resume(run: str | PathLike[str]) -> RunResult:
-    """Continue a run from its newest good checkpoint; its directory is all that is needed."""
+    """Continue a run from its newest good checkpoint; its recipe says where source and text are."""
     run = Path(run)
+    restore_replaced(run)
     if not (run / "recipe.toml").is_file():
         raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
     recipe = load_recipe(run / "recipe.toml")
@@ -139,7 +152,8 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
     if not (run / "recipe.toml").is_file():
         raise UserError(f"--out {run}: exists and is not a run: choose another directory")
     if not overwrite:
-        raise UserError(f"--out {run}: a run is there: `dwindle resume {run}` continues it, --overwrite replaces it")
+        again = f"dwindle resume {quote(str(run))}"
+        raise UserError(f"--out {run}: a run is there: `{again}` continues it, --overwrite replaces it")
 
 
 def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
@@ -150,8 +164,11 @@ def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
         job = Job(recipe, run, checkpoint, stop, world)
-        status = job.trainer.run()
-        return job.finish(status)
+        if world.is_main:
+            discard_replaced(run)
+        result = job.finish(job.trainer.run())
+        result.signal = stop.number if result.status == "stopped" else None
+        return result
 
 
 def _tidy(run: Path) -> None:
@@ -168,11 +185,14 @@ def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
     """
 
     def choose() -> None:
-        if not world.is_main or recipe.training.micro_batch:
+        training = recipe.training
+        if not world.is_main or (training.micro_batch and training.precision != "auto"):
             return
-        config = load_config(recipe.source.model)
-        shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
-        recipe.training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
+        training.precision = precision_of(recipe, device_of(recipe))
+        if not training.micro_batch:
+            config = load_config(recipe.source.model)
+            shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
+            training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
         write_toml(recipe, run / "recipe.toml")
 
     world.main_first("settle", choose)
@@ -250,10 +270,11 @@ class Job:
             step=trainer.step,
             tokens=trainer.tokens,
             parameters=self._count(),
-            loss=None if trainer.last is None else trainer.last.loss,
-            valid_loss=None if self.validator is None else self.validator.last,
+            loss=None if trainer.last is None else finite(trainer.last.loss),
+            valid_loss=None if self.validator is None else finite(self.validator.last),
             model=written,
             target_reached=self.pruner is None or self.pruner.finished,
+            skipped_steps=trainer.bad_steps,
         )
 
     def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, torch.optim.Optimizer]:

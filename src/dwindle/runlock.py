@@ -18,7 +18,11 @@ class RunLock:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> RunLock:
-        self._file = self.path.open("ab")
+        try:
+            self._file = self.path.open("ab")
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{self.path.parent}: cannot be written ({reason}): check its owner and rights") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -7,7 +7,8 @@ import re
 from dwindle.errors import UserError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_COUNT = re.compile(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
+_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma stands before three digits, never for a point
+_COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
 
 
 def parse_count(text: str | int | float, name: str = "value") -> int:

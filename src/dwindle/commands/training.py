@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -120,13 +122,24 @@ def _print_run(result: Any, as_json: bool) -> None:
         return
     if as_json:
         print(json.dumps(asdict(result), default=str))
-        return
+    elif result.status == "stopped":
+        print(f"stopped after step {result.step:,}; continue with: dwindle resume {shlex.quote(str(result.run))}")
+    else:
+        parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
+        measured = (("loss", result.loss), ("validation", result.valid_loss))
+        parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
+        print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
+    _exit(result)
+
+
+def _exit(result: Any) -> None:
+    """What follows in a script must not take a run that was stopped, or missed its target, for a model of that size."""
+    if result.skipped_steps:
+        skipped = f"{result.skipped_steps:,} of {result.step:,} steps were skipped"
+        print(f"warning: {skipped}: their loss or gradient was not finite", file=sys.stderr)
     if result.status == "stopped":
-        print(f"stopped after step {result.step:,}; continue with: dwindle resume {result.run}")
-        return
+        raise typer.Exit(128 + (result.signal or signal.SIGINT))
     if not result.target_reached:
-        print(f"warning: the target was not reached: {result.parameters:,} parameters are left", file=sys.stderr)
-    parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
-    measured = (("loss", result.loss), ("validation", result.valid_loss))
-    parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
-    print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
+        left = f"{result.parameters:,} parameters are left"
+        print(f"error: the target was not reached, {left}: give it more tokens or a faster pace", file=sys.stderr)
+        raise typer.Exit(1)

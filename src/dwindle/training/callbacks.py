@@ -6,6 +6,7 @@ the checkpoint keeps both under the callback's ``name``.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,11 @@ class Callback:
         """Inverse of ``tensors``; given CPU tensors."""
 
 
+def finite(value: float | None) -> float | None:
+    """None for what JSON cannot hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 class Validator(Callback):
     """Loss on held-out windows every so many steps and after the last: ``valid_loss`` in the metrics."""
 
@@ -90,7 +96,7 @@ class Validator(Callback):
             trainer.notes["valid loss"] = f"{self.last:.4f}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last}
+        return {"last": finite(self.last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.last = state["last"]

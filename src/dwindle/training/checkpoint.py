@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -133,7 +134,7 @@ def write_failure(error: OSError, run_dir: Path, step: int, tensors: Mapping[str
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
     reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
     remedy = f"free {format_bytes(size)}" if error.errno in _FULL else "make it writable"
-    advice = f"{remedy}, then run `dwindle resume {run_dir}`"
+    advice = f"{remedy}, then run `dwindle resume {quote(str(run_dir))}`"
     return UserError(f"{final}: could not be written, {reason}; {survivor}: {advice}")
 
 

@@ -19,6 +19,8 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int | None = None
+        """The signal that asked, if one did."""
         self._previous: dict[int, Any] = {}
 
     def request(self) -> None:
@@ -39,7 +41,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
-            self.requested = True
+            self.requested, self.number = True, number
             os.write(2, _MESSAGE)  # a buffered stream might be in the middle of a write of its own
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

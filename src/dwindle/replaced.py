@@ -1,0 +1,40 @@
+"""``--overwrite``: the old run stays beside the new one until that has begun, so that a mistake costs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dwindle.runlock import RunLock
+
+
+def _aside(run: Path) -> Path:
+    real = run.resolve()  # a link stays where it is
+    return real.with_name(f".{real.name}.replaced")
+
+
+@contextmanager
+def put_aside(run: Path) -> Iterator[None]:
+    """Make place for a new run, which is made inside; one that a process is writing is refused."""
+    with RunLock(run):
+        discard_replaced(run)
+        os.rename(run.resolve(), _aside(run))
+        try:
+            yield
+        except BaseException:
+            restore_replaced(run)
+            raise
+
+
+def restore_replaced(run: Path) -> None:
+    """Bring back what a run that never began, or whose process was killed in between, would have replaced."""
+    if _aside(run).is_dir() and not run.exists():
+        os.rename(_aside(run), run.resolve())
+
+
+def discard_replaced(run: Path) -> None:
+    """The new run has begun: what it replaces goes."""
+    shutil.rmtree(_aside(run), ignore_errors=True)

@@ -1,0 +1,116 @@
+"""``--overwrite`` replaces a run only once the new one has begun, and never one that is being written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dwindle.errors import UserError
+from dwindle.pretrain import begin_run, pretrain, resume
+from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.runlock import RunLock
+from dwindle.sizes import parse_count
+from dwindle.training.data import DataConfig
+from dwindle.training.loop import TrainingDiverged
+from tiny import tiny_directory
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    tiny_directory(place / "model")
+    return place
+
+
+def recipe(place: Path, *, train: str = "pydoc:train", **training: Any) -> Recipe:
+    """Two steps of a plain loop."""
+    return Recipe(
+        source=ModelConfig(model=str(place / "model"), device="cpu"),
+        data=DataConfig(train=[train], valid=["pydoc:valid"], seq_len=24, valid_tokens=480),
+        training=TrainingConfig(**{"tokens": 2 * 192, "tokens_per_step": 192, "micro_batch": 4} | training),
+        prune=PruneConfig(enabled=False),
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_mistake_in_the_new_recipe_keeps_the_old_run(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    pretrain(recipe(place), run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    (tmp_path / "tiny.txt").write_text("too short")
+    with pytest.raises(UserError, match="only"):
+        pretrain(recipe(place, train=str(tmp_path / "tiny.txt")), run, overwrite=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    pretrain(recipe(place, seed=1), run, overwrite=True)
+    assert "seed = 1" in (run / "recipe.toml").read_text() and (run / "model").is_dir()
+    assert names(tmp_path) == ["run", "tiny.txt"]
+
+
+def test_a_run_that_is_being_written_is_not_replaced(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin_run(recipe(place), run, overwrite=False)
+    with RunLock(run), pytest.raises(UserError, match="another process is writing this run"):
+        begin_run(recipe(place, seed=1), run, overwrite=True)
+    assert "seed = 0" in (run / "recipe.toml").read_text() and names(tmp_path) == ["run"]
+
+
+def test_killed_between_the_old_and_the_new(place: Path, tmp_path: Path) -> None:
+    """What was put aside comes back when nothing has taken its place, and goes when something has."""
+    run, aside = tmp_path / "run", tmp_path / ".run.replaced"
+    begin_run(recipe(place), run, overwrite=False)
+    os.rename(run, aside)
+    assert resume(run).status == "finished" and names(tmp_path) == ["run"]
+    aside.mkdir()
+    assert resume(run).status == "finished" and names(tmp_path) == ["run"]
+
+
+def test_a_link_stays_a_link(place: Path, tmp_path: Path) -> None:
+    """The usual link to a larger disk: empty at first, replaced later."""
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    real.mkdir(parents=True)
+    link.symlink_to(real)
+    for seed in range(2):
+        pretrain(recipe(place, seed=seed), link, overwrite=bool(seed))
+        assert link.is_symlink() and f"seed = {seed}" in (real / "recipe.toml").read_text()
+        assert names(tmp_path) == ["disk", "link"] and names(real.parent) == ["real"]
+
+
+def test_a_run_in_a_folder_of_someone_else(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere: cannot be written \(No such file"), RunLock(tmp_path / "nowhere"):
+        pass
+
+
+def test_divergence_is_saved_and_said_even_when_validation_diverges(place: Path, tmp_path: Path) -> None:
+    """A loss that is not a number must not keep the state from being written."""
+    settings = recipe(place, tokens=40 * 192, lr=1e13, max_bad_steps=8)
+    settings.validation, settings.checkpoint = ValidationConfig(every=2), CheckpointConfig(every=100)
+    with pytest.raises(TrainingDiverged, match="the state is saved"):
+        pretrain(settings, tmp_path / "run")
+    assert names(tmp_path / "run" / "checkpoints")
+
+
+def test_skipped_steps_are_counted(place: Path, tmp_path: Path) -> None:
+    result = pretrain(recipe(place, tokens=8 * 192, lr=1e13), tmp_path / "run")
+    assert result.status == "finished" and result.skipped_steps > 4
+    assert result.loss is None and result.valid_loss is None
+
+
+def test_what_depends_on_the_machine_is_kept(place: Path, tmp_path: Path) -> None:
+    pretrain(recipe(place, micro_batch=0), tmp_path / "run")
+    assert 'precision = "fp32"' in (tmp_path / "run" / "recipe.toml").read_text()
+
+
+@pytest.mark.parametrize("text", ["1,5M", "1,50", "12,3456", ",5", "1,,000"])
+def test_a_comma_is_no_decimal_point(text: str) -> None:
+    with pytest.raises(UserError, match="is not a number"):
+        parse_count(text)
+
+
+def test_commas_between_thousands() -> None:
+    assert parse_count("1,500,000") == 1_500_000 and parse_count("1,500.5k") == 1_500_500
