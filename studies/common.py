@@ -20,6 +20,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,11 +44,11 @@ from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe import Recipe, resolve_recipe
 from dwindle.sizes import parse_count
 from dwindle.sources import load_config
-from dwindle.training.data import validation_windows
+from dwindle.training.data import DataConfig, validation_windows
 from dwindle.training.loss import evaluate_loss
 
 Record = dict[str, Any]
-KEY = ("row", "model", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
+KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
 AT_TARGET_TOKENS = 262144
@@ -100,9 +101,20 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
 def run_study(name: str, description: str | None, rows: dict[str, Row], groups: dict[str, list[str]]) -> None:
     """Everything that is missing and fits the budget; the tables last. ``groups`` are names for several rows."""
     args = arguments(description or "", rows)
-    study = Study(name, args, rows)
+    try:
+        make_rows(Study(name, args, rows), args, groups)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str]]) -> None:
+    """What is asked for is checked first, then made."""
+    check_texts(args)
     words = [word.strip() for word in args.rows.split(",") if word.strip()]
     wanted = [row for word in words for row in groups.get(word, [word])]
+    for row in wanted:
+        study.row(row)  # refuses unknown names
     order = list(itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted))
     if args.jobs > 1:
         outcome = run_jobs(study.missing(order), args.jobs, lambda: study.left, args.work / "logs")
@@ -126,6 +138,7 @@ class Study:
         self.content: Record = {"format": "dwindle-study-1", "study": name, "rows": []}
         self.read()
         self.data = load_data(["commonsense"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
+        self.texts = {"textbooks": args.valid} | ({"wikitext2": args.wikitext} if args.wikitext else {})
 
     def read(self) -> None:
         """What is there by now: other processes add to the same file."""
@@ -159,9 +172,11 @@ class Study:
             model = self._make(row, key, record)
             if model is None and "refused" not in record:
                 return False
-            record |= {} if model is None else self._losses(model)
-            self._save(record)
-        if model is not None and self.data is not None:
+        if model is not None:
+            record |= self._losses(model, record)
+        self._save(record)
+        shutil.rmtree(self._run_folder(key) / "checkpoints", ignore_errors=True)  # not before the row is safe
+        if model is not None and not self._has_tasks(record):
             self._tasks(model, record)
             self._save(record)
         print(json.dumps({k: v for k, v in record.items() if k not in ("command", "settings", "tasks")}), flush=True)
@@ -177,7 +192,12 @@ class Study:
         return next((r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())), None)
 
     def _is_complete(self, found: Record | None) -> bool:
-        return found is not None and ("refused" in found or self.data is None or "tasks" in found)
+        if found is None or "refused" in found:
+            return found is not None
+        return self._has_tasks(found) and all(text in found for text in self.texts)
+
+    def _has_tasks(self, record: Record) -> bool:
+        return self.data is None or ("tasks" in record and record.get("limit") == self.args.limit)
 
     @property
     def left(self) -> float:
@@ -203,6 +223,8 @@ class Study:
         return {
             "row": name,
             "model": Path(self.args.model).name,
+            "data": Path(self.args.data).name,
+            "valid": Path(self.args.valid).name,
             "size": size if row.sized else "",
             "seed": seed if row.trained else 0,
             "tokens": tokens,
@@ -270,11 +292,13 @@ class Study:
         """The row's model; None when the recipe is refused (then the record says so) or the run had to be stopped."""
         size, seed = key["size"] or self.args.sizes.split(",")[0], key["seed"]
         model, clock = self.args.model, Clock(record["seconds"])
+        recipe = self._recipe(row, size, seed, model)
         try:
-            recipe = self._recipe(row, size, seed, model)
             recipe.validate()
             plan_pruning(recipe, Anatomy.of_config(load_config(model)))
-        except UserError as error:  # this row is impossible; any other error ends the study
+        except UserError as error:
+            if not str(error).startswith("prune."):
+                raise  # a mistake in what all rows have in common; else this row alone is impossible
             record["refused"] = str(error)
             return None
         if row.from_one_shot:
@@ -286,8 +310,7 @@ class Study:
             result = self._train(self._recipe(row, size, seed, model), self._run_folder(key))
         if result.model is None:
             return None
-        record |= facts(result.run) | {"target_reached": result.target_reached}
-        shutil.rmtree(result.run / "checkpoints", ignore_errors=True)
+        record |= facts(result.run, result.target_reached) | {"target_reached": result.target_reached}
         keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)
         return str(result.model)
 
@@ -327,16 +350,18 @@ class Study:
                 return resume(run)
             return pretrain(recipe, run, overwrite=True)
 
-    def _losses(self, model: str) -> Record:
+    def _losses(self, model: str, known: Record) -> Record:
+        """Of the texts whose losses are not known yet."""
+        texts = {name: text for name, text in self.texts.items() if name not in known}
+        if not texts:
+            return {}
         loaded = dwindle.load(model, device=DEVICE)
         seq_len = self._recipe(Row(""), self.args.sizes.split(",")[0], 0, self.args.model).data.seq_len
         found: Record = {"parameters": sum(p.numel() for p in loaded.model.parameters())}
-        for name, text in (("textbooks", self.args.valid), ("wikitext2", self.args.wikitext)):
-            if text:
-                tokens = parse_count(self.args.valid_tokens, "--valid-tokens")
-                cache = self.args.work / "tokens"
-                windows = validation_windows([text], loaded.tokenizer, seq_len, tokens, cache_dir=cache)
-                found[name] = evaluate_loss(loaded.model, windows, batch=16, chunk_tokens=8192)
+        tokens, cache = parse_count(self.args.valid_tokens, "--valid-tokens"), self.args.work / "tokens"
+        for name, text in texts.items():
+            windows = validation_windows([text], loaded.tokenizer, seq_len, tokens, cache_dir=cache)
+            found[name] = evaluate_loss(loaded.model, windows, batch=16, chunk_tokens=8192)
         return found
 
     def _tasks(self, model: str, record: Record) -> None:
@@ -348,7 +373,7 @@ class Study:
             task.task: {"metric": task.metric, "value": task.value, "stderr": task.stderr, "items": task.num_items}
             for task in result.tasks
         }
-        record["average"] = {"value": result.average(), "stderr": result.average_stderr()}
+        record |= {"average": {"value": result.average(), "stderr": result.average_stderr()}, "limit": self.args.limit}
 
     def _save(self, record: Record) -> None:
         """Add the record, or put it in the place of what was known before."""
@@ -361,6 +386,16 @@ class Study:
             else:
                 rows[rows.index(known)] = record
             write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
+
+
+def check_texts(args: argparse.Namespace) -> None:
+    """Refuse what is missing before the first row, not after its training."""
+    for option in ("data", "valid", "wikitext"):
+        if text := getattr(args, option):
+            try:
+                DataConfig(train=[text]).check()
+            except UserError as error:
+                raise UserError(str(error).replace("data.train", f"--{option}")) from None
 
 
 def fingerprint(what: Any) -> str:
@@ -404,7 +439,7 @@ def alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def facts(run: Path) -> Record:
+def facts(run: Path, target_reached: bool = True) -> Record:
     """What a finished run's logs say: speed, time of all steps, its own validation, and by when it was pruned."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
@@ -415,7 +450,7 @@ def facts(run: Path) -> Record:
         end = events[-1]["tokens"] if events else 0
         found |= {"events": len(events), "pruning_tokens": end}
         after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
-        found |= {"loss_at_target": statistics.mean(after)} if after else {}
+        found |= {"loss_at_target": statistics.mean(after)} if after and target_reached else {}
     return found
 
 

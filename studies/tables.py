@@ -72,7 +72,13 @@ def title(row: Any, common: set[str]) -> str:
 
 def losses(data: Any) -> str:
     """Everything about the losses of a training study."""
-    return markdown(LOSS_COLUMNS, loss_rows(data))
+    return markdown(named(data, LOSS_COLUMNS), loss_rows(data))
+
+
+def named(data: Any, columns: Sequence[str]) -> list[str]:
+    """The columns, with the name of the held-out text where it is not the textbooks."""
+    text = data["rows"][0].get("valid", "textbooks").partition(".")[0] if data["rows"] else "textbooks"
+    return [text if column == "textbooks" else column for column in columns]
 
 
 def losses_short(data: Any) -> str:

@@ -235,6 +235,7 @@ def test_overrides_are_read_as_the_field_wants() -> None:
     assert overridden('data.weights."a.b"=1').data.weights == {"a.b": 1.0}
     assert overridden("data.cache=here", "data.cache=none").data.cache is None
     assert overridden("name=none").name == "none"
+    assert overridden("data.kinds=a,b", "data.kinds=none").data.kinds == Data(train=[]).kinds == []
     assert MINIMAL == {"name": "x", "data": {"train": ["a.txt"]}}
 
 

@@ -203,7 +203,8 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
 def test_impossible_recipes_name_the_key(recipe_file: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         load_recipe(recipe_file, overrides)
-    assert str(caught.value).startswith(f"{recipe_file}: {message}")
+    blamed = {override.split("=")[0]: f"override {override}" for override in overrides}
+    assert str(caught.value).startswith(f"{blamed.get(message.split(':')[0], recipe_file)}: {message}")
     assert "\n" not in str(caught.value)
 
 

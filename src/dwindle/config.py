@@ -98,7 +98,7 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str], cls: type[An
     """A copy of ``data`` with ``key.path=value`` assignments applied, checked against ``cls`` one by one.
 
     The value is read as the field wants it: a TOML value if that fits (``3e-4``, ``true``, ``["a"]``), else
-    plain text (``70M``, ``1:9``), else, for a list, items between commas. ``none`` unsets an optional key.
+    plain text (``70M``, ``1:9``), else, for a list, items between commas. ``none`` unsets a key that may be empty.
     """
     result = copy.deepcopy(data)
     schema = _Schema(cls)
@@ -130,7 +130,7 @@ def _parse_key(text: str) -> Key:
 
 
 def _value_from_text(wanted: Any, text: str, key: Key, schema: _Schema) -> Any:
-    if text.lower() == "none" and _is_optional(wanted):
+    if text.lower() == "none" and schema.may_be_empty(key):
         return None
     values: list[Any] = [text]
     with contextlib.suppress(tomllib.TOMLDecodeError):
@@ -190,6 +190,17 @@ class _Schema:
                 raise self.unknown(key[: depth + 1], owner)
             wanted = child
         return wanted
+
+    def may_be_empty(self, key: Key) -> bool:
+        """Whether a key means nothing when it is not given: it is optional, or empty by default."""
+        if _is_optional(self.type_at(key)):
+            return True
+        owner = _dataclass_in(self.type_at(key[:-1]))
+        field = next((field for field in dataclasses.fields(owner) if field.name == key[-1]), None) if owner else None
+        if field is None:
+            return False
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        return default in ("", [], {})
 
     def unknown(self, key: Key, owner: Any) -> _Mismatch:
         *path, name = key

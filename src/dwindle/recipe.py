@@ -274,12 +274,14 @@ class Recipe:
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file, apply ``section.key=value`` overrides, and check the result."""
+    overrides = list(overrides)
     data = apply_overrides(read_toml(path), overrides, Recipe)
     recipe = from_dict(Recipe, data, str(path))
     try:
         recipe.validate()
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        given = [text for text in overrides if str(error).startswith(f"{text.partition('=')[0].strip()}:")]
+        raise UserError(f"override {given[-1]}: {error}" if given else f"{path}: {error}") from None
     return recipe
 
 

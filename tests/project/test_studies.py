@@ -95,6 +95,45 @@ def test_a_run_that_does_not_fit_the_budget_goes_on_later(
     assert "prune.interleaves" in rows[2]["refused"]  # 20 stages in 12 steps
 
 
+def test_mistakes_are_told_before_anything_is_trained(
+    study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, message in (
+        (("--rows", "source,oneshot"), "error: --rows: 'oneshot' is not one of source, "),
+        (("--rows", "aware-a", "--wikitext", "missing.txt"), "error: --wikitext: missing.txt does not exist"),
+        (("--rows", "aware-a", "--tokens", "40"), "error: training.tokens: 40 is below one step"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            study(*words)
+        assert caught.value.code == 2 and capsys.readouterr().err.splitlines()[-1].startswith(message)
+    assert not (tmp_path / "o.json").exists()
+
+
+def test_a_row_is_made_again_only_where_something_is_missing(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure after the training costs no training, a text that comes later only its loss; other data are a row."""
+    import common
+
+    def lost(*_: object, **__: object) -> float:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(common, "evaluate_loss", lost)
+        with pytest.raises(MemoryError):
+            study("--rows", "aware-a")
+    [run] = (tmp_path / "o").glob("aware-a*")
+    steps = (run / "metrics.jsonl").read_bytes()  # with the times of its steps
+    [row] = study("--rows", "aware-a")
+    assert (run / "metrics.jsonl").read_bytes() == steps and not (run / "checkpoints").exists()
+    text = tmp_path / "more.txt"
+    text.write_text("a text of a few words. " * 40)
+    [again] = study("--rows", "aware-a", "--wikitext", str(text))
+    assert again == row | {"wikitext2": again["wikitext2"]} and again["wikitext2"] != row["textbooks"]
+    text.write_text("other words, to learn from. " * 400)
+    assert [r["data"] for r in study("--rows", "aware-a", "--data", str(text))] == ["pydoc:train", "more.txt"]
+
+
 def test_rows_of_several_processes_end_in_one_file(study: Any, tmp_path: Path) -> None:
     """A study that was begun before another one saved a row keeps that row, and replaces only its own."""
     import common

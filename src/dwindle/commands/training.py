@@ -32,10 +32,9 @@ def pretrain(
     """Continue pretraining a model while it is pruned to a target size."""
     from pathlib import Path
 
-    from dwindle.pretrain import pretrain
     from dwindle.recipe import load_recipe
 
-    chosen = load_recipe(recipe, overrides or [])
+    chosen = load_recipe(recipe, overrides or [])  # before the slow imports, so that mistakes are told at once
     if dry_run:
         from dwindle.plan import make_plan
 
@@ -46,6 +45,8 @@ def pretrain(
     if nproc:
         _launch_new_run(chosen, run, nproc, overwrite, as_json)
         return
+    from dwindle.pretrain import pretrain
+
     _print_run(pretrain(chosen, run, overwrite=overwrite), as_json)
 
 
