@@ -5,9 +5,14 @@ model, tokenizer = dwindle.load("smollm2-135m")
 result = dwindle.prune("smollm2-135m", to="100M", out="smaller")
 dwindle.inspect("smaller")
 at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
+dwindle.train(dwindle.load_recipe("recipes/demo.toml"), "runs/demo")
+dwindle.resume("runs/demo")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", "w8a8", out="smaller-w8a8")
-dwindle.export.export("smaller", "gguf", "smaller.gguf")
+dwindle.export_model("smaller", "gguf", "smaller.gguf")
+dwindle.register_metric("mine", lambda w, g, f: w.abs())
+
+``dwindle.pretrain`` and ``dwindle.export`` are modules, so their functions are ``train`` and ``export_model`` here.
 """
 
 from __future__ import annotations
@@ -19,30 +24,60 @@ if TYPE_CHECKING:
     from dwindle import export
     from dwindle.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
+    from dwindle.export.exporting import export as export_model
     from dwindle.inspection import inspect
     from dwindle.posttraining import prune, replay
+    from dwindle.pretrain import pretrain as train
+    from dwindle.pretrain import resume
+    from dwindle.pruning.metrics import register_metric
     from dwindle.quantization.quantize import quantize
+    from dwindle.recipe import load_recipe
     from dwindle.sources import load
 
 __version__ = "0.1.0"
 
-__all__ = ["UserError", "evaluate", "export", "inspect", "load", "prune", "quantize", "replay"]
+__all__ = [
+    "UserError",
+    "evaluate",
+    "export",
+    "export_model",
+    "inspect",
+    "load",
+    "load_recipe",
+    "prune",
+    "quantize",
+    "register_metric",
+    "replay",
+    "resume",
+    "train",
+]
 
 _HOMES = {
-    "UserError": "dwindle.errors",
-    "evaluate": "dwindle.evaluation.evaluate",
-    "inspect": "dwindle.inspection",
-    "load": "dwindle.sources",
-    "prune": "dwindle.posttraining",
-    "quantize": "dwindle.quantization.quantize",
-    "replay": "dwindle.posttraining",
+    "UserError": "dwindle.errors:UserError",
+    "evaluate": "dwindle.evaluation.evaluate:evaluate",
+    "export_model": "dwindle.export.exporting:export",
+    "inspect": "dwindle.inspection:inspect",
+    "load": "dwindle.sources:load",
+    "load_recipe": "dwindle.recipe:load_recipe",
+    "prune": "dwindle.posttraining:prune",
+    "quantize": "dwindle.quantization.quantize:quantize",
+    "register_metric": "dwindle.pruning.metrics:register_metric",
+    "replay": "dwindle.posttraining:replay",
+    "resume": "dwindle.pretrain:resume",
+    "train": "dwindle.pretrain:pretrain",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Imports torch only when something that needs it is used, so that ``dwindle --help`` is instant."""
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        module, _, function = _HOMES[name].partition(":")
+        return getattr(import_module(module), function)
     if name == "export":  # a package, so that its function cannot bear the same name here
         return import_module("dwindle.export")
     raise AttributeError(f"module 'dwindle' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is imported when it is used can be found as well."""
+    return sorted({*globals(), *__all__})

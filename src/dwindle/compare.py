@@ -340,7 +340,7 @@ class _Work:
                 ),
                 prune=PruneConfig(
                     target=size,
-                    metric=metric,  # type: ignore[arg-type]
+                    metric=metric,
                     second_order=second_order,
                     damping=options.damping,
                     groups=list(options.groups),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -96,15 +96,20 @@ class RunResult:
     """What stopped it, where a signal did."""
 
 
-def pretrain(recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = False) -> RunResult:
-    """Start a run in a new directory and train to its end, or to the next signal."""
+def pretrain(
+    recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = False, callbacks: Sequence[Callback] = ()
+) -> RunResult:
+    """Start a run in a new directory and train to its end, or to the next signal; with more ``callbacks`` than its own.
+
+    What those add to ``trainer.extra_metrics`` stands in the run's metrics, what they keep in its checkpoints.
+    """
     run = Path(out)
     recipe = resolve_recipe(recipe)
     recipe.validate()
     with joined(device_of(recipe)) as world:
         world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
         try:
-            return _continue(recipe, run, world)
+            return _continue(recipe, run, world, callbacks)
         except UserError:
             if world.is_main:
                 forget_if_not_begun(run)
@@ -134,7 +139,7 @@ def forget_if_not_begun(run: Path) -> None:
         restore_replaced(run)
 
 
-def resume(run: str | PathLike[str]) -> RunResult:
+def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Continue a run from its newest good checkpoint; its recipe says where source and text are."""
     run = Path(run)
     restore_replaced(run)
@@ -142,7 +147,7 @@ def resume(run: str | PathLike[str]) -> RunResult:
         raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
     recipe = load_recipe(run / "recipe.toml")
     with joined(device_of(recipe)) as world:
-        return _continue(recipe, run, world)
+        return _continue(recipe, run, world, callbacks)
 
 
 def check_run_directory(run: Path, *, overwrite: bool) -> None:
@@ -156,14 +161,14 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
         raise UserError(f"--out {run}: a run is there: `{again}` continues it, --overwrite replaces it")
 
 
-def _continue(recipe: Recipe, run: Path, world: World) -> RunResult:
+def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callback]) -> RunResult:
     with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
         if world.is_main:
             _tidy(run)
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
-        job = Job(recipe, run, checkpoint, stop, world)
+        job = Job(recipe, run, checkpoint, stop, world, callbacks)
         if world.is_main:
             discard_replaced(run)
         result = job.finish(job.trainer.run())
@@ -216,11 +221,15 @@ class Job:
     """A run assembled from its recipe, at the beginning or at a checkpoint."""
 
     def __init__(
-        self, recipe: Recipe, run: Path, checkpoint: Checkpoint | None, stop: StopSignal, world: World | None = None
+        self,
+        recipe: Recipe,
+        run: Path,
+        checkpoint: Checkpoint | None,
+        stop: StopSignal,
+        world: World,
+        callbacks: Sequence[Callback],
     ) -> None:
-        self.recipe = recipe
-        self.run = run
-        self.world = world or World()
+        self.recipe, self.run, self.world = recipe, run, world
         training = recipe.training
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
@@ -252,7 +261,7 @@ class Job:
             ),
             batches,
             options=self._options(),
-            callbacks=self._callbacks(),
+            callbacks=self._callbacks(callbacks),
             stop=stop,
             engine=self.engine,
             teacher=teacher,
@@ -403,7 +412,7 @@ class Job:
             device=self.device,
         )
 
-    def _callbacks(self) -> list[Callback]:
+    def _callbacks(self, others: Sequence[Callback]) -> list[Callback]:
         callbacks: list[Callback] = []
         if self.pruner is not None:
             callbacks.append(self.pruner)
@@ -411,6 +420,7 @@ class Job:
             callbacks.append(self.validator)
         if self.recipe.validation.tasks:
             callbacks.append(self._task_evaluator())
+        callbacks += others
         if self.world.is_main:
             callbacks.append(MetricsWriter(self.run / "metrics.jsonl"))
             if tensorboard_installed():

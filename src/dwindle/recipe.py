@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from dwindle.anatomy.structure import Kind
 from dwindle.config import apply_overrides, from_dict, read_toml
 from dwindle.errors import UserError
+from dwindle.pruning.metrics import METRIC_WORDS
 from dwindle.recipe_checks import check_recipe
 from dwindle.sizes import parse_count
 from dwindle.training.data.config import DataConfig
@@ -104,7 +105,7 @@ class PruneConfig:
     """With adapt: how the change that a layer makes to the stream, its importance, is measured."""
     balance: Literal["score", "ratio"] = "score"
     """With adapt: inside a layer the weakest groups leave, or equal shares of its heads and of its channels."""
-    metric: Literal["taylor", "taylor1", "obd", "wanda", "obc", "magnitude", "random"] | None = None
+    metric: Annotated[str, METRIC_WORDS] | None = None
     """Score of a weight; the group with the lowest score leaves first. Not set: taylor, with adapt taylor1."""
     second_order: bool = False
     """Repair what stays when a group leaves, from the layers' inputs (EfficientLLM-B)."""

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dwindle.errors import UserError
+from dwindle.pruning.metrics import check_metric
 from dwindle.sizes import parse_count
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def check_recipe(recipe: Recipe) -> None:
     _check_amounts(recipe)
     _check_optimizer(recipe)
     _check_distill(recipe.distill)
+    if recipe.prune.metric is not None:
+        check_metric(recipe.prune.metric, "prune.metric: ")
     if recipe.prune.enabled:
         _check_prune(recipe)
 

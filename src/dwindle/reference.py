@@ -6,7 +6,7 @@ import dataclasses
 import types
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from dwindle.config import field_docs
 from dwindle.recipe import Recipe
@@ -42,7 +42,7 @@ def markdown() -> str:
 
 
 def _keys_of(owner: Any, prefix: str) -> list[Key]:
-    hints, docs, found = typing.get_type_hints(owner), field_docs(owner), list[Key]()
+    hints, docs, found = typing.get_type_hints(owner, include_extras=True), field_docs(owner), list[Key]()
     for field in dataclasses.fields(owner):
         name, hint = prefix + field.name, hints[field.name]
         named = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
@@ -57,8 +57,10 @@ def _keys_of(owner: Any, prefix: str) -> list[Key]:
 
 
 def _values(hint: Any) -> str:
-    """A type in words: ``Literal["a", "b"]`` is ``"a", "b"``."""
+    """A type in words: ``Literal["a", "b"]`` is ``"a", "b"``; ``Annotated`` brings its own."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return str(hint.__metadata__[0])
     if origin is Literal:
         return ", ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in inside)
     if origin in (Union, types.UnionType):

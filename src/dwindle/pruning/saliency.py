@@ -8,88 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dwindle.anatomy import KINDS, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import places
-from dwindle.errors import UserError
 from dwindle.pruning.exchange import Exchange, exchange_here
 from dwindle.pruning.gram import Inputs
+from dwindle.pruning.metrics import METRICS, Metric, Score, metric_named
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.transfer import Fetched
 from dwindle.training.shards import local, row_range, same_everywhere
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """An element-wise score of weights w, mean gradient g and diagonal curvature f; a zero weight scores zero."""
-
-    score: Callable[[Tensor, Tensor, Tensor], Tensor]
-    needs: frozenset[str] = frozenset()
-    """What must be collected for it: of ``gradient``, ``fisher`` and ``inputs`` (then f comes from ``LayerCurvature``);
-    what is not collected is passed as w."""
-    curvature: Literal["diagonal", "inverse"] | None = None
-    """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
-    is_plain: bool = True
-    """Whether the score is arithmetic alone, which can be compiled (no draws)."""
-
-
-def taylor(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """|w·g − ½·w²·f|: the change of the loss to second order, with the diagonal Fisher as curvature."""
-    return torch.mul(w_OI, f_OI).mul_(-0.5).add_(g_OI).mul_(w_OI).abs_()  # one temporary, not four
-
-
-def taylor1(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """|w·g|: the first-order term alone."""
-    return (w_OI * g_OI).abs()
-
-
-def obd(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """½·w²·f: the second-order term alone (Optimal Brain Damage)."""
-    return 0.5 * w_OI.square() * f_OI
-
-
-def layer_error(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """w²·f: the change of the layer's own output, for which no gradient is needed (Wanda, OBC)."""
-    return w_OI.square() * f_OI
-
-
-def magnitude(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """w²: a control that needs no data."""
-    return w_OI.square()
-
-
-def _random(seed: int) -> Metric:
-    """Uniform: a control that looks at nothing. One seed gives one sequence of draws."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def score(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-        drawn = torch.rand(w_OI.shape, generator=generator).to(w_OI)
-        return drawn * (w_OI != 0)
-
-    return Metric(score, is_plain=False)
-
-
-_METRICS: dict[str, Callable[[int], Metric]] = {
-    "taylor": lambda seed: Metric(taylor, frozenset({"gradient", "fisher"})),
-    "taylor1": lambda seed: Metric(taylor1, frozenset({"gradient"})),
-    "obd": lambda seed: Metric(obd, frozenset({"fisher"})),
-    "wanda": lambda seed: Metric(layer_error, frozenset({"inputs"}), "diagonal"),
-    "obc": lambda seed: Metric(layer_error, frozenset({"inputs"}), "inverse"),
-    "magnitude": lambda seed: Metric(magnitude),
-    "random": _random,
-}
-METRICS = tuple(_METRICS)
-
-
-def metric_named(name: str, seed: int = 0) -> Metric:
-    """A metric by name; ``seed`` matters to ``random`` only."""
-    if name not in _METRICS:
-        raise UserError(f"metric {name!r} is unknown: choose one of {', '.join(METRICS)}")
-    return _METRICS[name](seed)
+__all__ = [
+    "METRICS",
+    "ElementScores",
+    "LayerCurvature",
+    "Metric",
+    "Scores",
+    "begin_scores",
+    "metric_named",
+    "score_model",
+]
 
 
 class LayerCurvature(Mapping[str, Tensor]):
@@ -237,9 +178,6 @@ def begin_scores(
         return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1])
 
     return result
-
-
-Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -296,7 +296,7 @@ class Trainer:
             elif own:
                 raise UserError(
                     f"checkpoint: holds the state of {name}, which this run does not use: "
-                    "resume with the run's own recipe"
+                    "resume with the run's own recipe and callbacks"
                 )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,240 @@
+"""Scores of single weights, by name: the built-in ones, and those that others register.
+
+A metric is found in the registry, or in an installed package that announces its name as an entry point of the group
+``dwindle.metrics``. A package is imported only when its very metric is asked for and nothing else has that name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from dwindle.errors import UserError
+
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+Curvature = Literal["diagonal", "inverse"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+GROUP = "dwindle.metrics"
+"""Of the entry points."""
+NEEDS = ("gradient", "fisher", "inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """An element-wise score of weights w, mean gradient g and diagonal curvature f; a zero weight scores zero."""
+
+    score: Score
+    needs: frozenset[str] = frozenset()
+    """What must be collected for it: of ``gradient``, ``fisher`` and ``inputs`` (then f comes from ``LayerCurvature``);
+    what is not collected is passed as w."""
+    curvature: Curvature | None = None
+    """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
+    is_plain: bool = True
+    """Whether the score is arithmetic alone, which can be compiled (no draws, no checks)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    make: Callable[[int], Metric]
+    """From a seed."""
+    origin: str
+    """Module and name of the function: the same one may be registered again."""
+
+
+_METRICS: dict[str, _Entry] = {}
+
+
+@overload
+def register_metric(
+    name: str,
+    score: Function,
+    *,
+    needs: Iterable[str] = (),
+    curvature: Curvature | None = None,
+    plain: bool = False,
+    seeded: bool = False,
+) -> Function: ...
+
+
+@overload
+def register_metric(
+    name: str,
+    score: None = None,
+    *,
+    needs: Iterable[str] = (),
+    curvature: Curvature | None = None,
+    plain: bool = False,
+    seeded: bool = False,
+) -> Callable[[Function], Function]: ...
+
+
+def register_metric(
+    name: str,
+    score: Any = None,
+    *,
+    needs: Iterable[str] = (),
+    curvature: Curvature | None = None,
+    plain: bool = False,
+    seeded: bool = False,
+) -> Any:
+    """Make ``score(w, g, f)`` known as the metric ``name``; without ``score`` it is a decorator.
+
+    It is given an output projection's weights w and, where ``needs`` names them, g of ``gradient`` and f of ``fisher``
+    (mean squared gradient) or ``inputs`` (``curvature``: ``diagonal``, the mean square of the inputs, or ``inverse``);
+    the others are None. It returns a score for each weight. Groups with low sums leave first.
+
+    The result is checked, and zero weights score zero. ``plain`` says that the score is arithmetic alone, gives finite
+    values and zero for a zero weight: then it is not checked, may be compiled, and what it does not need is not None.
+    ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw.
+    """
+    if score is None:
+        return lambda function: register_metric(
+            name, function, needs=needs, curvature=curvature, plain=plain, seeded=seeded
+        )
+    wanted = frozenset([needs] if isinstance(needs, str) else needs)
+    _check_registration(name, score, wanted, curvature)
+    if "inputs" in wanted:
+        curvature = curvature or "diagonal"
+
+    def make(seed: int) -> Metric:
+        function = score(seed) if seeded else score
+        return Metric(function if plain else _checked(name, function, wanted), wanted, curvature, is_plain=plain)
+
+    entry = _Entry(make, f"{getattr(score, '__module__', '')}.{getattr(score, '__qualname__', repr(score))}")
+    if name in METRICS or (name in _METRICS and _METRICS[name].origin != entry.origin):
+        kind = "built in" if name in METRICS else f"registered already, by {_METRICS[name].origin}"
+        raise UserError(f"metric {name!r}: is {kind}: choose another name")
+    _METRICS[name] = entry
+    return score
+
+
+def _check_registration(name: str, score: Any, needs: frozenset[str], curvature: str | None) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise UserError(f"metric {name!r}: a name is made of letters, digits, dots, - and _")
+    if not callable(score):
+        raise UserError(f"metric {name!r}: score must be a function of w, g and f, not {type(score).__name__}")
+    if unknown := sorted(map(repr, needs.difference(NEEDS))):
+        raise UserError(f"metric {name!r}: needs {', '.join(unknown)}: choose of {', '.join(NEEDS)}")
+    if {"fisher", "inputs"} <= needs:
+        raise UserError(f"metric {name!r}: needs fisher and inputs, and f can be only one of them: choose one")
+    if curvature not in (None, "diagonal", "inverse"):
+        raise UserError(f"metric {name!r}: curvature {curvature!r}: choose diagonal or inverse")
+    if curvature is not None and "inputs" not in needs:
+        raise UserError(f"metric {name!r}: curvature {curvature!r} is one of the inputs: add inputs to needs")
+
+
+def _checked(name: str, score: Callable[..., Any], needs: frozenset[str]) -> Score:
+    """Only what was asked for goes in, and only what can be summed comes out."""
+
+    def checked(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+        given = (w_OI, g_OI, f_OI)
+        versions = [tensor._version for tensor in given]
+        g = g_OI if "gradient" in needs else None
+        f = f_OI if needs & {"fisher", "inputs"} else None
+        found = score(w_OI, g, f)
+        if [tensor._version for tensor in given] != versions:
+            raise UserError(f"metric {name!r}: changes what it is given: write w * g, not w.mul_(g)")
+        if not isinstance(found, Tensor) or found.shape != w_OI.shape:
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UserError(f"metric {name!r}: must return a score for each weight, {tuple(w_OI.shape)}, not {got}")
+        if not torch.isfinite(found).all():
+            raise UserError(f"metric {name!r}: a score is not finite: look for divisions by zero, roots and logarithms")
+        return found.to(torch.promote_types(found.dtype, w_OI.dtype)).masked_fill(w_OI == 0, 0)
+
+    return checked
+
+
+def taylor(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """|w·g − ½·w²·f|: the change of the loss to second order, with the diagonal Fisher as curvature."""
+    return torch.mul(w_OI, f_OI).mul_(-0.5).add_(g_OI).mul_(w_OI).abs_()  # one temporary, not four
+
+
+def taylor1(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """|w·g|: the first-order term alone."""
+    return (w_OI * g_OI).abs()
+
+
+def obd(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """½·w²·f: the second-order term alone (Optimal Brain Damage)."""
+    return 0.5 * w_OI.square() * f_OI
+
+
+def layer_error(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """w²·f: the change of the layer's own output, for which no gradient is needed (Wanda, OBC)."""
+    return w_OI.square() * f_OI
+
+
+def magnitude(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """w²: a control that needs no data."""
+    return w_OI.square()
+
+
+def random(seed: int) -> Callable[..., Tensor]:
+    """Uniform: a control that looks at nothing. One seed gives one sequence of draws."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def score(w_OI: Tensor, g_OI: None, f_OI: None) -> Tensor:
+        return torch.rand(w_OI.shape, generator=generator).to(w_OI)
+
+    return score
+
+
+METRICS: tuple[str, ...] = ()
+register_metric("taylor", taylor, needs=("gradient", "fisher"), plain=True)
+register_metric("taylor1", taylor1, needs=("gradient",), plain=True)
+register_metric("obd", obd, needs=("fisher",), plain=True)
+register_metric("wanda", layer_error, needs=("inputs",), curvature="diagonal", plain=True)
+register_metric("obc", layer_error, needs=("inputs",), curvature="inverse", plain=True)
+register_metric("magnitude", magnitude, plain=True)
+register_metric("random", random, seeded=True)
+METRICS = tuple(_METRICS)
+"""The built-in ones, whose names are taken."""
+METRIC_WORDS = ", ".join(f'"{name}"' for name in METRICS) + " or a registered one"
+"""What a key that names a metric may be."""
+
+
+def metric_named(name: str, seed: int = 0) -> Metric:
+    """A metric by name; ``seed`` matters only to those that draw."""
+    check_metric(name)
+    return _METRICS[name].make(seed)
+
+
+def check_metric(name: str, where: str = "metric ") -> None:
+    """Refuse a name that is neither registered nor offered by an installed package."""
+    if name in _METRICS:
+        return
+    offers = [point for point in entry_points(group=GROUP) if point.name == name]
+    if not offers:
+        raise UserError(
+            f"{where}{name!r} is unknown: choose one of {', '.join(known_metrics())}; one of your own must be "
+            f"registered before with dwindle.register_metric, or its package installed (docs/extending.md)"
+        )
+    _load(name, offers, where)
+
+
+def known_metrics() -> list[str]:
+    """Built-in, registered and offered by installed packages, in this order."""
+    return list(dict.fromkeys([*_METRICS, *sorted(point.name for point in entry_points(group=GROUP))]))
+
+
+def _load(name: str, offers: list[EntryPoint], where: str) -> None:
+    """Import the one package that offers a metric; it registers itself."""
+    packages = [point.dist.name if point.dist is not None else point.value for point in offers]
+    if len(offers) > 1:
+        raise UserError(f"{where}{name!r}: is offered by several packages ({', '.join(packages)}): remove all but one")
+    try:
+        offers[0].load()
+    except Exception as error:
+        raise UserError(f"{where}{name!r}: the package {packages[0]} cannot be loaded: {error!r}") from error
+    if name not in _METRICS:
+        raise UserError(
+            f"{where}{name!r}: the package {packages[0]} offers it and does not register it: "
+            f"{offers[0].module} must call dwindle.register_metric({name!r}, …)"
+        )
