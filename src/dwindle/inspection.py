@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group as Stack
@@ -12,8 +13,9 @@ from rich.table import Table
 
 from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.anatomy.build import is_custom
+from dwindle.export.card import mistral_note
 from dwindle.sizes import format_count
-from dwindle.sources import load_config
+from dwindle.sources import load_config, model_of_run
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 
@@ -42,7 +44,8 @@ class Inspection:
 
     def render(self) -> RenderableType:
         """Tables for a terminal."""
-        return Stack(self._sizes(), self._parts(), self._groups())
+        note = mistral_note(self.model_type, self.hidden, self.layers[0]["query_heads"])
+        return Stack(self._sizes(), *([note] if note else []), self._parts(), self._groups())
 
     def _sizes(self) -> Table:
         kind = "stock transformers" if self.stock else "needs its modelling file"
@@ -93,7 +96,8 @@ class Inspection:
 
 
 def inspect(source: str | PathLike[str]) -> Inspection:
-    """Read a model's configuration and count; no weights are loaded."""
+    """Read a model's configuration and count; no weights are loaded. Of a run its model is taken."""
+    source = model_of_run(Path(source)) or source
     config = load_config(source)
     anatomy = Anatomy.of_config(config)
     structure = anatomy.source

@@ -186,3 +186,32 @@ def test_tasks_choose_among_those_of_a_saved_result(dwindle: Command) -> None:
     assert set(json.loads(out)["columns"]) == {"PIQA", "BoolQ", "WikiText-2"}
     code, _, err = dwindle("table", "result.json", "--tasks", "piqa,arc_easy")
     assert code == 2 and "--tasks: result.json does not hold arc_easy" in err
+
+
+def test_a_table_of_texts_alone(dwindle: Command) -> None:
+    """Its legend was "Zero-shot, in percent; ."."""
+    Path("story.txt").write_text("Once upon a time. " * 30)
+    dwindle("eval", "model", "--text", "story.txt", "--out", "result.json")
+    text = read_result(Path("result.json")).texts[0]
+    _, out, _ = dwindle("table", "result.json", "--json")
+    found = json.loads(out)
+    assert found["columns"] == ["text:story.txt bits/byte", "text:story.txt nats/token"]
+    assert found["rows"][0]["values"]["text:story.txt nats/token"] == text.nats_per_token
+    for option in ([], ["--markdown"]):
+        _, out, _ = dwindle("table", "result.json", *option)
+        assert f"{text.nats_per_token:.4f}" in out and "Zero-shot" not in out and out.endswith("\n") and ";" not in out
+    dwindle("eval", "model", "--tasks", "wikitext", "--data", "sets", "--out", "wiki.json")
+    assert dwindle("table", "wiki.json")[1].splitlines()[-1] == "WikiText-2: word perplexity."
+    dwindle("eval", "model", "--tasks", "piqa,wikitext", "--data", "sets", "--out", "both.json")
+    assert dwindle("table", "both.json")[1].splitlines()[-1] == (
+        "Zero-shot, in percent; PIQA: acc. WikiText-2: word perplexity."
+    )
+
+
+def test_a_run_that_missed_its_target_is_told_from_others(dwindle: Command, tmp_path: Path) -> None:
+    make_run(tmp_path / "run")
+    Path("run/recipe.toml").write_text('[prune]\ntarget = "100"\n')
+    Path("run/ledger.jsonl").write_text('{"event": "source", "parameters": 9000, "options": {}}\n')
+    code, out, err = dwindle("table", "run", "--tasks", "piqa", "--data", "sets")
+    assert code == 0 and "measured (target missed)" in out
+    assert err.startswith("run is a run: its model, run/model, is taken\n")

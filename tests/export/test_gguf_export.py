@@ -16,6 +16,7 @@ from dwindle.errors import UserError
 from dwindle.export import gguf_writer, verification
 from dwindle.export.exporting import export
 from dwindle.export.gguf_vocabulary import vocabulary_of
+from dwindle.export.gguf_writer import write_gguf
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.resize import resize
 from dwindle.export.verification import PROMPTS, Mismatch
@@ -123,6 +124,63 @@ def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: 
     rounded = export(loaded, "gguf", tmp_path / "r.gguf", type_="q8_0", round_to=32)
     assert not rounded.warnings
     assert rounded.resized is not None and rounded.resized.parameters_after > rounded.resized.parameters_before
+
+
+@pytest.mark.parametrize(
+    ("structure", "said"),
+    [
+        ("odd", "and hidden 31 and FFN 38 in all layers are no multiples of it: "),
+        ("layers", "and FFN 37 to 40 in 2 of 3 layers are no multiples of it: "),
+    ],
+)
+def test_odd_sizes_are_said_in_one_sentence(structure: str, said: str, tmp_path: Path) -> None:
+    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type_="q8_0", verify=False)
+    assert said in found.warnings[0]
+
+
+def write_a_strong_layer(path: Path, model: Any, *args: Any, **options: Any) -> gguf_writer.Written:
+    """A file whose last FFN is half too strong, and that does not say so."""
+    down = model.model.layers[-1].mlp.down_proj.weight
+    with torch.no_grad():
+        down.mul_(1.5)
+        written = write_gguf(path, model, *args, **options)
+        down.div_(1.5)
+    written.stored |= {name: values / 1.5 for name, values in written.stored.items() if "2.mlp.down" in name}
+    return written
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])
+def test_a_layer_that_is_half_too_strong_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean difference of 0.24, which quantised types were allowed once."""
+    monkeypatch.setattr(gguf_writer, "write_gguf", write_a_strong_layer)
+    with pytest.raises(Mismatch, match="mean difference of a log-probability"):
+        export(tiny_loaded("llama", hidden_size=64, intermediate_size=96), "gguf", tmp_path / "m.gguf", type_=kind)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_1"])
+def test_where_rounding_alone_is_more_it_is_measured(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for models that were pruned and not trained; here the limit is lowered instead."""
+    loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=96)
+    monkeypatch.setitem(verification.LLAMACPP_TOLERANCE, kind, 1e-4)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_=kind).verified
+    assert found is not None and 1e-4 < found.max_error < found.tolerance < 0.2
+    monkeypatch.setattr(gguf_writer, "write_gguf", write_a_strong_layer)
+    with pytest.raises(Mismatch):
+        export(loaded, "gguf", tmp_path / "m.gguf", type_=kind, overwrite=True)
+
+
+def test_rounding_as_llamacpp_does_it() -> None:
+    x = torch.randn(3, 64)
+    rounded = verification.rounded_input(x, "q8_0")
+    for row, found in zip(x.view(6, 32), rounded.view(6, 32), strict=True):
+        step = row.abs().max() / 127
+        assert (
+            torch.allclose(found / step, (row / step).round(), atol=1e-3) and (found - row).abs().max() <= step / 1.99
+        )
+    assert torch.equal(verification.rounded_input(x[:, :31], "q4_0"), x[:, :31].half().float())
+    assert torch.equal(verification.rounded_input(x, "bf16"), x.bfloat16().float())
 
 
 def test_row_order_is_the_inverse_of_the_readers() -> None:

@@ -118,3 +118,12 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             save(model, structure, tmp_path / place, overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == before
+
+
+def test_the_card_has_the_name_of_the_run(tmp_path: Path) -> None:
+    model, structure = pruned("llama", "stock")
+    places = {"smaller": "# smaller", "runs/kd/model": "# kd", "runs/kd/milestones/60%": "# kd, 60%"}
+    for place, title in places.items():
+        save(model, structure, tmp_path / place)
+        assert title in (tmp_path / place / "README.md").read_text().splitlines()
+    assert "stored as a Mistral" in (tmp_path / "smaller" / "README.md").read_text()

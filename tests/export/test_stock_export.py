@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+import dwindle
 from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.export import resize as resizing
@@ -105,8 +106,6 @@ def test_stock_directory_loads_anywhere_and_says_what_it_cost(tmp_path: Path) ->
 
 
 def test_a_plain_export_keeps_structure_ledger_and_dtype(tmp_path: Path) -> None:
-    import dwindle
-
     loaded = tiny_loaded()
     dwindle.prune(loaded, "90%", metric="magnitude", attention="cluster", out=tmp_path / "in", dtype=torch.bfloat16)
     found = export(tmp_path / "in", "hf", tmp_path / "out")
@@ -126,7 +125,7 @@ def test_a_wrong_directory_is_removed(tmp_path: Path, monkeypatch: pytest.Monkey
         return found
 
     monkeypatch.setattr("dwindle.export.exporting.resize", wrong)
-    with pytest.raises(Mismatch, match="once made stock"):
+    with pytest.raises(Mismatch, match="once enlarged"):
         export(loaded, "hf", tmp_path / "out", stock=True)
     monkeypatch.undo()
     written = type(loaded.model).save_pretrained
@@ -155,3 +154,35 @@ def test_commands(tmp_path: Path) -> None:
     found = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["cost"]["parameters_after"] > found["cost"]["parameters_before"]
     assert found["verified"]["max_error"] <= found["verified"]["tolerance"]
+
+
+@pytest.mark.parametrize(
+    ("structure", "options", "said"),
+    [
+        ("odd", {"round_to": 16}, "padded to multiples of 16: parameters"),
+        ("cluster", {"stock": True}, "made stock: parameters"),
+        ("layers", {"stock": True, "round_to": 16}, "made stock and padded to multiples of 16: parameters"),
+    ],
+)
+def test_what_was_done_is_said(structure: str, options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    found = export(tiny_loaded("llama", structure), "hf", tmp_path / "out", verify=False, **options)
+    assert said in found.render()
+
+
+def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
+    """As in ``dwindle eval``; the card still says how the run was made."""
+    import dwindle.commands.export
+    import dwindle.commands.models
+    from dwindle.commands.app import app
+
+    export(tiny_loaded(), "hf", tmp_path / "run" / "model")
+    (tmp_path / "run" / "recipe.toml").write_text("[distill]\nweight = 0.5\n")
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    done = CliRunner().invoke(app, ["export", run, "--to", "hf", "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    assert f"{run} is a run: its model, {run}/model, is taken\n" in done.stderr
+    assert "- distilled from tiny" in (out / "README.md").read_text()
+    done = CliRunner().invoke(app, ["inspect", run, "--json"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["source"] == f"{run}/model"
+    assert export(run, "hf", tmp_path / "again").parameters == json.loads(done.stdout)["parameters"]["total"]
+    assert dwindle.inspect(run).source == f"{run}/model"

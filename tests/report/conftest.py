@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from made_runs import make_run
+
+from dwindle import cli
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +16,22 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of days: 100,000 steps and 10,000 events."""
     shape = {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "ffn": 12_000}
     return make_run(tmp_path_factory.mktemp("long") / "run", steps=100_000, events=10_000, shape=shape)
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Runs a command in this process; returns exit code, output, errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run

@@ -20,8 +20,12 @@ def make_run(
     finished: bool = True,
     recipe: str | None = '[source]\nmodel = "org/source"\n\n[prune]\ntarget = "50%"\n',
     seed: int = 0,
+    missed: bool = False,
 ) -> Path:
-    """Like a run of ``dwindle pretrain``: the same files and keys, made-up numbers."""
+    """Like a run of ``dwindle pretrain``: the same files and keys, made-up numbers.
+
+    The target is what a finished run ended at; with ``missed``, one parameter less.
+    """
     shape = shape or {"hidden": 32, "layers": 3, "heads": 8, "kv": 4, "ffn": 40}
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(seed)
@@ -58,6 +62,8 @@ def make_run(
             record["valid_loss"] = record["loss"] + 0.05
         wall += seconds
         metrics.append({**record, "time": {**times, "wall": wall}})
+    if finished:
+        pacing["end_count"] = alive.parameters - missed
     write_lines(folder / "ledger.jsonl", ledger)
     write_lines(folder / "metrics.jsonl", metrics)
     if recipe is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,27 @@ def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
     allocated = [event["importance"] for event in result.ledger if event["event"] == "allocation"]
     first, last = figure.panels[1].series
     assert first.y == pytest.approx(allocated[0]) and last.y == pytest.approx(allocated[-1])
+
+
+def test_layers_have_whole_numbers(tmp_path: Path) -> None:
+    """The ticks of five layers were 0 0 1 2 2 2 3 4 4."""
+    pytest.importorskip("matplotlib", reason="extra [plots] is not installed")
+    from dwindle.report.figure import Panel, Series
+    from dwindle.report.plots import write_figure
+
+    panel = Panel("parameters", "count", [Series("before", "valid", list(range(5)), [9, 9, 8, 8, 7], "dots")])
+    figure = Figure("layers", "Layer by layer", "", "layer", "count", [panel])
+    _, drawn = write_figure(figure, tmp_path)
+    ticks = [text for text in re.findall(r">(\d+)</text>", drawn.read_text()) if int(text) < 5]
+    assert ticks == ["0", "1", "2", "3", "4"]
+
+
+def test_a_line_that_is_alone_is_named_where_its_panel_is_not() -> None:
+    from dwindle.report.figure import Panel, Series
+
+    lines = {name: Series(name, "train", [0], [1]) for name in ("train", "learning rate", "speed (mean of 3)")}
+    assert Panel("loss, nats per token", "number", [lines["train"]]).named == [lines["train"]]
+    assert Panel("learning rate", "number", [lines["learning rate"]]).named == []
+    assert Panel("speed", "number", [lines["speed (mean of 3)"]]).named == []
+    assert len(Panel("speed", "number", list(lines.values())).named) == 3
+    assert Panel("speed", "number", list(lines.values()), legend=False).named == []

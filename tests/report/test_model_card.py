@@ -124,3 +124,28 @@ def test_key_value_heads_of_the_source() -> None:
         ledger = [{"event": "source", "parameters": 100, **known}, gone]
         card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
         assert f"| key/value heads in a layer | {cell} | 1 |" in card
+
+
+def test_the_teacher_is_named(tmp_path: Path) -> None:
+    given = parts(make_run(tmp_path / "run"))
+    recipe = '[distill]\nweight = {}\ntemperature = 2.0\ntop_k = {}\nteacher = "{}"\n'
+    card = model_card(source="/home/me/tiny", recipe=recipe.format(0.75, 0, ""), **given)
+    assert "- distilled from tiny (the source as it was), weight 0.75, temperature 2\n" in card
+    card = model_card(source="org/s", recipe=recipe.format(0.5, 64, "/home/me/big"), **given)
+    assert "- distilled from big, weight 0.5, temperature 2, its 64 likeliest tokens\n" in card
+    trained = '[source]\nmodel = "/home/me/first"\n' + recipe.format(0.5, 0, "")
+    assert "- distilled from first (the" in model_card(source="/runs/kd/model", recipe=trained, **given)
+    for nothing in (recipe.format(0.0, 0, "org/t"), "[distill]\n", "distill = 3", "not toml ["):
+        assert "distilled" not in model_card(source="org/s", recipe=nothing, **given)
+
+
+def test_a_llama_stored_as_a_mistral_is_said(tmp_path: Path) -> None:
+    given = parts(make_run(tmp_path / "run"))
+    said = "a Llama without biases is exactly a Mistral without a sliding window"
+    assert said in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(30, 8)})
+    assert said not in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(32, 8)})
+    assert said not in model_card(source="org/s", model_type="qwen2", **given | {"structure": shaped(30, 8)})
+
+
+def shaped(hidden: int, heads: int) -> dict[str, Any]:
+    return {"hidden": list(range(hidden)), "layers": [layer([0, 1], [head // 2 for head in range(heads)])]}

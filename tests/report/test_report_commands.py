@@ -15,27 +15,6 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from dwindle import cli
-
-
-@pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs a command in this process; returns exit code, output, errors."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
 
 def test_report_writes_one_file(shell, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")

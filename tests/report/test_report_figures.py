@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from made_runs import make_run, write_lines
 
-from dwindle.report.figures import build_figures, running_clock
+from dwindle.report.clock import running_clock
+from dwindle.report.figures import build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import open_run
 from dwindle.report.summary import duration, summarise
@@ -113,6 +114,63 @@ def test_time_between_stop_and_resume_does_not_count(tmp_path: Path) -> None:
     assert after.stops == pytest.approx([after.seconds[59]])
 
 
+def shifted(run: Path, *, at: int, seconds: float) -> None:
+    """As if the run had been stopped for so long before the record in this place."""
+    lines = records(run / "metrics.jsonl")
+    for line in lines[at:]:
+        line["time"]["wall"] += seconds
+    write_lines(run / "metrics.jsonl", lines)
+
+
+@pytest.mark.parametrize("at", [60, 100])  # in the middle, and after a checkpoint, from which a killed run goes on
+def test_a_short_stop_does_not_count_either(tmp_path: Path, at: int) -> None:
+    """A user's run of 15 seconds, stopped and resumed half a minute later, had a running time of 38 seconds."""
+    recipe = '[source]\nmodel = "org/source"\n\n[checkpoint]\nevery = 20\n'
+    run = make_run(tmp_path / "run", steps=200, recipe=recipe)
+    before = running_clock(open_run(run))
+    shifted(run, at=at, seconds=22)
+    after = running_clock(open_run(run))
+    assert before is not None and after is not None
+    assert after.seconds[-1] == pytest.approx(before.seconds[-1], rel=1e-3)
+    assert after.stops == pytest.approx([after.seconds[at - 1]])
+
+
+def test_what_belongs_to_the_run_counts(tmp_path: Path) -> None:
+    """Validation and checkpoints take time that no column names; both come again and again."""
+    recipe = '[source]\nmodel = "org/source"\n\n[checkpoint]\nevery = 20\n'
+    run = make_run(tmp_path / "run", steps=200, recipe=recipe)
+    before = running_clock(open_run(run))
+    lines = records(run / "metrics.jsonl")
+    late = 0.0
+    for place, line in enumerate(lines):
+        late += 30.0 * ("valid_loss" in line) + 45.0 * (place > 0 and place % 20 == 0)
+        line["time"]["wall"] += late
+    write_lines(run / "metrics.jsonl", lines)
+    after = running_clock(open_run(run))
+    assert before is not None and after is not None and not after.stops
+    assert after.seconds[-1] == pytest.approx(before.seconds[-1] + late, rel=1e-3)
+
+
+def test_a_stop_keeps_the_pauses_that_are_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100)
+    lines = records(run / "metrics.jsonl")
+    at = next(place for place, line in enumerate(lines) if "compaction" in line["time"])
+    plain = sum(line["time"]["seconds"] for line in lines)
+    shifted(run, at=at, seconds=86_400)
+    clock = running_clock(open_run(run))
+    assert clock is not None and clock.seconds[-1] == pytest.approx(plain + 0.8, rel=1e-3)
+
+
+def test_the_distillation_loss_is_a_loss(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [{**line, "distill_loss": 0.5} for line in records(run / "metrics.jsonl")]
+    write_lines(run / "metrics.jsonl", lines)
+    figures = {figure.id: figure for figure in build_figures(open_run(run))}
+    assert "tasks" not in figures
+    named = {series.name.split(" (")[0] for series in figures["loss"].panels[0].series}
+    assert named == {"train", "validation", "distillation"} and "teacher" in figures["loss"].caption
+
+
 def test_cost_equals_a_loop(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=100, events=40)
     lines = records(run / "metrics.jsonl")
@@ -205,6 +263,12 @@ def test_story_and_tiles(tmp_path: Path) -> None:
         "running time",
     ]
     assert found["tiles"][2]["value"] == "40" and "target 50%" in found["tiles"][0]["note"]
+
+
+def test_a_missed_target_is_said(tmp_path: Path) -> None:
+    found = summarise(open_run(make_run(tmp_path / "run", missed=True)))
+    assert found["status_text"] == "finished, target missed" and found["status"] == "missed"
+    assert found["story"].endswith("were removed. The target of 50% was missed.")
 
 
 def test_durations() -> None:

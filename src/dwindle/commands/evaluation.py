@@ -94,8 +94,11 @@ def table(
     as_json: Json = False,
 ) -> None:
     """Several models side by side: parameters, tokens, tasks, average."""
+    from dwindle.commands.models import taken_model
     from dwindle.evaluation.table import compare
 
+    for name in models or []:
+        taken_model(name)
     found = compare(
         models or [],
         tasks=tasks,

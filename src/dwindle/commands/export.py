@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.commands.models import taken_model
 from dwindle.errors import UserError
 
 bench = typer.Typer(help="Measure speed, always beside a baseline of the same run.", no_args_is_help=True)
@@ -35,6 +36,7 @@ def export(
     """Write a model for another runtime; it is run there and compared before it is put in place."""
     from dwindle.export.exporting import export
 
+    model = taken_model(model)
     found = export(model, to, out, type_=type_, stock=stock, round_to=round_to, threads=threads, overwrite=overwrite)
     print_result(found.to_json() if as_json else found.render(), as_json)
 
@@ -62,7 +64,7 @@ def quantize(
     from dwindle.quantization import quantize
 
     found = quantize(
-        model,
+        taken_model(model),
         scheme,
         out=out,
         data=data or [DEFAULT_TEXT],
@@ -100,7 +102,7 @@ def latency(
     except ValueError as error:
         raise UserError(f"--threads {threads!r}: give whole numbers, such as 1,2") from error
     found = measure_latency(
-        models,
+        [taken_model(model) for model in models],
         runtime=[part.strip() for part in runtime.split(",") if part.strip()],
         threads=counts or [1],
         prompt_tokens=prompt,

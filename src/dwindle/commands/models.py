@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,12 +12,23 @@ from dwindle.commands.app import Json, Model, app, print_result
 from dwindle.errors import UserError
 
 
+def taken_model(name: str) -> str:
+    """The model that is meant: of a run its own, which is said on standard error."""
+    from dwindle.sources import model_of_run
+
+    model = model_of_run(Path(name))
+    if model is None:
+        return name
+    print(f"{name} is a run: its model, {model}, is taken", file=sys.stderr)
+    return str(model)
+
+
 @app.command()
 def inspect(model: Model, as_json: Json = False) -> None:
     """Show layers, heads, widths, parameters by part, and what a group of each type weighs."""
     from dwindle.inspection import inspect
 
-    found = inspect(model)
+    found = inspect(taken_model(model))
     print_result(found.to_json() if as_json else found.render(), as_json)
 
 

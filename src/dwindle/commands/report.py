@@ -12,12 +12,19 @@ import typer
 from dwindle.commands.app import Json, app, print_result
 from dwindle.errors import UserError
 
-RunDirectory = Annotated[str, typer.Argument(help="A run of dwindle pretrain, or a model directory of dwindle prune.")]
+RunDirectory = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN", help="A run of dwindle pretrain, or a model directory of dwindle prune."),
+]
+RunDirectories = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN", help="A run or a model directory of dwindle prune; several are drawn together."),
+]
 
 
 @app.command()
 def report(
-    run: RunDirectory,
+    runs: RunDirectory,
     out: Annotated[str | None, typer.Option(help="HTML file to write; default: report.html in the run.")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
@@ -30,6 +37,12 @@ def report(
     from dwindle.report.run import open_run
     from dwindle.report.summary import summarise
 
+    if len(runs) > 1:
+        raise UserError(
+            f"{runs[1]}: a page shows one run: `dwindle plot {' '.join(runs)} --out DIR` draws several in one figure, "
+            "and `dwindle runs DIR` lists them in a table"
+        )
+    run = runs[0]
     if watch and out is not None:
         raise UserError("--out: cannot be combined with --watch: give one of them")
     found = open_run(run)
@@ -51,17 +64,21 @@ def report(
 
 @app.command()
 def plot(
-    run: RunDirectory,
+    runs: RunDirectories,
     out: Annotated[str, typer.Option(help="Directory to write; PNG and SVG of every figure.")],
     dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the same figures as PNG and SVG files, for papers."""
-    from dwindle.report.plots import write_plots
+    """Draw the same figures as PNG and SVG files, for papers; of several runs, loss and size in one figure."""
+    from dwindle.report.plots import write_overlay, write_plots
     from dwindle.report.run import open_run
 
-    names = write_plots(open_run(run), out, dpi=dpi, overwrite=overwrite)
+    found = [open_run(run) for run in runs]
+    if len(found) > 1:
+        names = write_overlay(found, out, dpi=dpi, overwrite=overwrite)
+    else:
+        names = write_plots(found[0], out, dpi=dpi, overwrite=overwrite)
     if as_json:
         print_result({"out": out, "files": names}, as_json)
         return
@@ -74,7 +91,7 @@ def runs(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to look, such as runs.")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """List runs: target, size, tokens, loss, status."""
+    """List runs: target, size, tokens, loss, status, and the settings in which they differ."""
     from dwindle.report.runs import list_runs, render_runs
 
     rows = list_runs(Path(folder))

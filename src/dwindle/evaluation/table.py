@@ -20,12 +20,15 @@ from dwindle.evaluation.evaluate import (
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
+from dwindle.report.runs import MISSED, list_runs
 from dwindle.sizes import format_count
 from dwindle.sources import check_source, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"
 _NONE = "–"
+_PERPLEXITY = {"WikiText-2": "word perplexity"}
+_PER_TEXT = ("bits/byte", "nats/token")
 
 
 @dataclass(slots=True)
@@ -78,28 +81,35 @@ class Comparison:
             "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
             for pairs in (list(zip(row, widths, strict=True)) for row in cells)
         ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", self._legend()])
+        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._footer()])
 
     def markdown(self) -> str:
         """The same table for a document."""
         head = ["model", "source", "parameters", "tokens", *self.columns]
         lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in self._cells(row)) + " |" for row in self.rows]
-        return "\n".join([*lines, "", self._legend()])
+        return "\n".join([*lines, *self._footer()])
+
+    def _footer(self) -> list[str]:
+        return ["", legend] if (legend := self._legend()) else []
 
     def _cells(self, row: ComparisonRow) -> list[str]:
-        values = (f"{row.values[name]:.2f}" if name in row.values else _NONE for name in self.columns)
+        digits = {name: 4 if name.endswith(_PER_TEXT) else 2 for name in self.columns}
+        values = (f"{row.values[name]:.{digits[name]}f}" if name in row.values else _NONE for name in self.columns)
         source = row.kind + (f" ({row.note})" if row.note else "")
         return [_short(row.model), source, row.parameters, row.tokens, *values]
 
     def _legend(self) -> str:
-        kinds = ", ".join(f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns)
-        legend = f"Zero-shot, in percent; {kinds}."
+        """What the columns hold; nothing where their names say it all."""
+        shown = {name: f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns}
+        tasks = ", ".join(text for name, text in shown.items() if name not in _PERPLEXITY)
+        legend = f"Zero-shot, in percent; {tasks}." if tasks else ""
+        legend += "".join(f" {text}." for name, text in shown.items() if name in _PERPLEXITY)
         if any(row.kind == PUBLISHED_KIND for row in self.rows):
             legend += (
                 " Published rows are the papers' own figures (harness 0.4.3; MMLU by Lighteval), not measured here."
             )
-        return legend
+        return legend.strip()
 
 
 def _short(model: str, longest: int = 36) -> str:
@@ -138,7 +148,7 @@ def compare(
     results = [
         plan.result or _measure(plan, data, batch=batch, engine=engine, device=device, dtype=dtype) for plan in plans
     ]
-    return _table(results, PUBLISHED if published else ())
+    return _table(results, [plan.note for plan in plans], PUBLISHED if published else ())
 
 
 @dataclass(slots=True)
@@ -147,6 +157,7 @@ class _Plan:
     source: str
     tokens: int | None
     result: EvalResult | None = None
+    note: str = ""
 
 
 def _plan(name: str) -> _Plan:
@@ -158,7 +169,8 @@ def _plan(name: str) -> _Plan:
     if path.suffix == ".json" and not path.exists():
         raise UserError(f"{name}: does not exist: give a result of `dwindle eval --out`, or a model")
     if (model := model_of_run(path)) is not None:
-        return _Plan(name, str(model), trained_tokens(path))
+        missed = any(row.status == MISSED for row in list_runs(path))
+        return _Plan(name, str(model), trained_tokens(path), note=MISSED if missed else "")
     check_source(name)
     run = path.parent if (path.parent / "recipe.toml").is_file() else None
     return _Plan(name, name, trained_tokens(run) if run is not None and path.name == "model" else None)
@@ -192,12 +204,12 @@ def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, dev
     return result
 
 
-def _table(results: Sequence[EvalResult], published: Sequence[Published]) -> Comparison:
+def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Sequence[Published]) -> Comparison:
     measured = {task.task for result in results for task in result.tasks}
     metrics: dict[str, str] = {
         TASKS[name].title: TASKS[name].metric for name in (*COMMONSENSE, *TASKS) if name in measured
     }
-    rows = [_row(result) for result in results]
+    rows = [_row(result, note) for result, note in zip(results, notes, strict=True)]
     others = [
         ComparisonRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
         for row in published
@@ -209,11 +221,11 @@ def _table(results: Sequence[EvalResult], published: Sequence[Published]) -> Com
     if others and "MMLU" not in columns:
         columns.append("MMLU")
     columns += dict.fromkeys(name for row in rows for name in row.values if name not in columns)
-    metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer", "WikiText-2": "word perplexity"}
+    metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer"} | _PERPLEXITY
     return Comparison(columns, metrics, rows + others, list(results))
 
 
-def _row(result: EvalResult) -> ComparisonRow:
+def _row(result: EvalResult, note: str) -> ComparisonRow:
     values = {task.title: 100 * task.value for task in result.tasks}
     if (average := result.average()) is not None:
         values["average"] = 100 * average
@@ -221,9 +233,10 @@ def _row(result: EvalResult) -> ComparisonRow:
         if text.name == WIKITEXT:
             values["WikiText-2"] = text.word_perplexity
         else:
-            values[f"{text.name} bits/byte"] = text.bits_per_byte
+            values |= {f"{text.name} bits/byte": text.bits_per_byte, f"{text.name} nats/token": text.nats_per_token}
     skipped = sum(count for _, count, _ in result.skipped())
-    notes = [f"first {result.limit}"] if result.limit is not None else []
+    notes = [note] if note else []
+    notes += [f"first {result.limit}"] if result.limit is not None else []
     notes += [f"{skipped} skipped"] if skipped else []
     return ComparisonRow(
         result.model,

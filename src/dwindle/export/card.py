@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,11 +63,13 @@ def model_card(
     recipe: str | None = None,
     results: Mapping[str, float | int | str] | None = None,
     custom_code: bool = False,
+    model_type: str = "",
 ) -> str:
     """The card as Markdown with Hugging Face metadata.
 
     ``structure`` is the content of ``structure.json``; ``results`` are names and figures to print;
-    ``custom_code`` says that loading needs the modelling file beside the weights.
+    ``custom_code`` says that loading needs the modelling file beside the weights, ``model_type`` what the configuration
+    calls the model.
     """
     origin = origin_of(source)
     prunes = [event for event in ledger if event.get("event") == "prune"]
@@ -78,7 +81,8 @@ def model_card(
         _introduction(origin, before, after, prunes),
         _how_to_load(structure if custom_code else None),
         _architecture(structure, ledger, prunes),
-        _how_made(ledger, prunes, recipe),
+        _stored_as(model_type, structure),
+        _how_made(ledger, prunes, recipe, origin.name),
         _results(results),
         _licence(origin),
         f"Made with dwindle {__version__}. `structure.json` lists what was kept and `ledger.jsonl` what was removed "
@@ -161,6 +165,21 @@ def _architecture(
     return f"## Architecture\n\n| | before | after |\n|---|---|---|\n{table}"
 
 
+def _stored_as(model_type: str, structure: Mapping[str, Any]) -> str:
+    layers = structure.get("layers") or []
+    return mistral_note(model_type, len(structure["hidden"]), len(layers[0]["query_heads"])) if layers else ""
+
+
+def mistral_note(model_type: str, hidden: int, heads: int) -> str:
+    """Why a pruned Llama calls itself a Mistral; empty where it does not (no other Mistral has such sizes)."""
+    if model_type != "mistral" or hidden % heads == 0:
+        return ""
+    return (
+        f"It is stored as a Mistral: its hidden size, {hidden:,}, is no multiple of its {heads:,} heads, which Llama's "
+        "configuration refuses, and a Llama without biases is exactly a Mistral without a sliding window."
+    )
+
+
 def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_gone: int) -> str:
     """A ledger of an earlier version does not say; where no head left, it is what is there now."""
     source = next((event for event in ledger if event.get("event") == "source"), {})
@@ -168,19 +187,42 @@ def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_go
     return _span(before) if before else "–"
 
 
-def _how_made(ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]], recipe: str | None) -> str:
+def _how_made(
+    ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]], recipe: str | None, source: str
+) -> str:
     options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
     options = options if isinstance(options, Mapping) else {}
     chosen = {key: options[key] for key in (*SETTINGS, *_own_settings(options)) if key in options}
     lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
     if prunes and prunes[-1].get("tokens"):
         lines.append(f"- last group removed after {format_count(prunes[-1]['tokens'])} tokens")
+    if teacher := _teacher(recipe or "", source):
+        lines.append(f"- {_line(teacher)}")
     text = "## How it was made\n\n" + "\n".join(lines) if lines else ""
     if recipe:
         shown = without_paths(recipe).rstrip()
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
         text += f"\n\n{fence}toml\n{shown}\n{fence}" if text else f"## How it was made\n\n{fence}toml\n{shown}\n{fence}"
     return text
+
+
+def _teacher(recipe: str, source: str) -> str:
+    """Who taught it and how much that counted; empty without a teacher."""
+    try:
+        sections = tomllib.loads(recipe)
+    except tomllib.TOMLDecodeError:
+        return ""
+    settings, trained = sections.get("distill"), sections.get("source")
+    if not isinstance(settings, dict) or not settings.get("weight"):
+        return ""
+    own = trained.get("model") if isinstance(trained, dict) else None  # a padded export names its input as source
+    named = settings.get("teacher")
+    who = origin_of(str(named or own or source)).name + ("" if named else " (the source as it was)")
+    few = f", its {settings['top_k']} likeliest tokens" if settings.get("top_k") else ""
+    return (
+        f"distilled from {who}, weight {_words(settings['weight'])}, "
+        f"temperature {_words(settings.get('temperature', 1.0))}{few}"
+    )
 
 
 def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:

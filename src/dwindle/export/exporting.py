@@ -25,7 +25,7 @@ from dwindle.export.resize import Resized, refuse_custom, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sizes import at_least, format_bytes
-from dwindle.sources import Loaded, load
+from dwindle.sources import Loaded, load, model_of_run
 
 FORMATS = ("hf", "gguf", "onnx")
 
@@ -63,7 +63,7 @@ class Exported:
             f"{format_bytes(self.num_bytes)}"
         ]
         if self.resized is not None and self.resized.changed:
-            lines.append(f"made stock: {self.resized.describe()}")
+            lines.append(self.resized.describe())
         if self.verified is not None:
             lines.append(f"verified in {self.verified.describe()}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
@@ -88,13 +88,15 @@ def export(
     ``f16``, ``bf16`` (default as stored, or f32 where widths are padded). ``stock`` makes cluster attention and
     unequal layers a stock model by exact padding; ``round_to`` pads hidden and FFN widths to a multiple, which
     quantised GGUF wants (32). A result that
-    differs from the source is removed and ``Mismatch`` raised.
+    differs from the source is removed and ``Mismatch`` raised. Of a run of ``pretrain`` its model is taken.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
     if round_to is not None and round_to < 1:
         raise UserError(f"--round {round_to}: give a multiple of at least 1, such as 32")
     at_least(1, threads=threads)
+    if not isinstance(source, Loaded):
+        source = model_of_run(Path(source)) or source
     target = Path(out)
     kind = _chosen_type(to, type_)
     _check_target(to, target, verify, overwrite)
@@ -158,6 +160,7 @@ class _Job:
             structure=structure,
             source=source,
             ledger=ledger,
+            recipe=self._recipe(),
             overwrite=self.overwrite,
         ) as folder:
             verified = None
@@ -211,6 +214,7 @@ class _Job:
             structure=structure,
             source=source,
             ledger=ledger,
+            recipe=self._recipe(),
             overwrite=self.overwrite,
             weights=False,
         ) as folder:
@@ -250,15 +254,17 @@ class _Job:
         event = source_event(self.loaded.source, anatomy, settings)
         return anatomy.source, [event], self.loaded.source
 
+    def _recipe(self) -> str | None:
+        """Of the run whose model this is, for the card."""
+        file = Path(self.loaded.source).parent / "recipe.toml"
+        is_model = Path(self.loaded.source).name == "model" and file.is_file()
+        return file.read_text(encoding="utf-8", errors="replace") if is_model else None
+
     def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
-        structure = Anatomy.of(model).source
-        sizes = {"hidden": len(structure.hidden)} | {
-            f"FFN of layer {i}": len(la.ffn) for i, la in enumerate(structure.layers)
-        }
-        odd = [f"{name} {size}" for name, size in sizes.items() if size % gguf_writer.BLOCK]
-        named = ", ".join(odd[:3]) + (f" and {len(odd) - 3} more" if len(odd) > 3 else "")
+        odd = odd_sizes(Anatomy.of(model).source)
+        are = "are no multiples" if len(odd) > 1 or " to " in odd[0] else "is no multiple"
         return (
-            f"{self.type} stores rows in blocks of {gguf_writer.BLOCK}, and {named} is no multiple of it: "
+            f"{self.type} stores rows in blocks of {gguf_writer.BLOCK}, and {' and '.join(odd)} {are} of it: "
             f"{len(written.fallbacks)} tensors stay f16; --round {gguf_writer.BLOCK} pads the sizes with zeros"
         )
 
@@ -267,6 +273,18 @@ class _Job:
     ) -> Exported:
         count = sum(p.numel() for p in model.parameters())
         return Exported(self.target, to, architecture, type_, size, count, resized, verified)
+
+
+def odd_sizes(structure: Structure) -> list[str]:
+    """Sizes that blocks do not divide, in words: ``hidden 31``, ``FFN 68 in all layers``."""
+    widths = [len(layer.ffn) for layer in structure.layers]
+    odd = [width for width in widths if width % gguf_writer.BLOCK]
+    found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % gguf_writer.BLOCK else []
+    if odd:
+        span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
+        layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
+        found.append(f"FFN {span} in {layers}")
+    return found
 
 
 def _with_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> Any:

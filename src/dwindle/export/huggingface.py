@@ -84,18 +84,27 @@ def write_model(
         (folder / "structure.json").write_text(json.dumps(structure) + "\n", encoding="utf-8")
         (folder / "ledger.jsonl").write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
         card = model_card(
-            name=Path(out).name,
+            name=title_of(Path(out)),
             source=about["source"],
             structure=structure,
             ledger=about["ledger"],
             recipe=about.get("recipe"),
             results=about.get("results"),
             custom_code=is_custom(model.config),
+            model_type=model.config.model_type,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors files come out readable by their owner only
+
+
+def title_of(out: Path) -> str:
+    """The directory's name; the models of a run are named after the run."""
+    out = out.resolve()
+    if out.parent.name == "milestones":
+        return f"{out.parent.parent.name}, {out.name}"
+    return (out.parent.name if out.name == "model" else "") or out.name
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

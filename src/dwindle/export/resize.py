@@ -46,6 +46,8 @@ class Resized:
     kv_per_token_before: int
     kv_per_token_after: int
     """Numbers that the cache holds for one token, over all layers."""
+    steps: tuple[str, ...] = ()
+    """What was done to it, in words."""
 
     @property
     def changed(self) -> bool:
@@ -60,11 +62,12 @@ class Resized:
         }
 
     def describe(self) -> str:
-        """What it cost, in one line."""
+        """What was done and what it cost, in one line."""
         more = self.parameters_after / self.parameters_before - 1
         cache = self.kv_per_token_after / self.kv_per_token_before - 1
+        done = " and ".join(self.steps)
         return (
-            f"parameters {self.parameters_before:,} → {self.parameters_after:,} ({more:+.1%}), "
+            f"{done}: parameters {self.parameters_before:,} → {self.parameters_after:,} ({more:+.1%}), "
             f"KV cache per token {self.kv_per_token_before:,} → {self.kv_per_token_after:,} values ({cache:+.1%})"
         )
 
@@ -92,7 +95,19 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     if after == before:
         return Resized(model, sizes[0], sizes[0], kv[0], kv[0])
     _refuse_wide_norms(anatomy, before, plans)
-    return Resized(_enlarged(model, anatomy, plans, hidden, after), *sizes, *kv)
+    larger = _enlarged(model, anatomy, plans, hidden, after)
+    return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
+
+
+def _steps(before: Structure, plans: Sequence[LayerPlan], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
+    """Heads that were added, or layers that were made equal, make a model stock; all else is padding."""
+    pairs = list(zip(plans, before.layers, strict=True))
+    heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
+    equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers})
+    wider = len(hidden) > len(before.hidden) or any(len(p.ffn) > len(la.ffn) for p, la in pairs)
+    padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to heads × head size"
+    only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
+    return (*(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
 
 def _enlarged(

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dwindle.errors import UserError
 from dwindle.export.gguf_vocabulary import PROBES
+from dwindle.export.gguf_writer import BLOCK
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 
 PROMPTS = (
@@ -25,9 +26,17 @@ NUM_CONTINUED = 8
 HF_TOLERANCE = 1e-4
 """Largest difference of a logit, relative to the largest logit."""
 
-LLAMACPP_TOLERANCE = {"f32": 0.01, "f16": 0.02, "bf16": 0.1, "q8_0": 0.5, "q4_0": 0.5, "q4_1": 0.5}
+LLAMACPP_TOLERANCE = {"f32": 0.01, "f16": 0.02, "bf16": 0.1, "q8_0": 0.15, "q4_0": 0.15, "q4_1": 0.15}
 """For f32 the largest, for the others the mean difference of a log-probability (of the 20 likeliest tokens), llama.cpp
-against torch with the weights as stored: its products round activations too, to 8 bits for all quantised types."""
+against torch with the weights as stored. What is left is what llama.cpp rounds besides: activations, to the type of the
+weights or, for all quantised ones, to 8 bits. Found on tiny models, stories260K and SmolLM2: 0.0004 to 0.005 (f16),
+0.003 to 0.04 (bf16), 0.007 to 0.10 (quantised); an FFN half too strong gives 0.23 or more, a wrong order of rows more
+than 1."""
+
+ROUNDING_FACTOR, ROUNDING_CAP = 3.0, 0.5
+"""Activations of a model that was pruned and not trained can be so large that their rounding alone is above that (0.24
+for SmolLM2 by magnitude): then this many times what the same rounding does in torch is allowed, and never more than the
+cap."""
 
 
 class Mismatch(UserError):
@@ -52,7 +61,7 @@ class Verified:
         }
 
     def describe(self) -> str:
-        return f"{self.runtime}: {self.measure} {self.max_error:.2g} (allowed {self.tolerance:g})"
+        return f"{self.runtime}: {self.measure} {self.max_error:.2g} (allowed {self.tolerance:.3g})"
 
 
 def fixed_prompts(tokenizer: Any, vocab_size: int) -> list[list[int]]:
@@ -83,7 +92,7 @@ def check(verified: Verified) -> Verified:
     if not verified.max_error <= verified.tolerance:
         raise Mismatch(
             f"export: the written model differs from the source in {verified.runtime} ({verified.measure} "
-            f"{verified.max_error:.3g}, allowed {verified.tolerance:g}): the output was removed"
+            f"{verified.max_error:.3g}, allowed {verified.tolerance:.3g}): the output was removed"
         )
     return verified
 
@@ -105,7 +114,7 @@ def verify_resized(larger: Any, model: Any, prompts: list[list[int]]) -> Verifie
     """The enlarged model against the source, before any type or format comes in between."""
     larger, model = _as_float32(larger), _as_float32(model)
     worst = max(relative_error(logits_of(larger, ids), logits_of(model, ids)) for ids in prompts)
-    return check(Verified("torch", worst, HF_TOLERANCE, "largest relative difference of a logit once made stock"))
+    return check(Verified("torch", worst, HF_TOLERANCE, "largest relative difference of a logit once enlarged"))
 
 
 def _as_float32(model: Any) -> Any:
@@ -127,7 +136,40 @@ def verify_llamacpp(
         raise Mismatch(f"export: llama.cpp does not run the written file ({error}): the output was removed") from error
     if type_ == "f32":
         return check(Verified("llama.cpp", float(errors.max()), tolerance, "largest difference of a log-probability"))
-    return check(Verified("llama.cpp", float(errors.mean()), tolerance, "mean difference of a log-probability"))
+    found = float(errors.mean())
+    if tolerance < found <= ROUNDING_CAP:
+        usual = ROUNDING_FACTOR * rounding_error(reference, prompts, type_)
+        tolerance = max(tolerance, min(usual, ROUNDING_CAP))
+    return check(Verified("llama.cpp", found, tolerance, "mean difference of a log-probability"))
+
+
+def rounding_error(reference: Any, prompts: list[list[int]], type_: str) -> float:
+    """The mean difference of a log-probability once the inputs of every linear layer are rounded as llama.cpp does."""
+    expected = [logits_of(reference, ids).log_softmax(-1) for ids in prompts]
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, inputs: (rounded_input(inputs[0], type_), *inputs[1:]))
+        for layer in reference.modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    try:
+        found = [logits_of(reference, ids).log_softmax(-1) for ids in prompts]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    likeliest = [values.topk(min(20, values.shape[-1])).indices for values in expected]
+    triples = zip(found, expected, likeliest, strict=True)
+    return float(torch.cat([(a.gather(1, at) - b.gather(1, at)).abs().flatten() for a, b, at in triples]).mean())
+
+
+def rounded_input(x: Tensor, type_: str) -> Tensor:
+    """To 16 bits, or to 8 bits with a scale for every block of 32; rows that blocks do not divide are f16."""
+    if type_ == "bf16":
+        return x.bfloat16().to(x.dtype)
+    if type_ == "f16" or x.shape[-1] % BLOCK:
+        return x.half().to(x.dtype)
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return ((blocks / scale).round() * scale).reshape(x.shape)
 
 
 def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:

@@ -32,6 +32,15 @@ class Panel:
     top: float | None = None
     """Where the axis ends if a few spikes would flatten everything else."""
     height: float = 1.0
+    legend: bool = True
+    """Whether its lines are named where that is needed; False where another panel names the same ones."""
+
+    @property
+    def named(self) -> list[Series]:
+        """The lines to name: all but the faint ones; a line that is alone and called like its panel needs none."""
+        shown = [series for series in self.series if series.style != "faint"]
+        alone = len(shown) == 1 and shown[0].name.split(" (")[0] in self.label
+        return [] if alone or not self.legend else shown
 
 
 @dataclass(slots=True)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dwindle.report.clock import running_clock
 from dwindle.report.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.report.layers import layer_figure
 from dwindle.report.logs import KINDS, Column, Floats
 from dwindle.report.run import Run
+from dwindle.report.target import target_count
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
 
 MAX_POINTS = 1600
@@ -20,7 +21,6 @@ SMOOTH_SHARE = 80
 MAX_TICKS = 1200
 MAX_MARKS = 60
 MAX_TASKS = 8
-PAUSE_S = 600.0
 
 NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
@@ -39,7 +39,8 @@ def build_figures(run: Run) -> list[Figure]:
     return [figure for figure in figures if figure is not None and any(p.series for p in figure.panels)]
 
 
-def _line(name: str, color: str, x: Floats, y: Floats, *, points: int = MAX_POINTS, style: Any = "line") -> Series:
+def line(name: str, color: str, x: Floats, y: Floats, *, points: int = MAX_POINTS, style: Any = "line") -> Series:
+    """A series with fewer points that draws the same."""
     kept = thin_steps(y, points) if style == "step" else thin(y, points)
     return Series(name, color, rounded(x[kept], 12), rounded(y[kept]), style)
 
@@ -48,9 +49,9 @@ def _smoothed(name: str, color: str, x: Floats, y: Floats) -> list[Series]:
     """Every value faintly and their mean above; a short series is drawn as it is."""
     window = len(y) // SMOOTH_SHARE
     if window <= 1:
-        return [_line(name, color, x, y)]
-    mean = _line(f"{name} (mean of {window:,})", color, x, moving_mean(y, window), points=SMOOTH_POINTS)
-    return [_line(f"{name} (each)", color, x, y, style="faint"), mean]
+        return [line(name, color, x, y)]
+    mean = line(f"{name} (mean of {window:,})", color, x, moving_mean(y, window), points=SMOOTH_POINTS)
+    return [line(f"{name} (each)", color, x, y, style="faint"), mean]
 
 
 # Pruning (the paper's Fig. 7) ------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _share(run: Run) -> Figure | None:
         if run.architecture is not None:
             own = own * 100 / max(run.architecture.total(kind), 1)
         xs = np.concatenate([[0.0], x, [end]])
-        series.append(_line(NAMES[kind], kind, xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
+        series.append(line(NAMES[kind], kind, xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
     known = run.architecture is not None
     panel = Panel("removed", "percent" if known else "count", series, zero=True)
     caption = "Share of the source's heads and channels that were removed, all layers together."
@@ -120,17 +121,23 @@ def _loss(run: Run) -> Figure | None:
     metrics, tokens = run.metrics, run.metrics.tokens
     loss, valid = metrics.column("loss"), metrics.column("valid_loss")
     losses = _smoothed("train", "train", tokens[loss.rows], loss.values) if len(loss) else []
+    taught = metrics.column("distill_loss")
+    if len(taught):
+        losses += _smoothed("distillation", "stem", tokens[taught.rows], taught.values)
     if len(valid):
-        losses.append(_line("validation", "valid", tokens[valid.rows], valid.values, style="dots"))
+        losses.append(line("validation", "valid", tokens[valid.rows], valid.values, style="dots"))
     panels = [Panel("loss, nats per token", "number", losses, top=_calm_top(loss.values), height=1.5)]
     if (sizes := _parameters(run)) is not None:
         panels.append(sizes)
     if not losses:
         return None
+    caption = "Ticks are prune events, coloured by type; dashed lines are compactions, where dead parts were cut out."
+    if len(taught):
+        caption += " Distillation: how far the predictions are from the teacher's (KL divergence)."
     return Figure(
         "loss",
         "Loss and size",
-        "Ticks are prune events, coloured by type; dashed lines are compactions, where dead parts were cut out.",
+        caption,
         "tokens",
         "count",
         panels,
@@ -149,8 +156,8 @@ def _calm_top(values: Floats) -> float | None:
     return roof if most > high + 2 * (high - low) else None
 
 
-def _parameters(run: Run) -> Panel | None:
-    """From the ledger, whose events are exact; the metrics say how far the run has come."""
+def size_steps(run: Run) -> tuple[Floats, Floats] | None:
+    """Tokens and parameters left: from the ledger, whose events are exact; the metrics say how far the run has come."""
     prunes, before = run.ledger.prunes, run.parameters_before
     tokens = run.metrics.tokens
     column = run.metrics.column("parameters")
@@ -160,22 +167,19 @@ def _parameters(run: Run) -> Panel | None:
             x, left = np.concatenate([[0.0], x]), np.concatenate([[before], left])
         if len(tokens) and tokens[-1] > x[-1]:
             x, left = np.append(x, tokens[-1]), np.append(left, left[-1])
-    elif len(column):
-        x, left = tokens[column.rows], column.values
-    else:
+        return x, left
+    return (tokens[column.rows], column.values) if len(column) else None
+
+
+def _parameters(run: Run) -> Panel | None:
+    steps = size_steps(run)
+    if steps is None:
         return None
-    series = [_line("parameters", "size", x, left, style="step")]
-    goal = end_count(run)
+    series = [line("parameters", "size", *steps, style="step")]
+    goal = target_count(run.recipe, run.ledger.source)
     if goal is not None:
         series.append(Series("target", "size", [0, series[0].x[-1]], [goal, goal], "target"))
     return Panel("parameters", "count", series, zero=True)
-
-
-def end_count(run: Run) -> int | None:
-    """The size that the run aims at, as its pacing wrote it into the ledger."""
-    pacing = run.ledger.option("pacing")
-    goal = pacing.get("end_count") if isinstance(pacing, dict) else None
-    return goal if isinstance(goal, int) and goal > 0 else None
 
 
 def _compactions(run: Run, pauses_s: dict[int, float], places: dict[int, float] | None = None) -> list[Mark]:
@@ -205,12 +209,12 @@ def _optimizer(run: Run) -> Figure | None:
     rate, norm = metrics.column("lr"), metrics.column("grad_norm")
     panels = []
     if len(rate):
-        line = _line("learning rate", "train", tokens[rate.rows], rate.values, points=SMOOTH_POINTS)
-        panels.append(Panel("learning rate", "scientific", [line], zero=True))
+        rates = line("learning rate", "train", tokens[rate.rows], rate.values, points=SMOOTH_POINTS)
+        panels.append(Panel("learning rate", "scientific", [rates], zero=True))
     positive = norm.values > 0
     if positive.any():
-        line = _line("gradient norm", "valid", tokens[norm.rows][positive], norm.values[positive], style="faint")
-        panels.append(Panel("gradient norm", "number", [line], log=True))
+        norms = line("gradient norm", "valid", tokens[norm.rows][positive], norm.values[positive], style="faint")
+        panels.append(Panel("gradient norm", "number", [norms], log=True))
     skipped = metrics.column("skipped")
     missed = tokens[skipped.rows][skipped.values > 0]
     note = f" {len(missed):,} steps were skipped (not finite)." if len(missed) else ""
@@ -225,7 +229,7 @@ def _tasks(run: Run) -> Figure | None:
     """Whatever else callbacks measured in the loop, such as task accuracies."""
     metrics, tokens = run.metrics, run.metrics.tokens
     known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
-    known |= {"flops_per_token"}
+    known |= {"flops_per_token", "distill_loss"}
     names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
     shares, others = Panel("accuracy", "percent", []), Panel("other measures", "number", [])
     for place, name in enumerate(names[:MAX_TASKS]):
@@ -233,7 +237,7 @@ def _tasks(run: Run) -> Figure | None:
         is_share = name.startswith("tasks/") and column.values.min() >= 0 and column.values.max() <= 1
         panel, scale = (shares, 100) if is_share else (others, 1)
         x, y = tokens[column.rows], column.values * scale
-        panel.series.append(_line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
+        panel.series.append(line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
     panels = [panel for panel in (shares, others) if panel.series]
     left = len(names) - MAX_TASKS
     caption = "Measured in the loop." + (f" {left} more in metrics.jsonl." if left > 0 else "")
@@ -241,44 +245,6 @@ def _tasks(run: Run) -> Figure | None:
 
 
 # Speed ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Clock:
-    """When each step ended, in seconds of running time; time between a stop and the resume does not count.
-
-    Gaps up to PAUSE_S (checkpoints, say) count as running.
-    """
-
-    seconds: Floats
-    stops: list[float]
-
-
-def running_clock(run: Run) -> Clock | None:
-    wall, took = run.metrics.column("time.wall"), run.metrics.column("time.seconds")
-    if not len(took) or len(took) != run.metrics.num_rows:
-        return None
-    gaps = took.values.copy()
-    stops: list[int] = []
-    if len(wall) == len(took):
-        between = np.diff(wall.values)
-        limit = PAUSE_S + 20 * float(np.median(took.values))
-        idle = between - gaps[1:] - _accounted_s(run)[1:] > limit
-        stops = (1 + np.flatnonzero(idle)).tolist()
-        gaps[1:] = np.where(idle, gaps[1:], np.maximum(between, gaps[1:]))
-    seconds = np.cumsum(gaps)
-    return Clock(seconds, [float(seconds[place - 1]) for place in stops])
-
-
-def _accounted_s(run: Run) -> Floats:
-    """Pauses that the metrics name: compactions, evaluations, and whatever else is measured in seconds."""
-    rates = {"time.tokens_per_s", "time.wall", "time.seconds", "time.utilisation", "time.mfu", "time.devices"}
-    total = np.zeros(run.metrics.num_rows)
-    for name in run.metrics.names:
-        if name.startswith("time.") and name not in rates:
-            column = run.metrics.column(name)
-            total[column.rows] += np.maximum(column.values, 0)
-    return total
 
 
 def _throughput(run: Run) -> Figure | None:
@@ -302,10 +268,11 @@ def _throughput(run: Run) -> Figure | None:
     pauses_s = {int(steps[row]): float(value) for row, value in zip(pauses.rows, pauses.values, strict=True)}
     places = dict(zip(steps.astype(int).tolist(), clock.seconds.tolist(), strict=True))
     marks = _compactions(run, pauses_s, places) + [Mark(x, "stopped and resumed", "stop") for x in clock.stops[:50]]
+    stops = " Red ones are where the run was stopped and resumed; the time between is left out." if clock.stops else ""
     return Figure(
         "throughput",
         "Speed",
-        f"Over running time. Dashed lines are compactions. {about}".strip(),
+        f"Over running time. Dashed lines are compactions.{stops} {about}".strip(),
         "running time",
         "seconds",
         panels,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from dwindle.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
 from dwindle.report.figure import Figure, Panel, Series, plain
 from dwindle.report.figures import build_figures
+from dwindle.report.overlay import overlay
 from dwindle.report.run import Run
 from dwindle.sizes import format_count
 
@@ -39,12 +40,24 @@ _TASKS = ("attn", "ffn", "stem", "valid", "speed", "warn", "train", "size")
 
 def write_plots(run: Run, out: str | os.PathLike[str], *, dpi: int = 200, overwrite: bool = False) -> list[str]:
     """Every figure of the run as ``<name>.png`` and ``<name>.svg``; the data of all of them in ``figures.json``."""
-    if not 30 <= dpi <= 1200:
-        raise UserError(f"--dpi {dpi}: choose from 30 to 1200")
     figures = build_figures(run)
     if not figures and run.architecture is None:
         raise UserError(f"{run.folder}: there is nothing to draw yet: no steps and no prune events were written")
-    view = run.architecture
+    return _write(figures, run.architecture, out, dpi, overwrite)
+
+
+def write_overlay(
+    runs: Sequence[Run], out: str | os.PathLike[str], *, dpi: int = 200, overwrite: bool = False
+) -> list[str]:
+    """Several runs in one figure, ``overlay``; its caption, what makes them different, is drawn under it."""
+    return _write([overlay(runs)], None, out, dpi, overwrite)
+
+
+def _write(
+    figures: list[Figure], view: ArchitectureView | None, out: str | os.PathLike[str], dpi: int, overwrite: bool
+) -> list[str]:
+    if not 30 <= dpi <= 1200:
+        raise UserError(f"--dpi {dpi}: choose from 30 to 1200")
     with _matplotlib() as pyplot, atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
         for figure in track(figures, "drawing figures", len(figures)):
             _save(pyplot, _draw(pyplot, figure), folder, figure.id, dpi)
@@ -139,9 +152,17 @@ def _draw(pyplot: Any, figure: Figure) -> Any:
         bottom.set_xticks([value * scale for value in round_times if low <= value * scale <= high])
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value / scale:.3g}")
     elif figure.x_unit == "count":
-        bottom.xaxis.set_major_formatter(lambda value, _: format_count(value))
+        _whole_numbers(bottom.xaxis)
+    if figure.id == "overlay":
+        drawn.supxlabel(figure.caption, x=0.01, ha="left", fontsize=8)
     drawn.suptitle(figure.title, x=0.01, ha="left", fontweight="bold")
     return drawn
+
+
+def _whole_numbers(axis: Any) -> None:
+    """Ticks at whole numbers only: there is no layer 2.5."""
+    axis.get_major_locator().set_params(integer=True, steps=[1, 2, 5, 10])
+    axis.set_major_formatter(lambda value, _: format_count(value))
 
 
 def _time_unit(seconds: float) -> tuple[str, float]:
@@ -166,11 +187,12 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.set_ylim(bottom=0)
     if panel.top is not None:
         axis.set_ylim(top=panel.top)
-    if panel.unit in ("count", "percent"):
-        percent = panel.unit == "percent"
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g} %" if percent else format_count(value))
+    if panel.unit == "percent":
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    elif panel.unit == "count":
+        axis.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axis.set_title(panel.label, loc="left", fontsize=9)
-    if sum(series.style != "faint" for series in panel.series) > 1:
+    if panel.named:
         axis.legend(frameon=False, fontsize=8, loc="best")
 
 
@@ -178,7 +200,7 @@ def _draw_series(axis: Any, series: Series) -> None:
     color, faint = _color(series.color), series.style == "faint"
     label = None if faint else series.name.split(" (")[0]
     style = {"target": (0, (1, 2))}.get(series.style, "-")
-    marker = "o" if series.style == "dots" and len(series.x) <= 60 else None
+    marker = "o" if len(series.x) == 1 or (series.style == "dots" and len(series.x) <= 60) else None
     steps = "steps-post" if series.style == "step" else "default"
     axis.plot(
         series.x,

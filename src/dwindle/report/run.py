@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from dwindle.errors import UserError
 from dwindle.report.architecture import ArchitectureView, find_architecture
+from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog, MetricsLog
+from dwindle.report.target import target_missed
 
 Status = Literal["finished", "running", "stopped", "pruned"]
 
@@ -66,6 +68,13 @@ class Run:
     def parameters_after(self) -> float | None:
         prunes = self.ledger.prunes.parameters
         return prunes[-1] if prunes else self.metrics.last("parameters") or self.parameters_before
+
+    @property
+    def target_missed(self) -> bool:
+        """Whether it ended above the size that it was to have."""
+        return self.status == "finished" and target_missed(
+            self.recipe, self.ledger.source, self.parameters_after, read_structure(self.folder)
+        )
 
     def missing(self) -> list[str]:
         """What the page cannot show, and why; each a line for a person."""
@@ -136,6 +145,12 @@ def _is_locked(lock: Path, log: Path) -> bool:
         return _age_s(log) < _FRESH_S
     places = (line.split()[5] for line in held if " FLOCK " in line and len(line.split()) > 5)
     return any(place.rsplit(":", 1)[-1] == str(inode) for place in places)
+
+
+def read_structure(folder: Path) -> dict[str, Any] | None:
+    """What the final model kept; None where nothing says it."""
+    found = read_json(folder / "model" / "structure.json")
+    return found if isinstance(found, dict) else None
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

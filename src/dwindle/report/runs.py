@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,17 @@ from rich.table import Table
 
 from dwindle.errors import UserError
 from dwindle.report.jsonlines import Record, number
-from dwindle.report.run import is_run, parse_recipe, setting, short_name, status_of
+from dwindle.report.run import is_run, parse_recipe, read_structure, setting, short_name, status_of
+from dwindle.report.settings import Settings, different_settings, settings_of, short_settings
+from dwindle.report.target import target_missed
 from dwindle.sizes import format_count
 
 MAX_DEPTH = 4
+MISSED = "target missed"
+"""The status of a run that ended above its target."""
 _TAIL_BYTES = 1 << 18
+_COLUMNS = ("source.model", "prune.target", "training.tokens")
+"""Settings that have a column of their own."""
 _INNER = {"model", "checkpoints", "milestones", "tokens", "tensorboard"}
 
 
@@ -36,6 +42,8 @@ class RunRow:
     tokens: int | None
     loss: float | None
     valid_loss: float | None
+    settings: Settings = field(default_factory=dict)
+    """Those that are not the same in all runs of the table, by dotted name."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,7 +53,10 @@ def list_runs(folder: Path) -> list[RunRow]:
     """Runs in ``folder`` and below it, by path; ``folder`` itself may be one."""
     if not folder.is_dir():
         raise UserError(f"{folder}: is not a directory: give the one that holds your runs, such as runs")
-    return [_row(path, folder) for path in _find(folder, MAX_DEPTH)]
+    rows = [_row(path, folder) for path in _find(folder, MAX_DEPTH)]
+    for row, different in zip(rows, different_settings([row.settings for row in rows]), strict=True):
+        row.settings = {key: value for key, value in different.items() if key not in _COLUMNS}
+    return rows
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
@@ -72,9 +83,12 @@ def _row(path: Path, root: Path) -> RunRow:
     valid = next((r["valid_loss"] for r in reversed(steps) if number(r.get("valid_loss")) is not None), None)
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
     source = setting(recipe, "source", "model") or first.get("source") or ""
+    status: str = status_of(path)
+    if status == "finished" and target_missed(recipe, first, number(left), read_structure(path)):
+        status = MISSED
     return RunRow(
         run=path.relative_to(root).as_posix() if path != root else path.resolve().name,
-        status=status_of(path),
+        status=status,
         source=short_name(str(source)),
         target=str(setting(recipe, "prune", "target") or ""),
         parameters=_whole(left),
@@ -83,21 +97,48 @@ def _row(path: Path, root: Path) -> RunRow:
         tokens=_whole(last.get("tokens")),
         loss=number(last.get("loss")),
         valid_loss=number(valid),
+        settings=settings_of(recipe, first),
     )
 
 
 def render_runs(rows: list[RunRow]) -> Table:
-    """The table for a terminal."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("run", "status", "source", "target"):
+    """The table for a terminal; what all runs share is said once, above and below it."""
+    same_source = len(rows) > 1 and len({(row.source, row.source_parameters) for row in rows}) == 1
+    usual, differ = _usual(rows), any(row.settings for row in rows)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
+    for column in ("run", "status", *(() if same_source else ("source",)), "target"):
         table.add_column(column, overflow="fold", no_wrap=column in ("status", "target"))
-    for column in ("before", "now", "tokens", "loss", "valid"):
+    for column in (*(() if same_source else ("before",)), "now", "tokens", "loss", "valid"):
         table.add_column(column, justify="right", no_wrap=True)
+    if differ:
+        table.add_column("differs in", overflow="fold", min_width=14)
+    if usual:
+        table.caption = escape(f"where nothing is said: {short_settings(usual, with_off=True)}")
+    if same_source:
+        table.title = escape(f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters")
     for row in rows:
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.valid_loss)]
-        counts = map(_count, (row.source_parameters, row.parameters, row.tokens))
-        table.add_row(*map(escape, (row.run, row.status, row.source, row.target, *counts, *losses)))
+        own = {key: value for key, value in row.settings.items() if value != usual.get(key)}
+        cells = [row.run, row.status, *([] if same_source else [row.source]), row.target]
+        cells += [] if same_source else [_count(row.source_parameters)]
+        cells += [
+            _count(row.parameters),
+            _count(row.tokens),
+            *losses,
+            *([short_settings(own, with_off=True)] if usual else []),
+        ]
+        table.add_row(*map(escape, cells))
     return table
+
+
+def _usual(rows: list[RunRow]) -> Settings:
+    """Of every setting that differs the value that most runs have; none where most leave it open."""
+    usual: Settings = {}
+    for key in dict.fromkeys(key for row in rows for key in row.settings):
+        values = [row.settings.get(key) for row in rows]
+        commonest = max(values, key=values.count)
+        usual |= {} if commonest is None else {key: commonest}
+    return usual
 
 
 def _count(value: int | None) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 from dwindle import __version__
 from dwindle.report.architecture import ArchitectureView
 from dwindle.report.figure import plain
-from dwindle.report.figures import NAMES, build_figures, end_count
+from dwindle.report.figures import NAMES, build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import Run
 from dwindle.report.tables import cost_of, cost_table
+from dwindle.report.target import target_count
 from dwindle.sizes import format_count
 
 
@@ -24,7 +25,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "format": 1,
         "version": __version__,
         "name": run.name,
-        "status": run.status,
+        "status": "missed" if run.target_missed else run.status,
         "status_text": _status_text(run),
         "story": _story(run),
         "tiles": _tiles(run),
@@ -49,6 +50,8 @@ def fingerprint(encoded: bytes) -> str:
 def _status_text(run: Run) -> str:
     if run.status == "pruned":
         return "model of a run" if any(run.ledger.prunes.tokens) else "pruned without training"
+    if run.target_missed:
+        return "finished, target missed"
     return "stopped, can be resumed" if run.status == "stopped" else run.status
 
 
@@ -60,14 +63,15 @@ def _story(run: Run) -> str:
         return f"A run of {source}." if run.source_name else ""
     tokens = run.metrics.last("tokens")
     trained = f" {format_count(tokens)} tokens of training" if tokens else ""
-    goal = end_count(run)
+    goal = target_count(run.recipe, run.ledger.source)
     start = f"The {format_count(before)} parameters of {source}"
     parts = _what_left(run)
     removed = f": {parts} were removed." if parts else "."
     if goal is not None and after > goal and run.status != "finished":
         so_far = f"{format_count(after)} are left" + (f" after{trained}" if trained else "")
         return f"{start} are on their way to {format_count(goal)}; {so_far}{removed}"
-    return f"{start} became {format_count(after)}" + (f" over{trained}" if trained else "") + removed
+    missed = f" The target of {run.target} was missed." if run.target_missed else ""
+    return f"{start} became {format_count(after)}" + (f" over{trained}" if trained else "") + removed + missed
 
 
 def _what_left(run: Run) -> str:

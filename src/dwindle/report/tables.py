@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dwindle.report.figures import running_clock
+from dwindle.report.clock import running_clock
 from dwindle.report.run import Run
 from dwindle.sizes import format_count
 

@@ -68,7 +68,8 @@ function timeStep(span, most) {
 }
 
 function linearTicks(low, high, most, unit) {
-  const step = unit === "seconds" ? timeStep(high - low, most) : niceStep(high - low, most);
+  let step = unit === "seconds" ? timeStep(high - low, most) : niceStep(high - low, most);
+  if (unit === "count" && high - low >= 1) step = step < 1 ? 1 : step === 2.5 ? 5 : step;  // whole numbers
   const ticks = [];
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high + step * 1e-6; place++) ticks.push(place * step);
   return ticks;
@@ -152,10 +153,11 @@ function spread(labels, top, bottom, gap) {
 
 // One figure ---------------------------------------------------------------------------------------------------
 
-// A line that is alone in its panel needs no name beside the panel's.
+// A line that is alone in its panel and called like it needs no name beside the panel's (as Panel.named).
 function named(panel) {
   const shown = panel.series.filter((series) => series.style !== "faint");
-  return shown.length > 1 ? shown : [];
+  const alone = shown.length === 1 && panel.label.includes(shortName(shown[0]));
+  return alone || !panel.legend ? [] : shown;
 }
 
 function legendOf(figure) {

@@ -1,0 +1,85 @@
+"""What makes runs different: their settings, those that are not the same in all, and short words for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dwindle.report.jsonlines import Record
+from dwindle.report.run import short_name
+
+Settings = dict[str, Any]
+"""By dotted name, such as ``prune.method``."""
+
+MAX_SHOWN = 4
+
+_FIRST = ("prune.method", "prune.metric", "prune.selection", "prune.second_order", "distill.weight", "training.tokens")
+# What says where or how fast, not what comes out.
+_ASIDE = {
+    "source.device",
+    "training.micro_batch",
+    "training.compile",
+    "training.activation_checkpointing",
+    "training.parallel",
+    "training.ce_chunk_tokens",
+    "prune.milestones",
+    "prune.compact_threshold",
+    "prune.compact_multiple",
+    "prune.compact_wait",
+    "prune.chooser",
+}
+
+
+def settings_of(recipe: Mapping[str, Any], source: Record) -> Settings:
+    """Of the recipe; the ledger's first event (``source``) adds the metric that was chosen, and what prune was told."""
+    found = {
+        f"{section}.{key}": value
+        for section, table in recipe.items()
+        if isinstance(table, dict) and section not in ("checkpoint", "validation")
+        for key, value in table.items()
+    }
+    options = source.get("options")
+    if isinstance(options, dict):
+        told = options if not recipe else {"metric": options.get("metric")}
+        found |= {f"prune.{k}": v for k, v in told.items() if v is not None and not found.get(f"prune.{k}")}
+    return {key: value for key, value in found.items() if key not in _ASIDE and not isinstance(value, dict)}
+
+
+def different_settings(runs: Sequence[Settings]) -> list[Settings]:
+    """Of every run the settings that have several values among the runs, the telling ones first."""
+    keys = dict.fromkeys(key for settings in runs for key in settings)
+    different = sorted((key for key in keys if len(_values(key, runs)) > 1), key=_rank)
+    return [{key: run[key] for key in different if key in run} for run in runs]
+
+
+def _values(key: str, runs: Sequence[Settings]) -> set[str]:
+    """A recipe that has the section but not the key leaves it open, which is a value too (``ratio`` or ``horizon``)."""
+    section = key.split(".")[0] + "."
+    asked = [run for run in runs if key in run or ("source.model" in run and any(k.startswith(section) for k in run))]
+    return {json.dumps(run.get(key)) for run in asked}
+
+
+def _rank(key: str) -> int:
+    return _FIRST.index(key) if key in _FIRST else len(_FIRST)
+
+
+def short_settings(settings: Settings, *, with_off: bool = False) -> str:
+    """``adapt, distilled 0.75``; what is off (no, empty) is left out unless asked for."""
+    shown = [words for key, value in settings.items() if (words := _words(key, value, with_off))]
+    more = len(shown) - MAX_SHOWN
+    return ", ".join(shown[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _words(key: str, value: Any, with_off: bool) -> str:
+    name = {"distill.weight": "distilled", "source.model": "source"}.get(key, key.split(".")[-1].replace("_", " "))
+    if value is False or value in ("", []) or (key == "distill.weight" and value == 0):
+        return f"no {'distillation' if name == 'distilled' else name}" if with_off else ""
+    if value is True or key == "prune.method":
+        return name if value is True else str(value)
+    values = value if isinstance(value, list) else [value]
+    return f"{name} {' + '.join(_short(item) for item in values)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else short_name(str(value))

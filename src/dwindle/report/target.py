@@ -1,0 +1,72 @@
+"""The size that a run aims at, and whether it got there, from its ledger and recipe alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dwindle.errors import UserError
+from dwindle.report.jsonlines import Record, number
+
+
+def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
+    """Parameters at the target: as the pacing wrote it into the ledger, else from the recipe; None if neither says it.
+
+    ``source`` is the ledger's first event.
+    """
+    options = source.get("options")
+    pacing = options.get("pacing") if isinstance(options, dict) else None
+    written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
+    if written is not None and written > 0:
+        return int(written)
+    from dwindle.recipe_checks import parse_size  # the only thing here that may load torch, and rarely asked
+
+    total = number(source.get("parameters"))
+    try:
+        size = parse_size(_target(recipe), "prune.target")
+    except UserError:
+        return None
+    if size.kind == "count":
+        return int(size.value)
+    if total is None or size.kind == "shape":
+        return None
+    layers = source.get("layer_parameters")
+    if size.kind == "share" or not isinstance(layers, list):
+        return int(size.value * total) if size.kind == "share" else None
+    inside = sum(number(count) or 0.0 for count in layers)
+    return int(total - inside + size.value * inside)
+
+
+def target_missed(
+    recipe: Mapping[str, Any], source: Record, parameters: float | None, structure: Record | None
+) -> bool:
+    """Whether a finished run is larger than it was to become; False where that cannot be told.
+
+    A target of sizes (``heads=8``) is compared with ``structure``: its count in the ledger is an estimate.
+    """
+    target = _target(recipe)
+    if "=" in target:
+        return structure is not None and _other_shape(target, structure)
+    goal = target_count(recipe, source) if target else None
+    return goal is not None and parameters is not None and parameters > goal
+
+
+def _target(recipe: Mapping[str, Any]) -> str:
+    prune = recipe.get("prune")
+    if not isinstance(prune, dict) or prune.get("enabled") is False:
+        return ""
+    return str(prune.get("target") or "")
+
+
+def _other_shape(target: str, structure: Record) -> bool:
+    try:
+        layers = structure["layers"]
+        sizes = {
+            "hidden": len(structure["hidden"]),
+            "heads": min(len(layer["query_heads"]) for layer in layers),
+            "ffn": min(len(layer["ffn"]) for layer in layers),
+        }
+        wanted = dict(part.split("=") for part in target.replace(" ", "").split(","))
+        return any(sizes[name] != int(size) for name, size in wanted.items())
+    except (KeyError, TypeError, ValueError):
+        return False
