@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import dwindle
 from dwindle.anatomy import Structure
 from dwindle.pruning.ledger import read_ledger
+from dwindle.pruning.target import sizes_of
 from tiny import tiny_directory
 
 
@@ -69,6 +70,54 @@ def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path
     assert torch.equal(replayed.model(input_ids=batch).logits, result.model(input_ids=batch).logits)
     if name == "rounded":
         assert len(hidden) % 8 == 0 and len(structure["layers"][0]["ffn"]) % 8 == 0
+
+
+@pytest.mark.parametrize("rounds", [2, 4])
+@pytest.mark.parametrize("attention", ["regular", "cluster"])
+@pytest.mark.parametrize("to", ["ffn=20", "hidden=24", "heads=4", "heads=3", "hidden=24,ffn=32"])
+def test_rounds_end_in_the_shape_that_was_asked_for(source: Path, to: str, attention: Any, rounds: int) -> None:
+    wanted = {"hidden": 32, "heads": 8, "ffn": 40} | {k: int(n) for k, n in (part.split("=") for part in to.split(","))}
+    result = dwindle.prune(source, to, rounds=rounds, attention=attention, num_sequences=2, seq_len=16)
+    assert sizes_of(result.structure) == wanted
+    steps = {event["step"] for event in result.ledger[1:]}
+    assert 1 in steps and (steps == set(range(1, rounds + 1)) or "heads" in to)  # every round does its part
+
+
+def test_a_shape_that_was_missed_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dwindle.posttraining.choose_groups", lambda *args, **options: [])
+    with pytest.raises(dwindle.UserError, match=r"--to hidden=24: .*hidden 32, heads 8, ffn 40"):
+        dwindle.prune(source, "hidden=24", metric="magnitude")
+
+
+def test_a_shape_for_layers_of_different_sizes_is_refused(source: Path, tmp_path: Path) -> None:
+    """One channel of every layer leaves at a time: unequal layers stay unequal."""
+    dwindle.prune(source, "80%", method="adapt", rounds=2, num_sequences=2, seq_len=16, out=tmp_path / "uneven")
+    with pytest.raises(dwindle.UserError, match="--to ffn=8: the source's layers have"):
+        dwindle.prune(tmp_path / "uneven", "ffn=8", metric="magnitude")
+    kept = sizes_of(dwindle.prune(tmp_path / "uneven", "hidden=24", metric="magnitude", rounds=2).structure)
+    assert kept["hidden"] == 24 and isinstance(kept["ffn"], list)
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 8])
+@pytest.mark.parametrize("attention", ["regular", "cluster"])
+def test_rounded_widths_fit_after_any_number_of_rounds(source: Path, attention: Any, rounds: int) -> None:
+    for multiple in (8, 16):
+        result = dwindle.prune(
+            source, "50%", rounds=rounds, round_to=multiple, attention=attention, num_sequences=2, seq_len=16
+        )
+        sizes = sizes_of(result.structure)
+        assert sizes["hidden"] % multiple == sizes["ffn"] % multiple == 0  # type: ignore[operator]
+        assert result.after.total <= 0.5 * result.before.total
+
+
+def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("dwindle.posttraining.load")
+    with pytest.raises(dwindle.UserError, match="round_to 64: no such multiple"):
+        dwindle.prune(source, "50%", round_to=64)
+    with pytest.raises(dwindle.UserError, match="round_to 32: the smallest model with such widths has"):
+        dwindle.prune(source, "40%", round_to=32)
 
 
 def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_what_cannot_work_is_refused_before_training(place: Path, prune: dict[st
 def test_plans_know_the_methods(place: Path, prune: dict[str, Any]) -> None:
     plan = make_plan(recipe(place, prune=prune))
     share = float(prune["target"].removesuffix("%")) / 100
-    assert plan.parameters_target == int(share * plan.parameters_before) and plan.events_estimate > 4
-    width = plan.shape_estimate["ffn"]
-    assert (min(width) if isinstance(width, list) else width) < plan.shape_before["ffn"]
+    assert plan.parameters_target == int(share * plan.parameters_before) and plan.shape_target is None
+    run = place / f"planned-{prune.get('method', 'global')}-{'ratio' in prune}"
+    pretrain(recipe(place, prune=prune), run)
+    assert 4 <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most

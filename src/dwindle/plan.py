@@ -8,26 +8,24 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.memory import Footprint, footprint
-from dwindle.pruning.allocation import AllocationOptions, Allocator, level_scores
-from dwindle.pruning.anywhere import GlobalSelector
 from dwindle.pruning.choosing import ChooserKind, make_chooser
+from dwindle.pruning.eventrange import EventRange, coupled_events, global_events, staged_events
 from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
-from dwindle.pruning.saliency import ElementScores, metric_named
-from dwindle.pruning.selection import SelectionOptions, Selector, final_count, rounded_shape
-from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.selection import SelectionOptions, check_rounding, final_count, largest_count
+from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe import Recipe
 from dwindle.sizes import format_bytes
-from dwindle.sources import load, load_config, load_tokenizer
+from dwindle.sources import load_config, load_tokenizer
 from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """At most in one forward pass: with fewer, a GPU waits for the host while it trains a small model."""
 _MEMORY_SHARE = 0.8
 """Of a GPU, which the estimate may fill; the rest is for what it does not know and for other shapes of one run."""
+_MORE_EVENTS = "raise training.tokens, choose a faster prune.ratio, or use prune.horizon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,7 @@ class PruningPlan:
     pacing: Pacing
     selection: SelectionOptions
     chooser: ChooserKind
+    events: EventRange
     milestones: list[tuple[str, int]]
 
 
@@ -58,43 +57,46 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     target = parse_target(prune.target, anatomy, "prune.target")
     kind: ChooserKind = "adapt" if prune.method == "adapt" else prune.selection
     make_chooser(kind, anatomy, target, selection)  # refuses what cannot be reached
+    check_rounding(anatomy, target, selection, prune.round_to, "prune.round_to")
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
-    pacing: Pacing
-    if prune.method == "adapt":
-        pacing = Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
-    elif prune.steps_ratio is not None:
-        pacing = Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
-        _check_enough_events(pacing, recipe, start - end, _largest_group(anatomy, target, selection, kind))
-    else:
-        assert prune.effective_horizon is not None
-        last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
-        pacing = Horizon(start, end, prune.warmup_steps, last)
+    pacing = _pacing(recipe, start, end)
+    events = _events(recipe, anatomy, target, selection, pacing)
+    if isinstance(pacing, Ratio):
+        _check_enough_events(pacing, recipe, events)
     milestones = [(text, parse_target(text, anatomy, "prune.milestones").num_parameters) for text in prune.milestones]
     for text, size in milestones:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
-    return PruningPlan(target, end, pacing, selection, kind, milestones)
+    return PruningPlan(target, end, pacing, selection, kind, events, milestones)
 
 
-def _largest_group(anatomy: Anatomy, target: Target, selection: SelectionOptions, kind: ChooserKind) -> int:
-    """The most that one event can remove."""
-    source = anatomy.source
-    level, count = level_scores(source), anatomy.count(source).total
-    if kind == "global":
-        left = GlobalSelector(anatomy, target, selection).sizes_after_one(level, source)
-    else:
-        found = Selector(anatomy, target, selection).candidates(level, source).values()
-        left = [anatomy.count(source.without(candidate.group)).total for candidate in found]
-    return count - min(left)
+def _pacing(recipe: Recipe, start: int, end: int) -> Pacing:
+    prune = recipe.prune
+    if prune.method == "adapt":
+        return Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
+    if prune.steps_ratio is not None:
+        return Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
+    assert prune.effective_horizon is not None
+    last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
+    return Horizon(start, end, prune.warmup_steps, last)
 
 
-def _check_enough_events(pacing: Ratio, recipe: Recipe, excess: int, largest: int) -> None:
+def _events(
+    recipe: Recipe, anatomy: Anatomy, target: Target, selection: SelectionOptions, pacing: Pacing
+) -> EventRange:
+    if isinstance(pacing, Stages):
+        return staged_events(anatomy, pacing, selection)
+    if recipe.prune.selection == "global":
+        return global_events(anatomy, target, selection)
+    return coupled_events(anatomy, target, selection, recipe.prune.round_to)
+
+
+def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
     available = pacing.events_by(recipe.num_steps)
-    needed = -(-excess // largest)
-    if needed > available:
+    if events.fewest > available:
         raise UserError(
             f"prune.ratio: {recipe.prune.ratio} gives {available:,} events in {recipe.num_steps:,} steps, the target "
-            f"needs at least {needed:,}: raise training.tokens, choose a faster ratio, or use prune.horizon"
+            f"needs at least {events.fewest:,}: {_MORE_EVENTS}"
         )
 
 
@@ -165,7 +167,7 @@ def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) ->
 
 @dataclass(slots=True)
 class Plan:
-    """A run on paper. Events and the final shape are estimates: the gradients of the run decide."""
+    """A run on paper. How many events there are and in which shape they end, the gradients of the run decide."""
 
     model: str
     device: str
@@ -177,36 +179,49 @@ class Plan:
     micro_batch: int
     parameters_before: int
     parameters_target: int
-    events_estimate: int
+    events_fewest: int
+    events_most: int
     last_event_step: int | None
     shape_before: Sizes
-    shape_estimate: Sizes
+    shape_target: Sizes | None
+    """None where the target is a number of parameters."""
     memory_bytes_estimate: int
     milestones: dict[str, int]
     teacher: str | None
+    warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
-        shape, before = sizes_text(self.shape_estimate), sizes_text(self.shape_before)
-        last = "until the target" if self.last_event_step is None else f"by step {self.last_event_step:,}"
         rows = {
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
             f"{self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
             "parameters": f"{self.parameters_before:,} → at most {self.parameters_target:,}",
-            "events": f"about {self.events_estimate:,}, {last}",
-            "shape now": before,
-            "shape expected": f"{shape} (estimate from weight magnitudes; the gradients of the run decide)",
+            "events": self._events_text(),
+            "shape now": sizes_text(self.shape_before),
+            "shape at the end": sizes_text(self.shape_target or {}),
             "milestones": ", ".join(self.milestones) or "none",
             "teacher": self.teacher or "none",
             "memory": f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})",
+            "warning": "\n".join(self.warnings),
         }
         for name, text in rows.items():
-            table.add_row(name, text)
+            if text:
+                table.add_row(name, text)
         return table
+
+    def _events_text(self) -> str:
+        if not self.events_most:
+            return "none"
+        last = "until the target" if self.last_event_step is None else f"by step {self.last_event_step:,}"
+        return f"{_span(self.events_fewest, self.events_most)}, {last}"
+
+
+def _span(fewest: int, most: int) -> str:
+    return f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
 def check_data(recipe: Recipe) -> None:
@@ -229,7 +244,7 @@ def check_processes(recipe: Recipe, num_processes: int) -> None:
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """Everything that can be known without training; loads the source's weights to estimate the final shape."""
+    """Everything that can be known without training; reads no weights."""
     check_data(recipe)
     device = device_of(recipe)
     config = load_config(recipe.source.model)
@@ -237,10 +252,6 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    events, end, structure = 0, before, anatomy.source
-    if plan is not None:
-        events, structure = _simulate(recipe, plan)
-        end = plan.end_count
     return Plan(
         model=recipe.source.model,
         device=device,
@@ -251,48 +262,42 @@ def make_plan(recipe: Recipe) -> Plan:
         sequences_per_step=recipe.num_sequences_per_step,
         micro_batch=micro_batch,
         parameters_before=before,
-        parameters_target=end,
-        events_estimate=events,
-        last_event_step=plan.pacing.last_step if plan is not None else None,
+        parameters_target=before if plan is None else largest_count(anatomy, plan.target, plan.selection),
+        events_fewest=0 if plan is None else plan.events.fewest,
+        events_most=0 if plan is None else plan.events.most,
+        last_event_step=None if plan is None else plan.pacing.last_step,
         shape_before=sizes_of(anatomy.source),
-        shape_estimate=sizes_of(structure),
+        shape_target=None if plan is None else _shape_target(anatomy, plan.target),
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
-        milestones=dict(plan.milestones) if plan is not None else {},
+        milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
+        warnings=doubts(recipe, config, plan),
     )
 
 
-def _simulate(recipe: Recipe, plan: PruningPlan) -> tuple[int, Structure]:
-    prunable = Prunable(load(recipe.source.model).model)
-    if plan.chooser != "coupled":
-        return _simulate_layers(recipe, plan, prunable)
-    target, end = plan.target, prunable.alive
-    for _ in range(2):
-        selector = Selector(prunable.anatomy, target, plan.selection)
-        elements = ElementScores(prunable, {}, {}, metric_named("magnitude"))
-        alive, events = prunable.alive, 0
-        while (choice := selector.choose(elements.scores, alive)) is not None:
-            elements.remove(choice.group)
-            alive, events = choice.rest, events + 1
-        end = alive
-        if target.shape is not None or recipe.prune.round_to <= 1:
-            break
-        shape = rounded_shape(prunable.anatomy, end, prunable.alive, target, plan.selection, recipe.prune.round_to)
-        target = Target(0, shape)
-    return events, end
+def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
+    """Sizes of a shape; those that are not to change stay different where the source's layers differ."""
+    if target.shape is None:
+        return None
+    now, least, wanted = sizes_of(anatomy.source), asdict(Shape.of(anatomy.source)), asdict(target.shape)
+    return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now}
 
 
-def _simulate_layers(recipe: Recipe, plan: PruningPlan, prunable: Prunable) -> tuple[int, Structure]:
-    """Methods that give every layer its own sizes; layer importance is not known yet, so all layers count alike."""
-    anatomy, alive = prunable.anatomy, prunable.alive
-    scores = ElementScores(prunable, {}, {}, metric_named("magnitude")).scores
-    if plan.chooser == "global":
-        choices = GlobalSelector(anatomy, plan.target, plan.selection).choose_while(scores, alive, lambda *_: True)
-        events = len(choices)
-    else:
-        allocator = Allocator(
-            anatomy, plan.target, plan.selection, AllocationOptions(amplitude=0.0, balance=recipe.prune.balance)
+class PlanWarning(UserWarning):
+    """What may go wrong in a run, but need not."""
+
+
+def doubts(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list[str]:
+    """What may go wrong, for a person to decide before the run."""
+    found, seq_len, positions = list[str](), recipe.data.seq_len, getattr(config, "max_position_embeddings", None)
+    if positions is not None and seq_len > positions:
+        found.append(f"data.seq_len: {seq_len:,} is more than the {positions:,} positions that the source was made for")
+    if plan is None or not isinstance(plan.pacing, Ratio):
+        return found
+    possible, events = plan.pacing.events_by(recipe.num_steps), plan.events
+    if possible < events.most:
+        found.append(
+            f"{possible:,} events possible in {recipe.num_steps:,} steps, the target needs "
+            f"{_span(events.fewest, events.most)}: it may not be reached; {_MORE_EVENTS}"
         )
-        choices = allocator.choose(scores, [0.0] * anatomy.num_layers, alive, plan.end_count)
-        events = recipe.prune.interleaves * len(choices)
-    return events, choices[-1].rest if choices else alive
+    return found

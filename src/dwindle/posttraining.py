@@ -28,9 +28,18 @@ from dwindle.pruning.layerplan import Balance
 from dwindle.pruning.ledger import Event, prune_event, read_ledger, replay_structure, source_event
 from dwindle.pruning.saliency import ElementScores, Metric, metric_named, score_model
 from dwindle.pruning.secondorder import repair
-from dwindle.pruning.selection import DEFAULT_MIN_WIDTH, Choice, SelectionOptions, Selector, final_count, rounded_shape
+from dwindle.pruning.selection import (
+    DEFAULT_MIN_WIDTH,
+    Choice,
+    SelectionOptions,
+    Selector,
+    check_rounding,
+    final_count,
+    rounded_shape,
+    rounding_floors,
+)
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.sizes import check_sequences, format_count
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import calibration_windows
@@ -178,21 +187,43 @@ def prune(
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy)
+    _check_even(to, target, anatomy.source)
     settings.check_target(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     windows = _windows(loaded, data, count, length, seed) if settings.needs_text else None
     events = settings.job(prunable, options, target, windows).run(settings.rounds, loaded.source)
-    if target.shape is None and prunable.num_parameters > target.num_parameters:
-        raise UserError(
-            f"--to {to}: with these floors and groups nothing more can leave at "
-            f"{prunable.num_parameters:,} parameters: choose a larger target, lower floors or attention cluster"
-        )
+    _check_reached(to, target, prunable)
     result = _result(loaded, prunable, events)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
         result.save(out, overwrite=overwrite)
     return result
+
+
+def _check_reached(to: str, target: Target, prunable: Prunable) -> None:
+    """A result that is not what was asked for is never handed out."""
+    if target.shape is not None and Shape.of(prunable.alive) != target.shape:
+        raise UserError(
+            f"--to {to}: the sizes reached are {sizes_text(sizes_of(prunable.alive))}: use one round, or other sizes"
+        )
+    if target.shape is None and prunable.num_parameters > target.num_parameters:
+        raise UserError(
+            f"--to {to}: with these floors and groups nothing more can leave at "
+            f"{prunable.num_parameters:,} parameters: choose a larger target, lower floors or attention cluster"
+        )
+
+
+def _check_even(to: str, target: Target, source: Structure) -> None:
+    """A group leaves all layers at once, so that layers of different sizes cannot end in one."""
+    if target.shape is None:
+        return
+    now, least = sizes_of(source), asdict(Shape.of(source))
+    for key, wanted in asdict(target.shape).items():
+        if wanted != least[key] and isinstance(now[key], list):
+            raise UserError(
+                f"--to {to}: the source's layers have {sizes_text({key: now[key]})}: give a size such as 60%"
+            )
 
 
 def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
@@ -283,6 +314,7 @@ class _Settings:
         elif self.selection == "global":
             GlobalSelector(anatomy, target, options)
         else:
+            check_rounding(anatomy, target, options, self.round_to or 1)
             Selector(anatomy, target, options)
 
     def job(
@@ -316,7 +348,6 @@ class _Job:
 
     def run(self, rounds: int, source: str) -> list[Event]:
         anatomy, how = self.prunable.anatomy, self.settings
-        start, goal = anatomy.count(anatomy.source).total, final_count(anatomy, self.target)
         about = {"metric": how.metric, "second_order": how.second_order, "rounds": rounds, "seed": how.seed}
         about |= {"selection": how.selection} | asdict(self.options)
         events = [source_event(source, anatomy, about)]
@@ -330,12 +361,7 @@ class _Job:
                 gram_tokens=how.gram_tokens,
                 damping=how.damping,
             )
-            aim = self.target if number == rounds else Target(start - (start - goal) * number // rounds)
-            choices = self._choices(aim, found, number)
-            if number == rounds and how.round_to is not None and aim.shape is None:
-                natural = choices[-1].rest if choices else self.prunable.alive
-                shape = rounded_shape(anatomy, natural, self.prunable.alive, aim, self.options, how.round_to)
-                choices = self._choices(Target(0, shape), found, number)
+            choices = self._round(number, rounds, found)
             events += [prune_event(choice, step=number, tokens=0) for choice in choices]
             if choices:
                 if found.inputs is not None and how.second_order:
@@ -343,22 +369,51 @@ class _Job:
                 self.prunable.kill(choices[-1].rest)
         return events
 
+    def _round(self, number: int, rounds: int, found: Calibration) -> list[Choice]:
+        """What leaves in a round. The floors of the end hold in all rounds: what has left does not come back."""
+        anatomy, target, multiple = self.prunable.anatomy, self.target, self.settings.round_to
+        if target.shape is not None:
+            multiple = None
+        if number < rounds:
+            start, goal = anatomy.count(anatomy.source).total, final_count(anatomy, target)
+            aim = Target(start - (start - goal) * number // rounds, target.shape)
+            return self._choices(aim, found, number, rounding_floors(self.options, multiple or 1))
+        choices = self._choices(target, found, number)
+        if multiple is None:
+            return choices
+        natural, alive = choices[-1].rest if choices else self.prunable.alive, self.prunable.alive
+        end = rounded_shape(anatomy, natural, alive, target, self.options, multiple)
+        return self._choices(Target(0, end.shape), found, number, kv_heads=end.kv_heads)
+
     def _metric(self, number: int) -> Metric:
         return metric_named(self.settings.metric, seed=self.settings.seed * 1000 + number)
 
-    def _choices(self, aim: Target, found: Calibration, number: int) -> list[Choice]:
+    def _choices(
+        self,
+        aim: Target,
+        found: Calibration,
+        number: int,
+        options: SelectionOptions | None = None,
+        kv_heads: int | None = None,
+    ) -> list[Choice]:
+        metric, options = self._metric(number), options or self.options
         if self.settings.selection == "coupled":
-            return choose_groups(self.prunable, aim, found, self._metric(number), self.options)
-        scores = score_model(self.prunable, found.gradients, found.fishers, self._metric(number))
-        selector = GlobalSelector(self.prunable.anatomy, aim, self.options)
+            return choose_groups(self.prunable, aim, found, metric, options, kv_heads)
+        scores = score_model(self.prunable, found.gradients, found.fishers, metric)
+        selector = GlobalSelector(self.prunable.anatomy, aim, options)
         return selector.choose_while(scores, self.prunable.alive, lambda *_: True)
 
 
 def choose_groups(
-    prunable: Prunable, aim: Target, found: Calibration, metric: Metric, options: SelectionOptions
+    prunable: Prunable,
+    aim: Target,
+    found: Calibration,
+    metric: Metric,
+    options: SelectionOptions,
+    kv_heads: int | None = None,
 ) -> list[Choice]:
     """Group after group from the same scores, until the aim."""
-    selector = Selector(prunable.anatomy, aim, options)
+    selector = Selector(prunable.anatomy, aim, options, kv_heads)
     elements = ElementScores(prunable, found.gradients, found.fishers, metric)
     alive, choices = prunable.alive, []
     excess = max(prunable.num_parameters - aim.num_parameters, 1)

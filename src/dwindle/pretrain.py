@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from dwindle.directories import atomic_directory, remove_abandoned
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.plan import (
+    PlanWarning,
     PruningPlan,
     check_data,
     device_of,
+    doubts,
     micro_batch_of,
     plan_pruning,
     precision_of,
@@ -125,8 +128,10 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     check_data(recipe)
     check_run_directory(run, overwrite=overwrite)
     config = load_config(recipe.source.model)
-    plan_pruning(recipe, Anatomy.of_config(config))
+    plan = plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
+    for doubt in doubts(recipe, config, plan):
+        warnings.warn(doubt, PlanWarning, stacklevel=2)
     aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
     with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
         write_toml(recipe, folder / "recipe.toml")

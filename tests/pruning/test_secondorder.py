@@ -222,6 +222,54 @@ def test_the_sample_has_as_many_tokens_as_wanted() -> None:
     assert not seen  # closed
 
 
+@pytest.mark.parametrize(
+    ("wanted", "passes", "taken"),
+    [
+        (64, 8, [8] * 8),
+        (70, 8, [8] * 8),  # the same stride in every pass: compiled layers have one graph for it
+        (3, 8, [0, 0, 1, 0, 0, 1, 0, 1]),
+        (1, 8, [0] * 7 + [1]),
+        (256, 8, [32] * 8),
+        (20, 1, [16]),  # one pass: as ever, the smallest stride that fits
+        (10_000, 2, [32, 32]),
+    ],
+)
+def test_tokens_are_spread_over_the_passes_of_a_step(wanted: int, passes: int, taken: list[int]) -> None:
+    prunable = Prunable(tiny_model("llama"))
+    key, seen = "model.layers.1.mlp.down_proj", list[Tensor]()
+    keep = lambda name, x: seen.append(x) if name == key else None  # noqa: E731
+    taps = InputTaps(prunable.model, taps_of(prunable.anatomy, ("ffn",)), keep)
+    for _ in range(2):  # opened anew, all begins anew
+        taps.open(wanted, passes)
+        for number, count in enumerate(taken):
+            seen.clear()
+            batch = tokens(2, 16, seed=number)
+            prunable.model(input_ids=batch)
+            assert sum(map(len, seen)) == count
+            if count:
+                x = inputs_by_hand(tiny_model("llama"), batch, key)
+                assert torch.allclose(seen[0], x[:: -(-32 // count)], atol=1e-5)  # its norms are in fp32
+        taps.close()
+
+
+def test_a_step_gives_tokens_from_all_its_micro_batches(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two micro-batches of 4 × 24 tokens in a step: half of the watched tokens from each; all, where all are wanted."""
+    real = InputStatistics.add
+    for wanted, each in ((24, 12), (1, 0), (191, 48), (192, 96), (10_000, 96)):
+        taken: list[int] = []
+
+        def add(self: InputStatistics, key: str, x_TN: Tensor, taken: list[int] = taken) -> None:
+            if key.endswith("layers.0.mlp.down_proj"):
+                taken.append(len(x_TN))
+            real(self, key, x_TN)
+
+        monkeypatch.setattr(InputStatistics, "add", add)
+        options = {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": wanted}
+        pretrain(recipe(place, **options), tmp_path / str(wanted))
+        monkeypatch.undo()
+        assert set(taken) == ({each} if each else {1})
+
+
 def test_taps_see_embeddings_that_are_given_instead_of_tokens() -> None:
     """A bf16 residual stream starts from embeddings; the same tokens are taken either way."""
     model, batch = tiny_model("llama"), tokens(3, 8, seed=2)
@@ -279,6 +327,22 @@ def test_taps_in_compiled_layers() -> None:
     assert {seen.num_tokens for seen in statistics.values() if isinstance(seen, Gram)} == {64}
     x = inputs_by_hand(tiny_model("llama"), batch, "model.layers.1.mlp.down_proj")
     assert torch.allclose(statistics["model.layers.1.mlp.down_proj"].mean_square(), x.square().mean(0))
+
+
+def test_passes_of_a_step_share_one_graph() -> None:
+    prunable = Prunable(tiny_model("llama"))
+    torch.compiler.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for layer in prunable.model.model.layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend="eager")
+    taps = InputTaps(prunable.model, taps_of(prunable.anatomy), InputStatistics(41).add)
+    for _ in range(2):
+        taps.open(41, 5)  # 8 of each 32 tokens, and one that is not used
+        for number in range(5):
+            prunable.model(input_ids=tokens(2, 16, seed=number), use_cache=False)
+        taps.close()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    torch.compiler.reset()
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from dwindle.anatomy import KINDS, Anatomy, Structure
+from dwindle.anatomy import KINDS, Anatomy, Group, Layer, Structure
 from dwindle.errors import UserError
+from dwindle.pruning.choosing import CoupledChooser
+from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.selection import SelectionOptions, Selector, rounded_shape
+from dwindle.pruning.selection import SelectionOptions, Selector, check_rounding, rounded_shape
 from dwindle.pruning.target import Shape, Target, parse_target
 from tiny import tiny_model
 
@@ -150,13 +154,95 @@ def test_impossible_selections(anatomy: Anatomy) -> None:
         SelectionOptions(groups=("everything",))  # type: ignore[arg-type]
 
 
+def test_the_smallest_regular_model_is_one_that_exists() -> None:
+    """At least 5 of 5 × 3 heads: 5 × 1 or 2 × 3. Five heads with two key/value heads would be irregular."""
+    anatomy = Anatomy.of_config(
+        LlamaConfig(
+            hidden_size=60, intermediate_size=20, num_hidden_layers=1, num_attention_heads=15, num_key_value_heads=5
+        )
+    )
+    options = SelectionOptions(groups=("attn",), min_heads=5)
+    full = anatomy.count(anatomy.source).total
+    least = full - 2 * 4 * 60 * (15 + 5) + 2 * 4 * 60 * (6 + 2)
+    Selector(anatomy, Target(least), options)
+    with pytest.raises(UserError, match=f"smallest reachable model, {least:,} parameters"):
+        Selector(anatomy, Target(least - 1), options)
+
+
 @pytest.mark.parametrize("target", [12_000, 18_000])
 def test_rounded_shapes_fit_and_are_multiples(anatomy: Anatomy, target: int) -> None:
     options = SelectionOptions()
     natural = run(anatomy, Target(target))[-1]
-    shape = rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 8)
+    shape = rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 8).shape
     assert shape.hidden % 8 == 0 and shape.ffn % 8 == 0
     end = run(anatomy, Target(0, shape))[-1]
     assert Shape.of(end) == shape and anatomy.count(end).total <= target
     with pytest.raises(UserError, match="round_to 64"):
         rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 64)
+
+
+def chosen_with_changing_scores(anatomy: Anatomy, target: int, seed: int, multiple: int, **options: Any) -> Structure:
+    """The end of a run whose scores say something else after every step, and that is resumed after every step."""
+    alive, events, step, state = anatomy.source, 0, 0, dict[str, Any]()
+    while True:
+        chooser = CoupledChooser(anatomy, Target(target), SelectionOptions(**options), round_to=multiple)
+        chooser.load_state_dict(json.loads(json.dumps(state)))
+        if chooser.is_finished(alive, anatomy.count(alive).total):
+            return alive
+        scores = random_scores(anatomy.source, 1000 * seed + step)
+        mask_gone(scores, alive)
+        step += 1
+        choices = chooser.choose(scores, alive, Ratio(2, 1, 0), step, events)
+        assert choices, "stopped before the end"
+        alive, events, state = choices[-1].rest, events + len(choices), chooser.state_dict()
+
+
+@pytest.mark.parametrize("attention", ["regular", "cluster"])
+@pytest.mark.parametrize("compare", ["mean", "sum"])
+def test_rounded_results_never_exceed_the_target(anatomy: Anatomy, attention: str, compare: str) -> None:
+    """The first scores choose the shape, later ones what leaves: other key/value heads may stay than was expected."""
+    for seed in range(12):
+        for target, multiple in ((17_000, 4), (13_000, 8), (9_000, 16)):
+            end = chosen_with_changing_scores(anatomy, target, seed, multiple, attention=attention, compare=compare)
+            assert len(end.hidden) % multiple == 0 == len(end.layers[0].ffn) % multiple
+            assert anatomy.count(end).total <= target
+
+
+def test_rounding_finds_whatever_fits(anatomy: Anatomy) -> None:
+    """Every target above the smallest round model is reached, and those below are refused at once."""
+    options = SelectionOptions()
+    smallest = anatomy.count(cut_to(anatomy.source, hidden=16, heads=1, ffn=16)).total
+    with pytest.raises(UserError, match=f"round_to 16: the smallest model with such widths has {smallest:,}"):
+        check_rounding(anatomy, Target(smallest - 1), options, 16)
+    for target in (smallest, smallest + 300, smallest + 2000):
+        check_rounding(anatomy, Target(target), options, 16)
+        for seed in range(6):
+            assert anatomy.count(chosen_with_changing_scores(anatomy, target, seed, 16)).total <= target
+    with pytest.raises(UserError, match="round_to 64: no such multiple lies between"):
+        check_rounding(anatomy, Target(15_000), options, 64)
+    check_rounding(anatomy, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 1)
+
+
+def cut_to(structure: Structure, *, hidden: int, heads: int, ffn: int) -> Structure:
+    layers = [Layer(la.query_heads[:heads], la.kv_of_query[:heads], la.ffn[:ffn]) for la in structure.layers]
+    return Structure(structure.hidden[:hidden], tuple(layers))
+
+
+def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anatomy) -> None:
+    """4 heads can be 2 × 2 or 4 × 1; the wider the key/value part, the narrower the FFN."""
+    source, shapes = anatomy.source, {}
+    for kv, way in ((2, lambda q: q < 4), (4, lambda q: q % 2 == 0)):
+        gone = Group("attn", tuple(tuple(q for q in la.query_heads if not way(q)) for la in source.layers))
+        natural = source.without(gone)
+        aim = rounded_shape(anatomy, natural, source, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 2)
+        assert (aim.shape.heads, aim.kv_heads) == (4, kv)
+        selector = Selector(anatomy, Target(0, aim.shape), SelectionOptions(groups=("attn", "ffn")), aim.kv_heads)
+        for seed in range(5):
+            scores, alive = random_scores(source, seed), source
+            while (choice := selector.choose(scores, alive)) is not None:
+                alive = choice.rest
+                mask_gone(scores, alive)
+            assert len(alive.layers[0].kv_heads) == kv and Shape.of(alive) == aim.shape
+            assert 15_000 - 2 * (3 * 3 * 32 + 6) < anatomy.count(alive).total <= 15_000
+        shapes[kv] = aim.shape.ffn
+    assert shapes[4] < shapes[2]

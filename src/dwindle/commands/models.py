@@ -23,6 +23,17 @@ def taken_model(name: str) -> str:
     return str(model)
 
 
+def say_odd_sizes(model: str | Path, remedy: str) -> None:
+    """Those who want a quantised file of what was just made should know before they measure it."""
+    from dwindle.anatomy import Anatomy
+    from dwindle.export.exporting import odd_sizes
+    from dwindle.sources import load_config
+
+    if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
+        what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"
+        print(f"note: {what}; {remedy} avoids it", file=sys.stderr)
+
+
 @app.command()
 def inspect(model: Model, as_json: Json = False) -> None:
     """Show layers, heads, widths, parameters by part, and what a group of each type weighs."""
@@ -54,7 +65,8 @@ def prune(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="taylor, taylor1, obd, wanda, obc, magnitude or random; default: taylor, with adapt, uniform taylor1."
+            help="taylor, taylor1, obd, wanda, obc, magnitude, random or a registered one; default: taylor, with "
+            "adapt, uniform taylor1."
         ),
     ] = None,
     second_order: Annotated[
@@ -132,3 +144,4 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
+    say_odd_sizes(out, "--round-to 32")

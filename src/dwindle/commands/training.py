@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.models import say_odd_sizes
 from dwindle.errors import UserError
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
@@ -130,6 +131,7 @@ def _print_run(result: Any, as_json: bool) -> None:
         measured = (("loss", result.loss), ("validation", result.valid_loss))
         parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
         print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
+        say_odd_sizes(result.model, "prune.round_to=32")
     _exit(result)
 
 

@@ -75,11 +75,6 @@ class GlobalSelector:
             choices.append(Choice(_group(best, len(alive.layers)), saliency, alive, count))
         return choices
 
-    def sizes_after_one(self, scores: Scores, alive: Structure) -> list[int]:
-        """Parameters left if the weakest group of each type left now."""
-        candidates = _Pool(self.anatomy, self.options, scores, alive).candidates(alive)
-        return [self.anatomy.count(_without(alive, candidate)).total for candidate in candidates]
-
     def _best(self, candidates: list[_Candidate], alive: Structure, count: int) -> tuple[_Candidate, Structure, int]:
         excess = count - self.target.num_parameters
         outcomes = []

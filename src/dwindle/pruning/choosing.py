@@ -5,6 +5,7 @@ A pruner asks its chooser after every step after which the pacing says that more
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal, Protocol
 
 from torch import nn
@@ -17,7 +18,7 @@ from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.ledger import Event, allocation_event
 from dwindle.pruning.pacing import Pacing, Stages
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.selection import Choice, SelectionOptions, Selector, final_count, rounded_shape
+from dwindle.pruning.selection import Choice, Rounded, SelectionOptions, Selector, final_count, rounded_shape
 from dwindle.pruning.target import Shape, Target
 
 ChooserKind = Literal["coupled", "global", "adapt"]
@@ -120,18 +121,20 @@ class CoupledChooser(_ByCount):
             exclude(working, choice)
         self._aim_at(rounded_shape(self.anatomy, alive, now, self.target, self.selection, self.round_to))
 
-    def _aim_at(self, shape: Shape) -> None:
-        self.target = Target(0, shape)
-        self._selector = Selector(self.anatomy, self.target, self.selection)
+    def _aim_at(self, aim: Rounded) -> None:
+        self.target = Target(0, aim.shape)
+        self._selector = Selector(self.anatomy, self.target, self.selection, aim.kv_heads)
         self._shape_chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        shape = self.target.shape
-        return {} if shape is None else {"hidden": shape.hidden, "heads": shape.heads, "ffn": shape.ffn}
+        shape, kv_heads = self.target.shape, self._selector.kv_heads
+        if shape is None:
+            return {}
+        return asdict(shape) | ({} if kv_heads is None else {"kv_heads": kv_heads})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self._aim_at(Shape(**state))
+            self._aim_at(Rounded(Shape(state["hidden"], state["heads"], state["ffn"]), state.get("kv_heads")))
 
 
 class GlobalChooser(_ByCount):

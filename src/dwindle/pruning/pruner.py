@@ -180,7 +180,7 @@ class Pruner(Callback):
             return
         self._watch.attach(self.prunable)
         if due or (self.options.smoothing and self._scores_inputs):
-            self._watch.listen()
+            self._watch.listen(trainer.batches)
 
     def _choose_due(self, trainer: Trainer) -> list[Choice]:
         """The groups that leave now, by the scores begun before the update: the update runs while they are chosen."""

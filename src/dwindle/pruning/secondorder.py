@@ -37,6 +37,7 @@ from dwindle.pruning.gram import (
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.transfer import sent
+from dwindle.training.data.batches import BatchStream
 from dwindle.training.shards import gathered, is_idle, local
 
 DEFAULT_TOKENS = 4096
@@ -109,6 +110,8 @@ class InputTaps:
     def __init__(self, model: Any, taps: list[Tap], sink: Sink, *, only_in_training: bool = False) -> None:
         self.taps, self.sink, self.only_in_training = taps, sink, only_in_training
         self._left = 0
+        self._shares: list[int] = []
+        """Tokens that each of the next passes may give, the next one last."""
         self._is_placeholder = False
         """A batch of nothing but token 0: an idle process among several takes part with one, and it must not count."""
         backbone: nn.Module = model.model
@@ -122,9 +125,10 @@ class InputTaps:
         self._handles.append(backbone.register_forward_pre_hook(self._before, with_kwargs=True))
         self._handles.append(backbone.register_forward_hook(self._after))
 
-    def open(self, num_tokens: int) -> None:
-        """From the next forward pass on, until this many tokens were seen."""
+    def open(self, num_tokens: int, num_passes: int = 1) -> None:
+        """From the next forward pass on, until this many tokens were seen: as many in each of so many passes."""
         self._left = num_tokens
+        self._shares = _shares(num_tokens, num_passes)[::-1]
 
     def close(self) -> None:
         self._left = 0
@@ -143,11 +147,13 @@ class InputTaps:
             module.tapped = None
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tokens are taken at even distances over the batch, as many as are still wanted."""
+        """Tokens are taken at even distances over the batch: its share, or as many as are still wanted."""
         given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         batch, length = (given or args)[0].shape[:2]
-        wanted = self._left > 0 and (backbone.training or not self.only_in_training)
-        self._set_stride(-(-batch * length // self._left) if wanted else 0)
+        wanted = 0
+        if self._left > 0 and (backbone.training or not self.only_in_training):
+            wanted = min(self._shares.pop(), self._left) if self._shares else self._left
+        self._set_stride(-(-batch * length // wanted) if wanted else 0)
         self._is_placeholder = is_idle(backbone)
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -159,6 +165,13 @@ class InputTaps:
                 self.sink(tap.key, x_TN)
                 module.tapped = None
         self._left -= seen
+
+
+def _shares(num_tokens: int, num_passes: int) -> list[int]:
+    """Equal ones, so that compiled layers need one graph; of passes that are more than tokens, evenly spread ones."""
+    if num_tokens >= num_passes:
+        return [num_tokens // num_passes] * num_passes
+    return [num_tokens * (n + 1) // num_passes - num_tokens * n // num_passes for n in range(num_passes)]
 
 
 def _keep_input(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -222,10 +235,18 @@ class InputWatch:
             self._taps = InputTaps(prunable.model, taps, self.inputs.add, only_in_training=True)
             self._model = prunable.model
 
-    def listen(self) -> None:
-        """In the next step."""
+    def listen(self, batches: object) -> None:
+        """In the next step of these batches: tokens from all its micro-batches, or all tokens if that many are wanted.
+
+        Batches that do not say how many micro-batches a step has give what is wanted as early as they can.
+        """
         assert self._taps is not None
-        self._taps.open(self._quota)
+        num_passes = 1
+        if isinstance(batches, BatchStream):
+            sequences = -(-batches.sequences_per_step // batches.world_size)
+            if sequences * batches.seq_len > self._quota:
+                num_passes = batches.num_micro_batches
+        self._taps.open(self._quota, num_passes)
 
     def forget(self) -> None:
         """After the step: free what was kept."""

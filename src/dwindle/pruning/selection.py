@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import log
@@ -22,6 +23,8 @@ Values = NDArray[np.float64]
 """Scores of the living query heads of a layer, in their order."""
 Way = Callable[[Layer, Values], list[int]]
 """Which of them leave together: their places."""
+KvCount = Callable[[Layer, int], int]
+"""How many key/value heads a layer has when so many of its query heads are left."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -68,12 +71,19 @@ class _Candidate:
 
 
 class Selector:
-    """Chooses groups until a target; holds no state between events."""
+    """Chooses groups until a target; holds no state between events.
 
-    def __init__(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
+    A target with a shape and a number of parameters is on the way to that shape: at most those parameters are left.
+    With regular attention ``kv_heads`` says how many key/value heads the heads of a shape have; None leaves it open.
+    """
+
+    def __init__(
+        self, anatomy: Anatomy, target: Target, options: SelectionOptions, kv_heads: int | None = None
+    ) -> None:
         self.anatomy = anatomy
         self.options = options
         self.target = target
+        self.kv_heads = kv_heads
         source = Shape.of(anatomy.source)
         floor = Shape(options.min_hidden, options.min_heads, options.min_ffn)
         if options.attention == "regular" and not all(la.is_regular for la in anatomy.source.layers):
@@ -170,6 +180,8 @@ class Selector:
         def allowed(kv_heads: int, queries: int) -> bool:
             if kv_heads < 1 or queries < 1 or kv_heads * queries < wanted:
                 return False
+            if self.kv_heads is not None:
+                return kv_heads >= self.kv_heads and queries * self.kv_heads >= wanted
             return not exact or _splits(wanted, kv_heads, queries)
 
         ways: list[Way] = []
@@ -194,8 +206,13 @@ class Selector:
         return shape
 
     def _check_reachable(self) -> None:
-        floor = reachable_floor(self.anatomy.source, self.floor, self.options)
-        least = self.anatomy.count(smallest(self.anatomy.source, floor)).total
+        source, floor = self.anatomy.source, self.floor
+        least = min(
+            self.anatomy.count(
+                with_sizes(source, Shape(floor.hidden, layout.heads, floor.ffn), layout.kv_count(fewest_kv))
+            ).total
+            for layout in layouts(source, self.options)
+        )
         if least > self.target.num_parameters:
             raise UserError(
                 f"target {format_count(self.target.num_parameters)} is below the smallest reachable model, "
@@ -229,36 +246,166 @@ def final_count(anatomy: Anatomy, target: Target) -> int:
     return anatomy.count(smallest(anatomy.source, target.shape)).total
 
 
+def largest_count(anatomy: Anatomy, target: Target, options: SelectionOptions) -> int:
+    """The most parameters that a result can have; an exact shape may leave open with how many key/value heads."""
+    shape = target.shape
+    if shape is None:
+        return target.num_parameters
+    found = layouts_of(anatomy.source, options, shape.heads)
+    return max(anatomy.count(with_sizes(anatomy.source, shape, la.kv_count(most_kv))).total for la in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Heads that every layer can be left with."""
+
+    heads: int
+    kv_heads: int | None
+    """None: not known (cluster attention), or as they are."""
+    num_events: int
+    """Events until then."""
+
+    def follows(self, other: Layout) -> bool:
+        """Whether one event leads from the other to this."""
+        if self.kv_heads is None or other.kv_heads is None:
+            return self.heads == other.heads - 1
+        kv, per_kv = other.kv_heads, other.heads // other.kv_heads
+        return (self.heads, self.kv_heads) in ((per_kv * (kv - 1), kv - 1), ((per_kv - 1) * kv, kv))
+
+    def kv_count(self, otherwise: KvCount) -> KvCount:
+        known = self.kv_heads
+        return otherwise if known is None else lambda layer, heads: known
+
+
+def layouts(structure: Structure, options: SelectionOptions) -> list[Layout]:
+    """What is there, and all that can be reached from it."""
+    heads = Shape.of(structure).heads
+    if "attn" not in options.groups:
+        return [Layout(heads, None, 0)]
+    least = min(max(options.min_heads, 1), heads)
+    if options.attention == "cluster":
+        return [Layout(n, None, heads - n) for n in range(heads, least - 1, -1)]
+    layer = structure.layers[0]
+    kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
+    pairs = ((a, b) for a in range(kv, 0, -1) for b in range(per_kv, 0, -1))
+    return [Layout(a * b, a, kv - a + per_kv - b) for a, b in pairs if a * b >= least]
+
+
+def layouts_of(structure: Structure, options: SelectionOptions, heads: int) -> list[Layout]:
+    """Those with so many heads, whatever the floor."""
+    return [layout for layout in layouts(structure, replace(options, min_heads=heads)) if layout.heads == heads]
+
+
+def most_kv(layer: Layer, heads: int) -> int:
+    """Queries of as many different key/value heads as possible stay."""
+    return min(len(layer.kv_heads), heads)
+
+
+def fewest_kv(layer: Layer, heads: int) -> int:
+    """Those of the fewest key/value heads stay."""
+    held = np.cumsum(sorted(layer.queries_per_kv, reverse=True))
+    return int(np.searchsorted(held, heads)) + 1
+
+
+def with_sizes(structure: Structure, shape: Shape, kv_count: KvCount) -> Structure:
+    """By sizes alone, for counting: every layer loses as much as the smallest must."""
+    now, layers = Shape.of(structure), list[Layer]()
+    for layer in structure.layers:
+        heads = len(layer.query_heads) - now.heads + shape.heads
+        kv = kv_count(layer, heads)
+        kv_of_query = tuple(query * kv // heads for query in range(heads))
+        layers.append(Layer(layer.query_heads[:heads], kv_of_query, layer.ffn[: len(layer.ffn) - now.ffn + shape.ffn]))
+    return Structure(structure.hidden[: shape.hidden], tuple(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A shape with round widths, and with how many key/value heads it fits (None: with any number)."""
+
+    shape: Shape
+    kv_heads: int | None
+
+
 def rounded_shape(
     anatomy: Anatomy, natural: Structure, alive: Structure, target: Target, options: SelectionOptions, multiple: int
-) -> Shape:
-    """The shape nearest to a natural result whose widths are multiples and that still fits the target.
+) -> Rounded:
+    """The shape nearest to a natural result whose widths are multiples and that fits the target for certain.
 
     It must be reachable from ``alive``. Widths of types that may not leave stay as they are. Nearest: least change of
-    the logarithms of both widths.
+    the logarithms of the sizes; further hidden sizes, and other numbers of heads, only where nothing else fits.
     """
-    shape, most = Shape.of(natural), Shape.of(alive)
-    down = shape.hidden // multiple * multiple
-    hiddens = [h for h in (down, down + multiple) if options.min_hidden <= h <= most.hidden]
+    own, every = Shape.of(natural), layouts(alive, options)
+    kv_heads = len(natural.layers[0].kv_heads)
+    same = [layout for layout in every if layout.heads == own.heads and layout.kv_heads in (None, kv_heads)]
+    hiddens, widths = round_widths(Shape.of(alive), options, multiple)
+    down = own.hidden // multiple * multiple
+    near = [hidden for hidden in hiddens if hidden in (down, down + multiple)] or hiddens
+
+    def distance(found: Rounded) -> float:
+        new = found.shape
+        return abs(log(new.hidden / own.hidden)) + abs(log(new.ffn / own.ffn)) + abs(log(new.heads / own.heads))
+
+    for heads, wide in ((same, near), (same, hiddens), (every, hiddens)):
+        fits: list[Rounded] = []
+        for layout in heads:
+            for hidden in wide:
+                ffn = _widest(anatomy, alive, target, layout, hidden, widths)
+                if ffn is not None:
+                    fits.append(Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads))
+        if fits:
+            return min(fits, key=distance)
+    raise UserError(f"round_to {multiple}: no such widths fit the target: choose a smaller multiple")
+
+
+def round_widths(most: Shape, options: SelectionOptions, multiple: int) -> tuple[list[int], list[int]]:
+    """The hidden sizes and the FFN widths to choose from, rising."""
+    hiddens = [n for n in range(multiple, most.hidden + 1, multiple) if n >= options.min_hidden]
     widths = [n for n in range(multiple, most.ffn + 1, multiple) if n >= options.min_ffn]
-    if "stem" not in options.groups:
-        hiddens = [most.hidden]
-    if "ffn" not in options.groups:
-        widths = [most.ffn]
-    fits: list[tuple[float, Shape]] = []
-    for hidden in hiddens:
-        for ffn in reversed(widths):
-            candidate = Shape(hidden, shape.heads, ffn)
-            layers = tuple(
-                Layer(kept.query_heads, kept.kv_of_query, here.ffn[:ffn])
-                for kept, here in zip(natural.layers, alive.layers, strict=True)
-            )
-            if anatomy.count(Structure(alive.hidden[:hidden], layers)).total <= target.num_parameters:
-                fits.append((abs(log(hidden / shape.hidden)) + abs(log(ffn / shape.ffn)), candidate))
-                break
-    if not fits:
-        raise UserError(f"round_to {multiple}: no such widths fit the target: choose a smaller multiple")
-    return min(fits, key=lambda fit: fit[0])[1]
+    return hiddens if "stem" in options.groups else [most.hidden], widths if "ffn" in options.groups else [most.ffn]
+
+
+def _widest(
+    anatomy: Anatomy, alive: Structure, target: Target, layout: Layout, hidden: int, widths: list[int]
+) -> int | None:
+    """The largest FFN width with which these sizes fit, whatever key/value heads stay."""
+
+    def count(ffn: int) -> int:
+        shape = Shape(hidden, layout.heads, ffn)
+        return anatomy.count(with_sizes(alive, shape, layout.kv_count(most_kv))).total
+
+    fitting = bisect_right(widths, target.num_parameters, key=count)
+    return widths[fitting - 1] if fitting else None
+
+
+def check_rounding(
+    anatomy: Anatomy, target: Target, options: SelectionOptions, multiple: int, key: str = "round_to"
+) -> None:
+    """Refuse a multiple for which no result fits, whatever the scores will be."""
+    if multiple <= 1 or target.shape is not None:
+        return
+    source, fix = anatomy.source, "choose a smaller multiple, or 1 for exact sizes"
+    most = Shape.of(source)
+    hiddens, widths = round_widths(most, options, multiple)
+    if not hiddens or not widths:
+        raise UserError(
+            f"{key} {multiple}: no such multiple lies between the floors ({options.min_hidden} hidden, "
+            f"{options.min_ffn} FFN channels) and the source's {most.hidden} and {most.ffn}: {fix}"
+        )
+    least = min(
+        anatomy.count(with_sizes(source, Shape(hiddens[0], layout.heads, widths[0]), layout.kv_count(most_kv))).total
+        for layout in layouts(source, options)
+    )
+    if least > target.num_parameters:
+        raise UserError(
+            f"{key} {multiple}: the smallest model with such widths has {least:,} parameters, the target "
+            f"is {target.num_parameters:,}: {fix}, or a larger target"
+        )
+
+
+def rounding_floors(options: SelectionOptions, multiple: int) -> SelectionOptions:
+    """Floors above which the smallest multiples stay within reach."""
+    hidden, ffn = (-(-least // multiple) * multiple for least in (options.min_hidden, options.min_ffn))
+    return replace(options, min_hidden=hidden, min_ffn=ffn)
 
 
 def _splits(heads: int, kv: int, per_kv: int) -> bool:
