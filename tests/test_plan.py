@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,12 +20,13 @@ from dwindle.config import from_dict
 from dwindle.errors import UserError
 from dwindle.memory import footprint
 from dwindle.plan import Plan, PlanWarning, make_plan, micro_batch_of, plan_pruning
-from dwindle.pretrain import begin_run
+from dwindle.pretrain import begin_run, pretrain
 from dwindle.pruning.eventrange import coupled_events, global_events
 from dwindle.pruning.pacing import Horizon, Ratio
 from dwindle.pruning.selection import SelectionOptions
 from dwindle.pruning.target import Target, parse_target
 from dwindle.recipe import Recipe
+from dwindle.training.data import DataConfig
 from tiny import tiny_directory
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_key_value_heads": 3}
@@ -285,6 +287,19 @@ def test_sequences_beyond_the_positions_of_the_source_are_told(model: Path, tmp_
     assert make_plan(settings).warnings == [told]
     with pytest.warns(PlanWarning, match=told):
         begin_run(settings, tmp_path / "run", overwrite=False)
+
+
+def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> None:
+    """Tokens over tokens, counted by hand: a byte is a token here."""
+    (tmp_path / "a.txt").write_text("It was the best of times. " * 40)
+    settings = recipe(model=model, prune={"enabled": False}, tokens=8192, tokens_per_step=1024)
+    settings.data = DataConfig(train=[str(tmp_path / "a.txt")], seq_len=128)
+    with pytest.warns(PlanWarning, match=r"training.tokens: reads train 8\.0 times, so it may be learned by heart"):
+        pretrain(settings, tmp_path / "run")
+    settings.training.tokens = 4096
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        pretrain(settings, tmp_path / "short")
 
 
 def test_multiples_that_cannot_fit_are_refused_before_anything_is_loaded() -> None:

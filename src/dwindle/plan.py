@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """At most in one forward pass: with fewer, a GPU waits for the host while it trains a small model."""
 _MEMORY_SHARE = 0.8
 """Of a GPU, which the estimate may fill; the rest is for what it does not know and for other shapes of one run."""
+MANY_PASSES = 4
+"""Up to here, repeated text is said to be almost as good as new (Muennighoff et al. 2023)."""
 _MORE_EVENTS = "raise training.tokens, choose a faster prune.ratio, or use prune.horizon"
 
 
@@ -281,6 +284,15 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
         return None
     now, least, wanted = sizes_of(anatomy.source), asdict(Shape.of(anatomy.source)), asdict(target.shape)
     return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now}
+
+
+def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe) -> str:
+    """Whether a run goes through a text so often that it is learned by heart; ``epochs`` says how often by a sample."""
+    often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > MANY_PASSES}
+    if not often:
+        return ""
+    named = ", ".join(f"{name} {passes:,.1f} times" for name, passes in often.items())
+    return f"training.tokens: reads {named}, so it may be learned by heart: add text, or look at the validation loss"
 
 
 class PlanWarning(UserWarning):

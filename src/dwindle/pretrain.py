@@ -35,6 +35,7 @@ from dwindle.plan import (
     micro_batch_of,
     plan_pruning,
     precision_of,
+    repetition,
     teacher_dtype,
     teacher_of,
 )
@@ -73,8 +74,8 @@ from dwindle.training.loop import Trainer, TrainerOptions
 from dwindle.training.loss import weights_dtype
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import build_adamw, build_schedule
-from dwindle.training.pieces import TensorPieces
 from dwindle.training.rng import seed_everything
+from dwindle.training.sourcetensors import from_main, source_tensors
 from dwindle.training.stop import StopSignal
 
 LOGS = ("metrics.jsonl", "ledger.jsonl")
@@ -250,6 +251,8 @@ class Job:
             rank=self.world.rank,
             world_size=self.world.size,
         )
+        if checkpoint is None and self.world.is_main and (doubt := repetition(data.mixture.epochs, recipe)):
+            warnings.warn(doubt, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
@@ -489,25 +492,3 @@ class Job:
             )
         self.world.barrier()
         return out
-
-
-def source_tensors(source: str, dtype: torch.dtype, world: World) -> Callable[[str], Tensor]:
-    """Tensors of a source by name: read one at a time where the format allows, else loaded by the main process.
-
-    Every process calls the result in the same order.
-    """
-    files = sorted(Path(source).expanduser().glob("model*.safetensors"))
-    if files:
-        named = {name: pieces for pieces in map(TensorPieces, [[file] for file in files]) for name in pieces}
-        return lambda name: named[name][name].to(dtype)
-    return from_main(lambda: load(source, dtype=dtype).model, world)
-
-
-def from_main(make: Callable[[], nn.Module], world: World) -> Callable[[str], Tensor]:
-    """Tensors by name of a model that only the main process makes; every process asks in the same order."""
-    whole = dict(make().named_parameters()) if world.is_main else {}
-
-    def broadcast(name: str) -> Tensor:
-        return world.broadcast(whole[name].detach() if world.is_main else None)
-
-    return broadcast
