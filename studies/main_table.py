@@ -22,6 +22,7 @@ ROWS = {
         "Adapt-Accel", ("prune.method=adapt", "prune.horizon=none", "prune.round_to=1", "training.schedule=wsd")
     ),
     "global": Row("global mixture", ("prune.selection=global", "prune.round_to=1")),
+    "global-b": Row("global mixture B", ("prune.selection=global", "prune.round_to=1", "prune.second_order=true")),
     "scratch": Row("from scratch at one-shot's shape", ("source.random_init=true",), from_one_shot=True),
 }
 
