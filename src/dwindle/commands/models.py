@@ -29,9 +29,16 @@ def say_odd_sizes(model: str | Path, remedy: str) -> None:
     from dwindle.export.exporting import odd_sizes
     from dwindle.sources import load_config
 
-    if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
+    structure = Anatomy.of_config(load_config(str(model))).source
+    if odd := odd_sizes(structure):
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"
-        print(f"note: {what}; {remedy} avoids it", file=sys.stderr)
+        alike = len({len(layer.ffn) for layer in structure.layers}) == 1  # else no width can be asked for
+        ways = (
+            f"{remedy}, or padding by `dwindle export --round 32`,"
+            if alike
+            else "padding by `dwindle export --round 32`"
+        )
+        print(f"note: {what}; {ways} avoids it", file=sys.stderr)
 
 
 @app.command()
