@@ -57,6 +57,7 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory or id, a .gguf file, a llama2.c .bin, or smollm2-135m.")
 ]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -67,6 +68,15 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         print(__version__)
         raise typer.Exit
+
+
+def chosen_device(name: str) -> str:
+    """``auto`` as recipes mean it."""
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def print_result(what: Any, as_json: bool) -> None:

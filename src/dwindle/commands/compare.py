@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
 
 
 @app.command()
@@ -38,7 +38,7 @@ def compare(
     seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 256,
     valid_tokens: Annotated[str, typer.Option(help="Measure on at most this many tokens.")] = "16384",
     seed: Annotated[int, typer.Option(help="For the calibration sample, training and the random metric.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier comparison in --out.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +55,7 @@ def compare(
         tokens_per_step=tokens_per_step,
         lr=lr,
         seed=seed,
-        device=device,
+        device=chosen_device(device),
     )
     result = compare(
         model,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
 from dwindle.errors import UserError
 
 Tasks = Annotated[
@@ -26,7 +26,6 @@ Text = Annotated[list[str] | None, typer.Option(help="Measure perplexity on this
 Limit = Annotated[int | None, typer.Option(help="Look at the first N items of each set only.")]
 Batch = Annotated[int, typer.Option(help="Choices per forward pass; 0 chooses.")]
 Engine = Annotated[str, typer.Option(help="dwindle (fast, no extra packages) or harness (lm-evaluation-harness).")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
 
 
@@ -39,7 +38,7 @@ def evaluate(
     limit: Limit = None,
     batch: Batch = 0,
     engine: Engine = "dwindle",
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DType = "float32",
     max_length: Annotated[int | None, typer.Option(help="Tokens a pass may hold; default: the model's own.")] = None,
     out: Annotated[str | None, typer.Option(help="Also write the result as JSON, for dwindle table.")] = None,
@@ -66,7 +65,7 @@ def evaluate(
         limit=limit,
         batch=batch,
         engine=engine,  # type: ignore[arg-type]
-        device=device,
+        device=chosen_device(device),
         dtype=dtype,
         max_length=max_length,
         items_file=items,
@@ -87,7 +86,7 @@ def table(
     limit: Limit = None,
     batch: Batch = 0,
     engine: Engine = "dwindle",
-    device: Device = "cpu",
+    device: Device = "auto",
     dtype: DType = "float32",
     published: Annotated[bool, typer.Option(help="Add the papers' own figures as reference rows.")] = False,
     markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
@@ -107,7 +106,7 @@ def table(
         limit=limit,
         batch=batch,
         engine=engine,  # type: ignore[arg-type]
-        device=device,
+        device=chosen_device(device),
         dtype=dtype,
         published=published,
     )

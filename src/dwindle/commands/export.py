@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
 from dwindle.commands.models import taken_model
 from dwindle.errors import UserError
 
@@ -55,7 +55,7 @@ def quantize(
     valid_seq_len: Annotated[int, typer.Option(help="Tokens in a window of --valid.")] = 1024,
     valid_tokens: Annotated[int, typer.Option(help="Tokens of --valid to use.")] = 65_536,
     seed: Annotated[int, typer.Option(help="For the calibration sample.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing quantised model.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -76,7 +76,7 @@ def quantize(
         valid_seq_len=valid_seq_len,
         valid_tokens=valid_tokens,
         seed=seed,
-        device=device,
+        device=chosen_device(device),
         overwrite=overwrite,
     )
     print_result(found.to_json() if as_json else found.render(), as_json)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result
+from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
 from dwindle.errors import UserError
 
 
@@ -113,7 +113,7 @@ def prune(
     ] = None,
     damping: Annotated[float, typer.Option(help="Ridge of the second order, a share of the mean curvature.")] = 0.01,
     seed: Annotated[int, typer.Option(help="For the calibration sample and the random metric.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "auto",
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -147,7 +147,7 @@ def prune(
         gram_tokens=gram_tokens,
         damping=damping,
         seed=seed,
-        device=device,
+        device=chosen_device(device),
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
