@@ -37,3 +37,16 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["True", "True"]
+
+
+def test_results_are_shown_in_a_line(tmp_path: Path) -> None:
+    """In a notebook, the last expression of a cell: no modules, no tensors, no ledger."""
+    from tiny import tiny_directory
+
+    source = str(tiny_directory(tmp_path / "model"))
+    pruned = dwindle.prune(source, to="80%", num_sequences=4, seq_len=24)
+    quantized = dwindle.quantize(source, "w8")
+    exported = dwindle.export_model(source, "hf", tmp_path / "out")
+    for shown in map(repr, (dwindle.load(source), pruned, quantized, exported)):
+        assert len(shown) < 900 and "\n" not in shown, shown
+        assert tmp_path.name in shown

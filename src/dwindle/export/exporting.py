@@ -40,7 +40,7 @@ class Exported:
     type: str
     num_bytes: int
     parameters: int
-    resized: Resized | None
+    resized: Resized | None = field(repr=False)
     verified: Verified | None
     warnings: list[str] = field(default_factory=list)
 

@@ -56,14 +56,14 @@ SCHEMES: dict[str, Scheme] = {
 class Quantized:
     """The quantised model, how it was made, and what it costs in perplexity where text to measure on was given."""
 
-    model: Any
-    tokenizer: Any
+    model: Any = field(repr=False)
+    tokenizer: Any = field(repr=False)
     source: str
     scheme: str
     group: int
     bytes_before: int
     bytes_after: int
-    smoothing: Smoothing | None
+    smoothing: Smoothing | None = field(repr=False)
     perplexity: dict[str, float] = field(default_factory=dict)
     """``source``, ``plain`` (rounded without smoothing or clipping) and ``quantized``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -48,8 +48,8 @@ ALIASES: dict[str, Alias] = {
 class Loaded:
     """A model ready to use, its tokenizer if the source has one, and where they came from."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
     source: str
     kind: Kind
 
