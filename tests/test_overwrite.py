@@ -13,6 +13,7 @@ from dwindle.pretrain import begin_run, pretrain, resume
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
+from dwindle.training.callbacks import Callback
 from dwindle.training.data import DataConfig
 from dwindle.training.loop import TrainingDiverged
 from tiny import tiny_directory
@@ -50,6 +51,56 @@ def test_a_mistake_in_the_new_recipe_keeps_the_old_run(place: Path, tmp_path: Pa
     pretrain(recipe(place, seed=1), run, overwrite=True)
     assert "seed = 1" in (run / "recipe.toml").read_text() and (run / "model").is_dir()
     assert names(tmp_path) == ["run", "tiny.txt"]
+
+
+class Fails(Callback):
+    """Raises what it is given, at a hook."""
+
+    def __init__(self, hook: str, error: BaseException) -> None:
+        setattr(self, hook, self._fail)
+        self.error = error
+
+    def _fail(self, trainer: object) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        ("on_start", UserError("no")),
+        ("on_start", RuntimeError()),
+        ("after_backward", UserError("no")),
+        ("after_backward", MemoryError()),
+        ("after_backward", KeyboardInterrupt()),
+    ],
+)
+def test_a_failure_before_the_first_step_keeps_the_old_run(
+    place: Path, tmp_path: Path, hook: str, error: BaseException, linked: bool
+) -> None:
+    run = tmp_path / "run"
+    if linked:
+        (tmp_path / "real").mkdir()
+        run.symlink_to(tmp_path / "real")
+    pretrain(recipe(place), run)
+    before, outside = (run / "model" / "model.safetensors").read_bytes(), names(tmp_path)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            pretrain(recipe(place, seed=1), run, overwrite=True, callbacks=[Fails(hook, error)])
+        assert (run / "model" / "model.safetensors").read_bytes() == before and names(tmp_path) == outside
+
+
+def test_killed_while_it_loads_and_tried_again(place: Path, tmp_path: Path) -> None:
+    """An attempt that never began is no reason to give up what it was to replace."""
+    run = tmp_path / "run"
+    pretrain(recipe(place), run)
+    before = (run / "model" / "model.safetensors").read_bytes()
+    for seed in (1, 2):
+        begin_run(recipe(place, seed=seed), run, overwrite=True)  # and no more: killed
+        assert names(tmp_path) == [".run.replaced", "run"]
+        assert (tmp_path / ".run.replaced" / "model" / "model.safetensors").read_bytes() == before
+    assert resume(run).status == "finished" and names(tmp_path) == ["run"]
+    assert (run / "model" / "model.safetensors").read_bytes() != before
 
 
 def test_a_run_that_is_being_written_is_not_replaced(place: Path, tmp_path: Path) -> None:

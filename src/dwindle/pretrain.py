@@ -7,7 +7,6 @@ shapes), the optimizer, the callbacks and the loop, and writes the result.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -43,11 +42,11 @@ from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import Recipe, load_recipe, resolve_recipe
-from dwindle.replaced import discard_replaced, put_aside, restore_replaced
+from dwindle.replaced import discard_replaced, forget_if_not_begun, has_begun, put_aside, restore_replaced
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
-from dwindle.training.callbacks import Callback, Checkpointer, Validator, finite, truncate_to
+from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, finite, truncate_to
 from dwindle.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
@@ -114,16 +113,16 @@ def pretrain(
         world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
         try:
             return _continue(recipe, run, world, callbacks)
-        except UserError:
+        except BaseException as error:
             if world.is_main:
-                forget_if_not_begun(run)
+                forget_if_not_begun(run, only_replacing=not isinstance(error, UserError))
             raise
 
 
 def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     """Refuse what cannot work, then make the run's directory; ``resume`` does the rest.
 
-    A run that is replaced is put aside until the new one has begun (``discard_replaced``).
+    A run that is replaced is put aside until the new one has made a step.
     """
     restore_replaced(run)
     check_data(recipe)
@@ -136,13 +135,6 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
     with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
         write_toml(recipe, folder / "recipe.toml")
-
-
-def forget_if_not_begun(run: Path) -> None:
-    """A mistake in the recipe leaves nothing behind, and nothing replaced."""
-    if not list_checkpoints(run) and not any((run / log).exists() for log in LOGS):
-        shutil.rmtree(run, ignore_errors=True)
-        restore_replaced(run)
 
 
 def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -175,8 +167,6 @@ def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callb
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
         job = Job(recipe, run, checkpoint, stop, world, callbacks)
-        if world.is_main:
-            discard_replaced(run)
         result = job.finish(job.trainer.run())
         result.signal = stop.number if result.status == "stopped" else None
         return result
@@ -187,6 +177,8 @@ def _tidy(run: Path) -> None:
     for folder in (run, run / "milestones"):
         remove_abandoned(folder)
     remove_leftovers(run)
+    if has_begun(run):
+        discard_replaced(run)
 
 
 def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
@@ -430,7 +422,7 @@ class Job:
             callbacks.append(self._task_evaluator())
         callbacks += others
         if self.world.is_main:
-            callbacks.append(MetricsWriter(self.run / "metrics.jsonl"))
+            callbacks += [MetricsWriter(self.run / "metrics.jsonl"), FirstStep(lambda: discard_replaced(self.run))]
             if tensorboard_installed():
                 callbacks.append(TensorBoardWriter(self.run / "tensorboard"))
             callbacks.append(Display())

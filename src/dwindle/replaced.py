@@ -1,4 +1,4 @@
-"""``--overwrite``: the old run stays beside the new one until that has begun, so that a mistake costs nothing."""
+"""``--overwrite``: the old run stays beside the new one until that has made a step, so that a mistake costs nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dwindle.runlock import RunLock
+from dwindle.training.checkpoint import list_checkpoints
 
 
 def _aside(run: Path) -> Path:
@@ -16,12 +17,21 @@ def _aside(run: Path) -> Path:
     return real.with_name(f".{real.name}.replaced")
 
 
+def has_begun(run: Path) -> bool:
+    """Whether there is anything in a run that could be lost: a step, or a checkpoint."""
+    metrics = run / "metrics.jsonl"
+    return bool(list_checkpoints(run)) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
 @contextmanager
 def put_aside(run: Path) -> Iterator[None]:
     """Make place for a new run, which is made inside; one that a process is writing is refused."""
     with RunLock(run):
-        discard_replaced(run)
-        os.rename(run.resolve(), _aside(run))
+        if _aside(run).is_dir() and not has_begun(run):
+            shutil.rmtree(run.resolve())  # an attempt that failed: what it was to replace is still aside
+        else:
+            discard_replaced(run)
+            os.rename(run.resolve(), _aside(run))
         try:
             yield
         except BaseException:
@@ -38,3 +48,16 @@ def restore_replaced(run: Path) -> None:
 def discard_replaced(run: Path) -> None:
     """The new run has begun: what it replaces goes."""
     shutil.rmtree(_aside(run), ignore_errors=True)
+
+
+def forget_if_not_begun(run: Path, *, only_replacing: bool = False) -> None:
+    """A run that failed before its first step leaves nothing behind, and nothing replaced.
+
+    ``only_replacing``: one that replaces nothing is left as it is, for ``resume``.
+    """
+    if has_begun(run) or (only_replacing and not _aside(run).is_dir()):
+        return
+    shutil.rmtree(run.resolve(), ignore_errors=True)
+    restore_replaced(run)
+    if run.is_symlink() and not run.exists():
+        run.resolve().mkdir()  # a link to an empty directory, as it was

@@ -19,6 +19,8 @@ from dwindle.errors import UserError
 from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.report.run import open_run
+from dwindle.report.tables import cost_of
 from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.data import DataConfig
 from dwindle.training.distributed import Parallel, World, choose_parallel, num_shards
@@ -98,6 +100,7 @@ def on_three(place: Path, alone: Path) -> Path:
 
 def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> None:
     assert_same(on_three, alone)
+    assert [cost_of(open_run(run)).num_devices for run in (on_three, alone)] == [3, 1]  # type: ignore[union-attr]
     newest = list_checkpoints(on_three)[-1]
     assert len(list(newest.glob("model-*-of-00003.safetensors"))) == 3 and not (newest / "model.safetensors").exists()
 

@@ -75,8 +75,9 @@ def resume(
 def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json: bool) -> None:
     """Mistakes are found here, once, before any process is started."""
     from dwindle.plan import check_processes
-    from dwindle.pretrain import begin_run, forget_if_not_begun
+    from dwindle.pretrain import begin_run
     from dwindle.recipe import resolve_recipe
+    from dwindle.replaced import forget_if_not_begun
 
     check_processes(recipe, nproc)
     begin_run(resolve_recipe(recipe), run, overwrite=overwrite)

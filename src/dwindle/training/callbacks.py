@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,6 +66,18 @@ class Callback:
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Inverse of ``tensors``; given CPU tensors."""
+
+
+class FirstStep(Callback):
+    """Does something once the first step of this process is made."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action: Callable[[], None] | None = action
+
+    def after_step(self, trainer: Trainer) -> None:
+        if self._action is not None:
+            self._action()
+            self._action = None
 
 
 def finite(value: float | None) -> float | None:

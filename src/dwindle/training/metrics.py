@@ -107,6 +107,7 @@ class MetricsWriter(Callback):
                     "seconds": last.seconds,
                     **utilisation,
                     "wall": time.time(),
+                    "devices": trainer.engine.size,
                     **trainer.extra_times,
                 },
             }
