@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import dwindle
+from dwindle import cli
 from dwindle.compare import Cell, CompareOptions, Comparison, compare, removal_target
 from dwindle.errors import UserError
 from tiny import tiny_directory
@@ -75,6 +79,68 @@ def test_held_out_windows_of_the_same_text(source: Path, tmp_path: Path) -> None
         source, metrics=["random"], to=["20%"], data=[str(tmp_path / "text.txt")], options=CompareOptions(**OPTIONS)
     )
     assert result.calibration_tokens == 96 and result.valid_tokens == 20 * 23
+
+
+def test_a_text_too_short_to_hold_windows_out_is_refused(source: Path, tmp_path: Path) -> None:
+    """576 tokens are four windows to calibrate on and twenty to measure on; the tokenizer adds one to the text."""
+    text, given = tmp_path / "text.txt", {"metrics": ["random"], "to": ["20%"], "options": CompareOptions(**OPTIONS)}
+    text.write_text("a" * 575)
+    assert compare(source, data=[str(text)], **given).valid_tokens == 20 * 23  # type: ignore[arg-type]
+    text.write_text("a" * 574)
+    with pytest.raises(UserError, match=r"--data: fewer than 576 tokens.*--valid.*--sequences"):
+        compare(source, data=[str(text)], **given)  # type: ignore[arg-type]
+    assert compare(source, data=[str(text)], valid=["pydoc:valid"], **given).cells  # type: ignore[arg-type]
+
+
+def test_a_metric_that_draws_does_not_depend_on_the_other_sizes(source: Path) -> None:
+    alone, beside = (
+        compare(source, metrics=["random"], to=to, options=CompareOptions(**OPTIONS)).cells[-1]
+        for to in (["50%"], ["10%", "50%"])
+    )
+    assert alone == beside
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_interrupted_comparison_keeps_what_is_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: bool
+) -> None:
+    """Ctrl-C while the first or the second of two cells trains."""
+    pytest.importorskip("matplotlib")
+    interrupt_training(monkeypatch, 0 if first else 1)
+    out = tmp_path / "out"
+    arguments = ["compare", str(source), "--out", str(out), "--metrics", "magnitude,random", "--to", "10%"]
+    sizes = ["--sequences", "4", "--seq-len", "24", "--valid-tokens", "480", "--tokens", "480"]
+    monkeypatch.setattr(sys, "argv", ["dwindle", *arguments, *sizes, "--tokens-per-step", "240"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    said = capsys.readouterr().err
+    assert stopped.value.code == 130 and "interrupted" in said and "Traceback" not in said
+    if first:
+        assert not out.exists()
+        return
+    written = json.loads((out / "compare.json").read_text())
+    assert [cell["metric"] for cell in written["cells"]] == ["magnitude"] and not written["complete"]
+    assert f"done and in {out}: 1;" in " ".join(said.split())
+
+
+def interrupt_training(monkeypatch: pytest.MonkeyPatch, done: int) -> None:
+    """A signal to this process as training begins, after ``done`` trainings."""
+    import dwindle.pretrain as module
+
+    count, begin = [0], module.Trainer.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > done:
+            signal.raise_signal(signal.SIGINT)
+        return begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(module.Trainer, "run", run)
+
+
+def test_a_loss_that_is_not_finite_is_json() -> None:
+    found = Comparison("m", 100, math.inf, {}, 1, 1, 0, 0, [])
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["loss"] is None
 
 
 @pytest.mark.parametrize(

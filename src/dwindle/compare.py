@@ -25,6 +25,7 @@ from dwindle.anatomy import KINDS, Anatomy, Kind
 from dwindle.directories import atomic_directory, refuse_existing
 from dwindle.errors import UserError, install_hint
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
+from dwindle.finite import finite
 from dwindle.posttraining import DEFAULT_TEXT, choose_groups
 from dwindle.pretrain import pretrain
 from dwindle.progress import Bar
@@ -84,9 +85,12 @@ class Comparison:
     training_tokens: int
     seed: int
     cells: list[Cell]
+    complete: bool = True
+    """False where it was interrupted: the other cells are missing."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        found: dict[str, Any] = finite({"format": FORMAT, **asdict(self)})
+        return found
 
     def render(self) -> Table:
         """One row for each metric, one column for each size; with training, ``before → after``."""
@@ -103,11 +107,13 @@ class Comparison:
             table.add_column(f"{ratio}\n{format_count(max(sizes))} left", justify="right")
         for name in dict.fromkeys(cell.name for cell in self.cells):
             label = f"{name}\n  {_task_words(self.tasks)}" if self.tasks else name
-            table.add_row(label, *(_text(by_place[name, ratio]) for ratio in ratios))
+            table.add_row(label, *(_text(by_place.get((name, ratio))) for ratio in ratios))
         return table
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
     text = f"{cell.loss:.3f}"
     if cell.trained_loss is not None:
         text += f" → {cell.trained_loss:.3f}"
@@ -166,13 +172,14 @@ def compare(
 
     ``to`` lists what is **removed**, as in the paper's table (``"10%"``, ``"10%nonemb"``), or sizes (``"100M"``).
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
+    An interrupted comparison leaves the cells that are done in ``out``.
     """
     options = options or CompareOptions()
     check_sequences(options.num_sequences, options.seq_len)
     names = list(dict.fromkeys(metrics))
     if not names:
         raise UserError("metrics: none given: name some, such as taylor,wanda,random")
-    chosen = [metric_named(name, seed=options.seed * 1000 + 1) for name in names]
+    needs = frozenset().union(*(metric_named(name).needs for name in names))
     targets = _targets(source, to, options)
     data, valid = _texts(data, valid, options)
     if out is not None:
@@ -182,11 +189,25 @@ def compare(
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to read text")
     windows, held_out = _windows(loaded, data, valid, options)
-    work = _Work(loaded, options, held_out, questions, list(data), list(valid))
-    result = work.run(dict(zip(names, chosen, strict=True)), targets, windows, second_order)
+    work = _Work(loaded, Prunable(loaded.model), options, held_out, questions, list(data), list(valid))
+    found = calibrate(work.base, windows, Metric(_no_score, needs), second_order=second_order)
+    result = work.untouched(windows.numel())
+    try:
+        work.fill(result, found, names, targets, (False, True) if second_order else (False,))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*_keep_finished(result, out, overwrite)) from None
     if out is not None:
         write_comparison(result, Path(out), overwrite=overwrite)
     return result
+
+
+def _keep_finished(result: Comparison, out: str | PathLike[str] | None, overwrite: bool) -> tuple[str, ...]:
+    """Write the cells of an interrupted comparison; what to say about it."""
+    result.complete = False
+    if out is None or not result.cells:
+        return ()
+    write_comparison(result, Path(out), overwrite=overwrite)
+    return (f"cells that are done and in {out}: {len(result.cells)}; begin anew with --overwrite",)
 
 
 def removal_target(text: str) -> str:
@@ -235,59 +256,74 @@ def _windows(
         list(data), loaded.tokenizer, num_sequences=count + held, seq_len=length, seed=options.seed
     )
     if not valid:
+        _refuse_overlap(loaded, data, held, options)
         return all_windows[:count], all_windows[count:]
     measured = validation_windows(list(valid), loaded.tokenizer, length, options.valid_tokens, option="--valid")
     return all_windows, measured
 
 
+def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: CompareOptions) -> None:
+    """Windows of a short text overlap; one as long as all of them together exists only if they do not."""
+    length, count = options.seq_len, options.num_sequences
+    tokens = (count + held) * length
+    try:
+        calibration_windows(list(data), loaded.tokenizer, num_sequences=1, seq_len=tokens, seed=options.seed)
+    except UserError:
+        raise UserError(
+            f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
+            "on would overlap: give more text, other text with --valid, or smaller --sequences or --valid-tokens"
+        ) from None
+
+
 @dataclass(slots=True)
 class _Work:
     loaded: Loaded
+    base: Prunable
     options: CompareOptions
     held_out: Tensor
     questions: EvalData | None
     data: list[str]
     valid: list[str]
 
-    def run(
-        self, metrics: dict[str, Metric], targets: dict[str, Target], windows: Tensor, second_order: bool
-    ) -> Comparison:
-        base = Prunable(self.loaded.model)
-        needs = frozenset().union(*(metric.needs for metric in metrics.values()))
-        everything = Metric(_no_score, needs)
-        found = calibrate(base, windows, everything, second_order=second_order)
-        loss, tasks = self.measure(base.model)
-        result = Comparison(
+    def untouched(self, calibration_tokens: int) -> Comparison:
+        loss, tasks = self.measure(self.base.model)
+        return Comparison(
             model=self.loaded.source,
-            parameters=base.num_parameters,
+            parameters=self.base.num_parameters,
             loss=loss,
             tasks=tasks,
-            calibration_tokens=windows.numel(),
+            calibration_tokens=calibration_tokens,
             valid_tokens=self.held_out.shape[0] * (self.held_out.shape[1] - 1),
             training_tokens=self.options.tokens,
             seed=self.options.seed,
             cells=[],
         )
-        variants = (False, True) if second_order else (False,)
-        with Bar("comparing", len(metrics) * len(targets) * len(variants)) as bar:
-            for name, metric in metrics.items():
+
+    def fill(
+        self,
+        result: Comparison,
+        found: Calibration,
+        names: list[str],
+        targets: dict[str, Target],
+        variants: tuple[bool, ...],
+    ) -> None:
+        with Bar("comparing", len(names) * len(targets) * len(variants)) as bar:
+            for name in names:
                 for ratio, target in targets.items():
-                    for cell in self.cells(base, found, name, metric, ratio, target, variants):
+                    for cell in self.cells(found, name, ratio, target, variants):
                         result.cells.append(cell)
                         bar.advance()
-        return result
 
     def cells(
         self,
-        base: Prunable,
         found: Calibration,
         name: str,
-        metric: Metric,
         ratio: str,
         target: Target,
         variants: tuple[bool, ...],
     ) -> Iterator[Cell]:
-        """The same groups leave with and without the second-order update."""
+        """The same groups leave with and without the second-order update; a metric that draws begins anew."""
+        base, metric = self.base, metric_named(name, seed=self.options.seed * 1000 + 1)
         if metric.curvature is not None:
             assert found.inputs is not None
             found = replace(found, fishers=LayerCurvature(base, found.inputs, metric, self.options.damping))
@@ -349,7 +385,8 @@ class _Work:
                 checkpoint=CheckpointConfig(every=0),
             )
             result = pretrain(recipe, Path(folder) / "run")
-            assert result.model is not None, "a run that was stopped"
+            if result.model is None:
+                raise KeyboardInterrupt
             return load(result.model, device=options.device).model
 
 
@@ -402,7 +439,7 @@ def _draw(result: Comparison) -> Any:
             )
         axis.set(title=titles[kind], xlabel="parameters removed, %", ylabel="nats per token, held-out text")
     axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(result.model)
+    figure.suptitle(result.model if result.complete else f"{result.model} (interrupted)")
     return figure
 
 

@@ -25,6 +25,7 @@ from dwindle.config import write_toml
 from dwindle.directories import atomic_directory, remove_abandoned
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
+from dwindle.finite import finite
 from dwindle.plan import (
     PlanWarning,
     PruningPlan,
@@ -46,7 +47,7 @@ from dwindle.replaced import discard_replaced, forget_if_not_begun, has_begun, p
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
-from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, finite, truncate_to
+from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
 from dwindle.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 from eval_sets import write_sets
 
 from dwindle import cli
-from dwindle.evaluation.results import EvalResult, read_result
+from dwindle.errors import UserError
+from dwindle.evaluation.perplexity import text_names
+from dwindle.evaluation.results import EvalResult, read_result, write_text
 from dwindle.evaluation.table import trained_tokens
 from tiny import tiny_directory
 
@@ -75,6 +78,45 @@ def test_perplexity_of_any_text(dwindle: Command) -> None:
     assert json.loads(out)["tasks"] == []
 
 
+def test_texts_of_the_same_name_have_their_own_columns(dwindle: Command) -> None:
+    for folder, words in (("ta", "Once upon a time. "), ("tb", "A tea pot! ")):
+        Path(folder).mkdir()
+        Path(folder, "test.txt").write_text(words * 20)
+        dwindle("eval", "model", "--text", f"{folder}/test.txt", "--out", f"{folder}.json")
+    texts = ("--text", "ta/test.txt", "--text", "tb/test.txt", "--text", "./ta/test.txt")
+    found = json.loads(dwindle("table", "model", *texts, "--json")[1])
+    kinds = ("bits/byte", "nats/token")
+    assert found["columns"] == [f"text:{folder}/test.txt {kind}" for folder in ("ta", "tb") for kind in kinds]
+    assert len(found["results"][0]["texts"]) == 2
+    saved = json.loads(dwindle("table", "ta.json", "tb.json", "--json")[1])
+    assert saved["columns"] == found["columns"]
+    assert saved["rows"][0]["values"] | saved["rows"][1]["values"] == pytest.approx(found["rows"][0]["values"])
+    alone = json.loads(dwindle("table", "ta.json", "ta.json", "--json")[1])
+    assert alone["columns"] == [f"text:test.txt {kind}" for kind in kinds]
+
+
+def test_names_of_texts() -> None:
+    assert text_names(["a/x.txt", "b/y.txt"]) == {"a/x.txt": "text:x.txt", "b/y.txt": "text:y.txt"}
+    found = text_names(["x.txt", "a/x.txt", "/b/a/x.txt", "/x.txt", "c/y.txt"])
+    assert list(found.values()) == ["text:x.txt", "text:a/x.txt", "text:b/a/x.txt", "text:/x.txt", "text:y.txt"]
+
+
+def test_an_infinite_perplexity_is_json(dwindle: Command) -> None:
+    Path("story.txt").write_text("Once upon a time. " * 30)
+    dwindle("eval", "model", "--text", "story.txt", "--out", "result.json")
+    result = read_result(Path("result.json"))
+    result.texts[0].nats_per_token = math.inf
+    result.save("result.json", overwrite=True)
+    out = dwindle("table", "result.json", "--json")[1]
+    assert "Infinity" not in out and json.loads(out)["rows"][0]["values"]["text:story.txt nats/token"] is None
+
+
+def test_a_place_that_vanished_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--out: .* cannot be written"):
+        write_text(tmp_path / "file" / "x.json", "{}", "--out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -86,6 +128,10 @@ def test_perplexity_of_any_text(dwindle: Command) -> None:
         (("eval", "model", "--data", "sets", "--max-length", "9999"), "--max-length: 9999 must lie between"),
         (("eval", "model", "--text", "none.txt"), "--text: none.txt does not exist"),
         (("eval", "model", "--data", "sets", "--out", "sets"), "--out: sets already exists"),
+        (("eval", "model", "--data", "sets", "--out", "bad.json/x.json"), "--out: bad.json/x.json cannot be written"),
+        (("eval", "model", "--data", "sets", "--items", "bad.json/x/y"), "--items: bad.json/x/y cannot be written"),
+        (("eval", "model", "--data", "sets", "--out", "r", "--items", "./r"), "--items: ./r and --out r are in each"),
+        (("eval", "model", "--data", "sets", "--out", "r", "--items", "r/i"), "--items: r/i and --out r are in each"),
         (("eval", "none/", "--data", "sets"), "none/"),
         (("table",), "table: name at least one model"),
         (("table", "nope.json"), "error: nope.json: does not exist"),

@@ -10,7 +10,7 @@ from made_runs import make_run
 
 from dwindle.report.overlay import overlay
 from dwindle.report.run import open_run
-from dwindle.report.runs import list_runs
+from dwindle.report.runs import list_runs, render_runs
 from dwindle.report.settings import different_settings, short_settings
 
 PLAIN = '[source]\nmodel = "org/source"\n[prune]\ntarget = "50%"\nmethod = "efficientllm"\n[distill]\nweight = 0.0\n'
@@ -99,3 +99,25 @@ def test_the_table_of_runs_as_typed(shell, tmp_path: Path) -> None:
     assert code == 0 and "target missed" in out and "distilled" in out and "differs in" in out
     rows = json.loads(shell("runs", "--json")[1])
     assert rows[1]["settings"] == {"distill.weight": 0.75} and rows[1]["status"] == "target missed"
+
+
+def test_a_setting_of_one_run_only_is_shown(tmp_path: Path) -> None:
+    """Most runs leave it open, so that there is nothing usual to say below the table."""
+    for name in "abc":
+        make_run(tmp_path / name, recipe=PLAIN)
+    make_run(tmp_path / "b", recipe=PLAIN.replace("[distill]", 'ratio = "1:2"\n[distill]'))
+    table = render_runs(list_runs(tmp_path))
+    assert [column.header for column in table.columns][-1] == "differs in"
+    assert list(table.columns[-1].cells) == ["", "ratio 1:2", ""]
+
+
+def test_long_lines_of_a_ledger_are_read(tmp_path: Path) -> None:
+    """A pruned directory has one event, which may be longer than the end of the file that is looked at first."""
+    run = make_run(tmp_path / "a", recipe=PLAIN)
+    (run / "metrics.jsonl").unlink()
+    first = {"event": "source", "source": "s", "parameters": 1000, "options": {"note": "x" * 300_000}}
+    prune = {"event": "prune", "parameters": 600, "removed": "x" * 2_000_000}
+    lines = [first, prune, {"event": "compact"}]
+    (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = list_runs(tmp_path)
+    assert (row.source_parameters, row.parameters) == (1000, 600)

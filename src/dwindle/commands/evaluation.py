@@ -52,9 +52,7 @@ def evaluate(
     import json
     from pathlib import Path
 
-    for option, file in (("--out", out), ("--items", items)):
-        if file is not None and Path(file).exists() and (not overwrite or Path(file).is_dir()):
-            raise UserError(f"{option}: {file} already exists: choose another file or pass --overwrite")
+    _check_files(out, items, overwrite)
     from dwindle.evaluation.evaluate import evaluate, write_text
 
     result = evaluate(
@@ -73,6 +71,25 @@ def evaluate(
     if out is not None:
         write_text(Path(out), json.dumps(result.to_json()) + "\n", "--out")
     print_result(result.to_json() if as_json else result.render(), as_json)
+
+
+def _check_files(out: str | None, items: str | None, overwrite: bool) -> None:
+    """Before the work: both files are new or may be replaced, can be written, and are not the same."""
+    from pathlib import Path
+
+    from dwindle.evaluation.results import check_place
+
+    for option, file in (("--out", out), ("--items", items)):
+        if file is None:
+            continue
+        if Path(file).exists() and (not overwrite or Path(file).is_dir()):
+            raise UserError(f"{option}: {file} already exists: choose another file or pass --overwrite")
+        check_place(Path(file), option)
+    if out is None or items is None:
+        return
+    first, second = Path(out).resolve(), Path(items).resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise UserError(f"--items: {items} and --out {out} are in each other's place: choose another file")
 
 
 @app.command()

@@ -21,8 +21,8 @@ from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_wi
 from dwindle.evaluation.engines import Engine, OwnEngine
 from dwindle.evaluation.inmemory import InMemory, in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
-from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext
-from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
+from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
+from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place
 from dwindle.evaluation.results import write_text as write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run
@@ -62,7 +62,8 @@ def load_data(
             data.texts.append(load_wikitext(places, limit=limit))
         else:
             data.tasks.append(load_task(TASKS[name], places, limit=limit))
-    data.texts += [load_text(path, limit=limit) for path in texts]
+    once = list({Path(text): text for text in texts}.values())
+    data.texts += [load_text(path, name=name, limit=limit) for path, name in text_names(once).items()]
     return data
 
 
@@ -89,6 +90,8 @@ def evaluate(
     log-likelihood of every choice, to compare engines or models item by item. ``name`` is the model's in tables.
     """
     check_engine(engine, batch)
+    if items_file is not None:
+        check_place(Path(items_file), "--items")
     live: InMemory | None = None
     source = ""
     if isinstance(model, str | os.PathLike):

@@ -43,14 +43,26 @@ class TextData:
         return sum(len(text.encode()) for text in self.originals)
 
 
-def load_text(path: str, *, limit: int | None = None) -> TextData:
-    """Any text that training could read, taken as it is, document by document."""
+def text_names(paths: Sequence[str]) -> dict[str, str]:
+    """Of every path the file name, with as many folders as it takes to tell it from others of that name."""
+    names: dict[str, str] = {}
+    for path in paths:
+        namesakes = [other.parts for p in paths if (other := Path(p)).name == Path(path).name and other != Path(path)]
+        parts, depth = Path(path).parts, 1
+        while any(other[-depth:] == parts[-depth:] for other in namesakes):
+            depth += 1
+        names[path] = f"text:{Path(*parts[-depth:]).as_posix() if depth > 1 else Path(path).name}"
+    return names
+
+
+def load_text(path: str, *, name: str = "", limit: int | None = None) -> TextData:
+    """Any text that training could read, taken as it is, document by document; ``name`` is its own in tables."""
     documents: list[str] = []
     for text in read_documents(path, option="--text"):
         if limit is not None and len(documents) >= limit:
             break
         documents.append(text)
-    return TextData(f"text:{Path(path).name}", "whole documents as they are", documents, documents, path)
+    return TextData(name or text_names([path])[path], "whole documents as they are", documents, documents, path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from dwindle.errors import UserError
 from dwindle.evaluation.tasks import COMMONSENSE
+from dwindle.finite import finite
 from dwindle.sizes import format_count
 
 FORMAT = "dwindle-eval-1"
@@ -108,7 +110,7 @@ class EvalResult:
     def to_json(self) -> dict[str, Any]:
         averages = {"value": self.average(), "acc": self.average("acc"), "acc_norm": self.average("acc_norm")}
         averages["stderr"] = self.average_stderr()
-        found: dict[str, Any] = _finite(asdict(self))
+        found: dict[str, Any] = finite(asdict(self))
         return {"format": FORMAT} | found | {"average": averages}
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -210,23 +212,22 @@ def _percent(value: float | None, stderr: float | None = None) -> str:
     return f"{100 * value:.2f}" + ("" if stderr is None else f" ±{100 * stderr:.2f}")
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
-
-
 def _with_infinity(row: Any) -> dict[str, Any]:
-    """What ``_finite`` took out; no other field of a text may be null."""
+    """What ``finite`` took out; no other field of a text may be null."""
     return {key: math.inf if value is None else value for key, value in row.items()}
 
 
 def _escape(text: str) -> str:
     """Rich reads square brackets as markup."""
     return text.replace("[", "\\[")
+
+
+def check_place(path: Path, option: str) -> None:
+    """Refuse a file that ``write_text`` could not write; long work calls this before it starts."""
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = f"{path} is a directory" if path.is_dir() else f"{nearest} is not a directory that may be written to"
+        raise UserError(f"{option}: {path} cannot be written ({what}): choose another place")
 
 
 def write_text(path: Path, text: str, option: str) -> None:
@@ -240,5 +241,6 @@ def write_text(path: Path, text: str, option: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another place") from error

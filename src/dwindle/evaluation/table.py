@@ -17,9 +17,11 @@ from dwindle.evaluation.evaluate import (
     load_data,
     load_with_tokenizer,
 )
+from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
+from dwindle.finite import finite
 from dwindle.report.runs import MISSED, list_runs
 from dwindle.sizes import format_count
 from dwindle.sources import check_source, model_of_run
@@ -55,7 +57,7 @@ class Comparison:
     results: list[EvalResult]
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "columns": self.columns,
             "metrics": self.metrics,
             "rows": [
@@ -71,6 +73,7 @@ class Comparison:
             ],
             "results": [result.to_json() for result in self.results],
         }
+        return finite(found)  # type: ignore[no-any-return]
 
     def text(self) -> str:
         """Aligned columns, as wide as they need to be: a table cut to the terminal's width loses its digits."""
@@ -209,7 +212,8 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
     metrics: dict[str, str] = {
         TASKS[name].title: TASKS[name].metric for name in (*COMMONSENSE, *TASKS) if name in measured
     }
-    rows = [_row(result, note) for result, note in zip(results, notes, strict=True)]
+    labels = _text_labels(results)
+    rows = [_row(result, note, labels) for result, note in zip(results, notes, strict=True)]
     others = [
         ComparisonRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
         for row in published
@@ -225,7 +229,18 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
     return Comparison(columns, metrics, rows + others, list(results))
 
 
-def _row(result: EvalResult, note: str) -> ComparisonRow:
+def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
+    """By name and place what a text's columns are called: saved results may hold other texts of the same name."""
+    texts = [text for result in results for text in result.texts]
+    labels: dict[tuple[str, str], str] = {}
+    for name in dict.fromkeys(text.name for text in texts):
+        sizes = {text.where: text.num_bytes for text in texts if text.name == name}
+        longer = text_names(list(sizes)) if len(set(sizes.values())) > 1 else {}
+        labels |= {(name, where): longer.get(where, name) for where in sizes}
+    return labels
+
+
+def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ComparisonRow:
     values = {task.title: 100 * task.value for task in result.tasks}
     if (average := result.average()) is not None:
         values["average"] = 100 * average
@@ -233,7 +248,8 @@ def _row(result: EvalResult, note: str) -> ComparisonRow:
         if text.name == WIKITEXT:
             values["WikiText-2"] = text.word_perplexity
         else:
-            values |= {f"{text.name} bits/byte": text.bits_per_byte, f"{text.name} nats/token": text.nats_per_token}
+            label = labels[text.name, text.where]
+            values |= {f"{label} bits/byte": text.bits_per_byte, f"{label} nats/token": text.nats_per_token}
     skipped = sum(count for _, count, _ in result.skipped())
     notes = [note] if note else []
     notes += [f"first {result.limit}"] if result.limit is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,8 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
 def _row(path: Path, root: Path) -> RunRow:
     recipe = parse_recipe(_text(path / "recipe.toml"))
     first = _first_record(path / "ledger.jsonl")
-    prunes = [record for record in _last_records(path / "ledger.jsonl") if record.get("event") == "prune"]
-    steps = [record for record in _last_records(path / "metrics.jsonl") if number(record.get("step")) is not None]
+    prunes = _last_records(path / "ledger.jsonl", lambda record: record.get("event") == "prune")
+    steps = _last_records(path / "metrics.jsonl", lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid = next((r["valid_loss"] for r in reversed(steps) if number(r.get("valid_loss")) is not None), None)
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
@@ -125,7 +125,7 @@ def render_runs(rows: list[RunRow]) -> Table:
             _count(row.parameters),
             _count(row.tokens),
             *losses,
-            *([short_settings(own, with_off=True)] if usual else []),
+            *([short_settings(own, with_off=True)] if differ else []),
         ]
         table.add_row(*map(escape, cells))
     return table
@@ -160,21 +160,29 @@ def _text(path: Path) -> str:
 def _first_record(path: Path) -> Record:
     try:
         with path.open("rb") as file:
-            return _record(file.readline(_TAIL_BYTES))
+            return _record(file.readline())
     except OSError:
         return {}
 
 
-def _last_records(path: Path) -> list[Record]:
-    """What the end of a file holds; the first line there may be half of one and is left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - _TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")
-    except OSError:
-        return []
-    return [record for line in lines[size > _TAIL_BYTES :] if (record := _record(line))]
+def _last_records(path: Path, wanted: Callable[[Record], bool]) -> list[Record]:
+    """Wanted records at the end of a file, of which as much is read as it takes to find one.
+
+    The first line there may be half of one and is left out.
+    """
+    tail = _TAIL_BYTES
+    while True:
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                file.seek(max(size - tail, 0))
+                lines = file.read().split(b"\n")
+        except OSError:
+            return []
+        found = [record for line in lines[size > tail :] if (record := _record(line)) and wanted(record)]
+        if found or size <= tail:
+            return found
+        tail *= 4
 
 
 def _record(line: bytes) -> Record:

@@ -6,7 +6,6 @@ the checkpoint keeps both under the callback's ``name``.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from dwindle.errors import UserError
+from dwindle.finite import finite
 from dwindle.training.checkpoint import sync_directory, write_checkpoint
 
 if TYPE_CHECKING:
@@ -78,11 +78,6 @@ class FirstStep(Callback):
         if self._action is not None:
             self._action()
             self._action = None
-
-
-def finite(value: float | None) -> float | None:
-    """None for what JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 class Validator(Callback):

@@ -15,6 +15,7 @@ from torch import nn
 
 from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
+from dwindle.finite import finite
 from dwindle.training.callbacks import Callback
 from dwindle.training.flops import flops_per_token, peak_flops
 
@@ -50,18 +51,7 @@ class JsonLinesFile:
 
 def json_line(record: dict[str, Any]) -> str:
     """One record as every append-only file of ours holds it."""
-    return json.dumps(_without_nan(record), ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become ``null``."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return value
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class MetricsWriter(Callback):
