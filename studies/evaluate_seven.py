@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str
             data,
             name=Path(options.model).name,
             batch=options.batch,
-            engine=engine,
+            engine=engine,  # type: ignore[arg-type]
             items_file=items_file(options.out, engine, dtype),
         )
         print(f"{engine} {dtype}: {results[engine].seconds:.1f} s", flush=True)

@@ -233,7 +233,7 @@ def held_out(data: Any) -> str:
 
 
 def mean_loss(seeds: Sequence[Any]) -> float:
-    return statistics.mean(r["textbooks"] for r in seeds)
+    return float(statistics.mean(r["textbooks"] for r in seeds))
 
 
 def loss_cells(seeds: Sequence[Any]) -> list[str]:

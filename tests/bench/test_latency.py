@@ -16,6 +16,7 @@ from dwindle.bench import latency
 from dwindle.bench.latency import LatencyTable, Spread, measure_latency
 from dwindle.bench.torch_engine import one_layer
 from dwindle.errors import UserError
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from tiny import tiny_directory, tiny_model, tokens
 
 SHORT: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 4, "repeats": 3}
@@ -127,6 +128,25 @@ def test_user_errors(tmp_path: Path) -> None:
         measure_latency({})
     with pytest.raises(UserError, match="does not exist"):
         measure_latency([str(tmp_path / "none.gguf")])
+
+
+def test_what_a_runtime_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tiny_directory(tmp_path / "broken")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeFailure("llamacpp-default: error loading model vocabulary")
+
+    for method in ("__init__", "call"):
+        with monkeypatch.context() as patch:
+            patch.setattr(RuntimeProcess, method, refuse)
+            with pytest.raises(UserError, match=r"broken cannot be run .*error loading model vocabulary.*--runtime"):
+                measure_latency([folder], **SHORT)
+
+
+def test_a_model_given_twice_is_two_rows(tmp_path: Path) -> None:
+    assert latency._named(["x/a", "x/a", "y/b"]) == {"a": "x/a", "a (2)": "x/a", "b": "y/b"}
+    assert latency._named(["x/a", "y/a", Path("x/a")]) == {"x/a": "x/a", "y/a": "y/a", "x/a (2)": "x/a"}
+    assert latency._named(["a (2)", "a", "a"]) == {"a (2)": "a (2)", "a": "a", "a (3)": "a"}
 
 
 def test_the_table_fits_into_80_columns() -> None:

@@ -118,3 +118,13 @@ def test_any_text(tmp_path: Path) -> None:
         for engine in ("dwindle", "harness")
     ]
     assert_equal_results(*both)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_is_left_as_it_was(training: bool, tmp_path: Path) -> None:
+    """And measured without dropout, whatever it was."""
+    data = load_data(["piqa,wikitext"], [str(write_sets(tmp_path / "sets"))])
+    model = tiny_model("llama", vocab_size=257, attention_dropout=0.5).train(training)
+    both = [evaluate_model(model, tiny_tokenizer(), data, engine=engine) for engine in ("dwindle", "harness")]
+    assert_equal_results(*both)
+    assert all(module.training == training for module in model.modules())

@@ -56,6 +56,17 @@ def test_unequal_layers_run_as_deci_or_made_equal(
     assert found.architecture == architecture
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_live_models_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """They are compared with what their weights compute in float32, and stay as they were."""
+    loaded = tiny_loaded()
+    loaded.model.to(dtype)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    assert found.verified is not None and found.verified.max_error < 1e-3
+    assert export(loaded, "gguf", tmp_path / "wide.gguf", type_="q8_0", round_to=64).verified is not None
+    assert loaded.model.dtype == dtype
+
+
 def test_what_is_written_is_what_our_reader_reads(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", "odd")
     out = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32").out

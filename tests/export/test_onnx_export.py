@@ -66,6 +66,16 @@ def test_options_of_llama(options: dict[str, Any], tmp_path: Path) -> None:
     assert export(tiny_loaded("llama", **options), "onnx", tmp_path / "out").verified is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_live_models_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    """They are compared with what their weights compute in float32, and stay as they were."""
+    loaded = tiny_loaded()
+    loaded.model.to(dtype)
+    found = export(loaded, "onnx", tmp_path / "out")
+    assert found.verified is not None and found.verified.max_error < 1e-5
+    assert loaded.model.dtype == dtype
+
+
 def test_attention_windows(tmp_path: Path) -> None:
     loaded = tiny_loaded("mistral", sliding_window=5)
     export(loaded, "onnx", tmp_path / "out")

@@ -115,6 +115,16 @@ def test_a_plain_export_keeps_structure_ledger_and_dtype(tmp_path: Path) -> None
     assert export(tmp_path / "in", "hf", tmp_path / "half", type_="f16").type == "float16"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_live_model_of_16_bits_is_kept_so(family: str, tmp_path: Path) -> None:
+    """``to`` rounds its rotary frequencies as well, which no file holds."""
+    loaded = tiny_loaded(family)
+    loaded.model.to(torch.bfloat16)
+    found = export(loaded, "hf", tmp_path / "out")
+    assert found.type == "bfloat16" and found.verified is not None and found.verified.max_error < 1e-6
+    assert loaded.model.dtype == torch.bfloat16
+
+
 def test_a_wrong_directory_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama", "cluster")
 

@@ -75,6 +75,26 @@ def test_local_paths_are_not_published(tmp_path: Path) -> None:
     assert "private" not in card and "`tiny`" in card
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('"/home/Alice Smith/secret project/books.txt"', '"books.txt"'),
+        ("'/home/Alice Smith/secret project/my books.txt'", "'my books.txt'"),
+        (r'"C:\\Users\\Alice Smith\\books.txt"', '"books.txt"'),
+        (r"'C:\Users\Alice Smith\books.txt'", "'books.txt'"),
+        (r'"/home/Alice \"A\" Smith, [old]/caf\u00e9 1.txt"', '"café 1.txt"'),
+        ('"~/Alice Smith/runs/"', '"runs"'),
+        ('["/a b/c d.txt", "/e f/g.txt"] # don\'t', '["c d.txt", "g.txt"] # don\'t'),
+        ('"org/name" # it is "/home/me/x"', '"org/name" # it is "x"'),
+        ('"hub:org/name:train"', '"hub:org/name:train"'),
+        ('"https://example.org/a b/c"', '"https://example.org/a b/c"'),
+        ('"/"', '"/"'),
+    ],
+)
+def test_quoted_paths_are_shortened_whole(given: str, shown: str) -> None:
+    assert without_paths(f"train = {given}\n") == f"train = {shown}\n"
+
+
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run")) | {"name": "a|b`\n# <script>"}
     card = model_card(source="x", recipe="```\n# <b>", results={"a|b\nc": "1"}, **given)

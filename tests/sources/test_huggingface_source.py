@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dwindle.errors import UserError
 from dwindle.sources import huggingface, load, load_config, load_tokenizer
+from tiny import FAMILIES, tiny_model
 
 IDS = torch.arange(20).reshape(2, 10)
 
@@ -139,6 +140,51 @@ def test_missing_and_misshapen_tensors_are_named(folder: Path) -> None:
     fails(folder, "model.layers.1.mlp.up_proj.weight", "missing")
     save_file({**weights, "model.norm.weight": torch.ones(31)}, path, metadata={"format": "pt"})
     fails(folder, "model.norm.weight", "(31,)", "(32,)")
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    tiny(attention_bias=True).save_pretrained(tmp_path / "m")
+    change_config(tmp_path / "m", attention_bias=False)
+    fails(tmp_path / "m", "model.layers.0.self_attn.k_proj.bias and 7 more", "config.json")
+    change_config(tmp_path / "m", attention_bias=True, num_hidden_layers=1)
+    fails(tmp_path / "m", "model.layers.1.", "and 12 more", "config.json")
+
+
+def test_buffers_of_older_checkpoints_are_no_tensors_of_the_model(folder: Path, tmp_path: Path) -> None:
+    path = folder / "model.safetensors"
+    inverse = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
+    save_file({**load_file(path), **inverse}, path, metadata={"format": "pt"})
+    assert torch.equal(load(folder).model(IDS).logits, tiny()(IDS).logits)
+    config = GPTNeoConfig(
+        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], vocab_size=40
+    )
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "neo")
+    path = tmp_path / "neo" / "model.safetensors"
+    masks = {"bias": torch.ones(1, 1, 2048, 2048, dtype=torch.bool), "masked_bias": torch.tensor(-1e9)}
+    old = {f"transformer.h.0.attn.attention.{name}": value for name, value in masks.items()}
+    save_file({**load_file(path), **old}, path, metadata={"format": "pt"})
+    load(tmp_path / "neo")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_honest_checkpoint_is_refused(family: str, tmp_path: Path) -> None:
+    for tied in (False, True):
+        path = tmp_path / str(tied)
+        model = tiny_model(family, dtype=torch.float32, tie_word_embeddings=tied)
+        model.save_pretrained(path)
+        weights = load_file(path / "model.safetensors")
+        both = {**weights, "lm_head.weight": model.lm_head.weight.detach().clone()}
+        for tensors in (weights, both):  # many tied checkpoints hold their head all the same
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+            assert torch.equal(load(path).model(IDS).logits, model(IDS).logits)
+
+
+def test_a_tied_configuration_with_a_head_of_its_own(folder: Path) -> None:
+    change_config(folder, tie_word_embeddings=True)
+    fails(folder, "lm_head.weight", "set tie_word_embeddings to false in config.json")
+    assert load_config(folder).tie_word_embeddings
+    change_config(folder, tie_word_embeddings=False)
+    assert torch.equal(load(folder).model(IDS).logits, tiny()(IDS).logits)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -8,11 +8,12 @@ turns, and ``outside = t₁ − (t_L − t₁) / (L − 1)``.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from dwindle.bench.torch_engine import TorchEngine, one_layer
 from dwindle.errors import UserError
-from dwindle.export.process import RuntimeProcess
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.progress import Bar
 from dwindle.sizes import format_bytes, format_count
 from dwindle.sources import Loaded, load
@@ -258,13 +259,31 @@ def _compare(
             prefill_ms=Spread.of(prefill[runner.name]),
             decode_ms=Spread.of(decode[runner.name]),
             outside_share=_outside(decode[runner.name], single[runner.name], runner.num_layers),
-            peak_memory=int(runner.process.call("peak_memory")) or None if runner.process is not None else None,
+            peak_memory=_peak_memory(runner),
             odd_sizes=runner.odd_sizes,
             prefill_speedup=_ratio(prefill[base], prefill[runner.name]),
             decode_speedup=_ratio(decode[base], decode[runner.name]),
         )
         for runner in runners
     ]
+
+
+def _peak_memory(runner: _Runner) -> int | None:
+    if runner.process is None:
+        return None
+    with _run_of(runner.name):
+        return int(runner.process.call("peak_memory")) or None
+
+
+@contextmanager
+def _run_of(name: str) -> Iterator[None]:
+    """A runtime that refuses a model or dies says so in one line."""
+    try:
+        yield
+    except RuntimeFailure as error:
+        raise UserError(
+            f"bench latency: {name} cannot be run ({error}): check the file, or choose another --runtime"
+        ) from error
 
 
 def _ratio(baseline: list[float], values: list[float]) -> float:
@@ -280,11 +299,15 @@ def _outside(whole: list[float], single: list[float], num_layers: int) -> float 
 
 
 def _named(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """Short names where they are enough to tell the models apart."""
+    """Short names where they are enough to tell the models apart; one given again, to see the noise, is numbered."""
     paths = [os.fspath(model) for model in models]
     short = [Path(path).name or path for path in paths]
-    names = short if len(set(short)) == len(short) else paths
-    return dict(zip(names, paths, strict=True))
+    names = short if len(set(short)) == len(set(paths)) else paths
+    named: dict[str, Any] = {}
+    for name, path in zip(names, paths, strict=True):
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        named[next(key for key in itertools.chain([name], numbered) if key not in named)] = path
+    return named
 
 
 def _check(
@@ -332,13 +355,15 @@ class _Source:
             return _Runner(timed=live.timed, timed_one_layer=live.timed_one_layer, num_bytes=size, **facts)
         path, single = self.files(runtime)
         engine = "llamacpp-default" if runtime == "llamacpp" else runtime
-        process = running.enter_context(RuntimeProcess(engine, path, threads=threads, context=context))
-        one_timed = _remote(process, "timed_one_layer") if runtime == "torch" else None
-        if single is not None:
-            other = running.enter_context(RuntimeProcess(engine, single, threads=threads, context=context))
-            one_timed = _remote(other)
+        with _run_of(self.name):
+            process = running.enter_context(RuntimeProcess(engine, path, threads=threads, context=context))
+            one_timed = _remote(self.name, process, "timed_one_layer") if runtime == "torch" else None
+            if single is not None:
+                other = running.enter_context(RuntimeProcess(engine, single, threads=threads, context=context))
+                one_timed = _remote(self.name, other)
         size = _file_size(path) or sum(p.nbytes for p in model.parameters())
-        return _Runner(timed=_remote(process), timed_one_layer=one_timed, num_bytes=size, process=process, **facts)
+        timed = _remote(self.name, process)
+        return _Runner(timed=timed, timed_one_layer=one_timed, num_bytes=size, process=process, **facts)
 
     def loaded(self) -> Loaded:
         if self._loaded is None:
@@ -375,9 +400,10 @@ class _Source:
         return out / "model.onnx" if to == "onnx" else out
 
 
-def _remote(process: RuntimeProcess, method: str = "timed") -> Timed:
+def _remote(name: str, process: RuntimeProcess, method: str = "timed") -> Timed:
     def timed(ids: list[int], new_tokens: int) -> tuple[float, float]:
-        first, then = process.call(method, ids=ids, new_tokens=new_tokens)
+        with _run_of(name):
+            first, then = process.call(method, ids=ids, new_tokens=new_tokens)
         return float(first), float(then)
 
     return timed

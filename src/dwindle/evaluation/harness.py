@@ -111,7 +111,8 @@ class HarnessEngine:
     def __init__(self, model: nn.Module, tokenizer: Any, *, max_length: int, batch: int = 0) -> None:
         self._harness = import_harness()
         self.batch = batch or 16
-        with _quiet():
+        self._model = model
+        with _quiet(), self._evaluating():  # the harness turns a model to evaluation and leaves it so
             self._lm = self._harness.models.huggingface.HFLM(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=self.batch, max_length=max_length
             )
@@ -138,19 +139,29 @@ class HarnessEngine:
             self._harness.api.instance.Instance("loglikelihood_rolling", {}, (text,), index)
             for index, text in enumerate(data.texts)
         ]
-        with _quiet():
+        with _quiet(), self._evaluating():
             return [float(score) for score in self._lm.loglikelihood_rolling(instances)]
 
     def _run(
         self, name: str, documents: Sequence[Mapping[str, Any]], bootstrap: int = 1000
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The harness's numbers and its samples in the order of the documents."""
-        with stock_tasks({name: documents}) as tasks, _quiet():
+        with stock_tasks({name: documents}) as tasks, _quiet(), self._evaluating():
             loaded = {"tasks": {_task_name(name): tasks[name]}, "groups": {}, "group_map": {}}
             found = self._harness.evaluator.evaluate(self._lm, loaded, bootstrap_iters=bootstrap, log_samples=True)
         samples = sorted(found["samples"][_task_name(name)], key=lambda sample: int(sample["doc_id"]))
         assert len(samples) == len(documents)
         return found["results"][_task_name(name)], samples
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Without dropout for as long as it is measured, and as it was after that."""
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._model.train(was_training)
 
 
 def _number(value: Any) -> float | None:

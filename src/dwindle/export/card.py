@@ -27,6 +27,8 @@ KNOWN_SOURCES = {"smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:)?[/\\~](?:[^\"'\s,\]]*[/\\])?([^\"'\s,\]/\\]+)")
+_QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|\#[^\n]*|[^"'#]+""")
+_STARTS_ABSOLUTE = re.compile(r"(?:[A-Za-z]:)?[/\\~]")
 _META_LIMIT_BYTES = 1 << 20
 
 
@@ -235,7 +237,25 @@ def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 def without_paths(text: str) -> str:
     """Absolute paths shortened to their last part: a published card should not tell about its author's machine."""
+    return _QUOTED_OR_COMMENT.sub(lambda part: _quoted(part[0]) if part[1] else _unquoted(part[0]), text)
+
+
+def _unquoted(text: str) -> str:
     return _ABSOLUTE_PATH.sub(r"\1", text)
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: a path in it ends at the closing quote, whatever else it holds."""
+    try:
+        value = str(tomllib.loads(f"value = {text}")["value"])
+    except tomllib.TOMLDecodeError:
+        value = text[1:-1]
+    if not _STARTS_ABSOLUTE.match(value):
+        return _unquoted(text)
+    last = re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+    if not last:
+        return text
+    return f"'{last}'" if text[0] == "'" else json.dumps(last, ensure_ascii=False)
 
 
 def _results(results: Mapping[str, float | int | str] | None) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,16 @@ def export(
     kind = _chosen_type(to, type_)
     _check_target(to, target, verify, overwrite)
     # Padding the hidden width scales gains, which 16 bits would round: then everything is float32.
-    as_stored = kind == "auto" and (round_to or 1) == 1
-    loaded = source if isinstance(source, Loaded) else load(source, dtype="auto" if as_stored else torch.float32)
+    loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Job(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
     return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
+
+
+def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
+    """In float32 unless ``as_stored``, also what is in memory already: 16 bits round every step of a comparison."""
+    if not isinstance(source, Loaded):
+        return load(source, dtype="auto" if as_stored else torch.float32)
+    return source if as_stored else replace(source, model=verification.as_float32(source.model))
 
 
 def _chosen_type(to: str, type_: str | None) -> str:

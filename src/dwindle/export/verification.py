@@ -105,20 +105,30 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, re
 
     with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=remote_code, dtype=torch.float32).eval()
-    reference = _as_float32(model)
+    reference = as_float32(model)
     worst = max(relative_error(logits_of(loaded, ids), logits_of(reference, ids)) for ids in prompts)
     return check(Verified("transformers", worst, HF_TOLERANCE, "largest relative difference of a logit"))
 
 
 def verify_resized(larger: Any, model: Any, prompts: list[list[int]]) -> Verified:
     """The enlarged model against the source, before any type or format comes in between."""
-    larger, model = _as_float32(larger), _as_float32(model)
+    larger, model = as_float32(larger), as_float32(model)
     worst = max(relative_error(logits_of(larger, ids), logits_of(model, ids)) for ids in prompts)
     return check(Verified("torch", worst, HF_TOLERANCE, "largest relative difference of a logit once enlarged"))
 
 
-def _as_float32(model: Any) -> Any:
-    return model if next(model.parameters()).dtype == torch.float32 else deepcopy(model).float()
+def as_float32(model: Any) -> Any:
+    """The model itself where it is float32 already, otherwise a copy.
+
+    ``model.to(torch.bfloat16)`` rounds the rotary frequencies too. They are no weights and no file holds them, so the
+    copy has those of the configuration.
+    """
+    if next(model.parameters()).dtype == torch.float32:
+        return model
+    copy = deepcopy(model).float()
+    backbone = copy.model
+    backbone.rotary_emb = type(backbone.rotary_emb)(config=copy.config).to(next(copy.parameters()).device)
+    return copy
 
 
 def verify_llamacpp(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,9 @@ from transformers.utils import logging as hf_logging
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.errors import UserError
+
+_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
+"""Buffers that earlier versions of transformers stored and later ones compute."""
 
 
 @contextlib.contextmanager
@@ -48,12 +52,19 @@ def build_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    check_loading_info(info, where)
     assert isinstance(model, PreTrainedModel)
+    check_loaded(model, info, where)
     return model
 
 
-def check_loading_info(info: dict[str, Any], where: str) -> None:
+def check_loaded(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
+    """What transformers only warns of: tensors that are missing, left over, or tied by the configuration alone."""
+    _check_holes(info, where)
+    _check_left_over(model, info, where)
+    _check_tied(model, where)
+
+
+def _check_holes(info: dict[str, Any], where: str) -> None:
     """transformers fills what it does not find with random numbers; a source with holes must not load."""
     for name, found, expected in sorted(info["mismatched_keys"], key=str):
         raise UserError(
@@ -67,6 +78,29 @@ def check_loading_info(info: dict[str, Any], where: str) -> None:
     if info.get("error_msgs"):
         first = str(info["error_msgs"][0]).strip().splitlines()[0]
         raise UserError(f"source {where}: the weights cannot be read: {first}")
+
+
+def _check_left_over(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
+    """transformers drops what the configuration has no place for, such as biases or further layers."""
+    buffers = [f".{name}" for name, _ in model.named_buffers()]
+    names = [name for name in sorted(info["unexpected_keys"]) if not _COMPUTED.search(name)]
+    left = [name for name in names if not any(buffer.endswith(f".{name}") for buffer in buffers)]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise UserError(
+            f"source {where}: the configuration has no place for tensor {left[0]}{more} of the weights: correct "
+            "config.json (its number of layers, its biases) or take the weights that belong to it"
+        )
+
+
+def _check_tied(model: PreTrainedModel, where: str) -> None:
+    """transformers keeps two different tensors apart though the configuration ties them; nothing after it would."""
+    head, tied = model.get_output_embeddings(), getattr(model.config, "tie_word_embeddings", False)
+    if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
+        raise UserError(
+            f"source {where}: config.json ties lm_head.weight to the embedding, but the weights hold two different "
+            "tensors: set tie_word_embeddings to false in config.json"
+        )
 
 
 def check_finite(model: PreTrainedModel, where: str) -> None:

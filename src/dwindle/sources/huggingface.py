@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dwindle.errors import UserError
-from dwindle.sources.common import check_loading_info, quiet_transformers
+from dwindle.sources.common import check_loaded, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
@@ -154,8 +154,8 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
                 f"source {where}: the model cannot be loaded ({_first_line(error)}): "
                 "check that it is a causal language model and that its files are complete"
             ) from error
-    check_loading_info(info, where)
     assert isinstance(model, PreTrainedModel)
+    check_loaded(model, info, where)
     return model
 
 
