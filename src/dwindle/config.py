@@ -196,11 +196,8 @@ class _Schema:
         if _is_optional(self.type_at(key)):
             return True
         owner = _dataclass_in(self.type_at(key[:-1]))
-        field = next((field for field in dataclasses.fields(owner) if field.name == key[-1]), None) if owner else None
-        if field is None:
-            return False
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        return default in ("", [], {})
+        field = {field.name: field for field in dataclasses.fields(owner)}[key[-1]] if owner else None
+        return field is not None and (field.default == "" or field.default_factory in (list, dict))
 
     def unknown(self, key: Key, owner: Any) -> _Mismatch:
         *path, name = key

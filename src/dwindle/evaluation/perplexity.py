@@ -12,6 +12,7 @@ from typing import Any
 from dwindle.errors import UserError
 from dwindle.evaluation.data import HUB, find_file, hub_documents, json_lines, read_text
 from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
+from dwindle.names import told_apart
 from dwindle.training.data.readers import read_documents
 
 _HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
@@ -45,14 +46,8 @@ class TextData:
 
 def text_names(paths: Sequence[str]) -> dict[str, str]:
     """Of every path the file name, with as many folders as it takes to tell it from others of that name."""
-    names: dict[str, str] = {}
-    for path in paths:
-        namesakes = [other.parts for p in paths if (other := Path(p)).name == Path(path).name and other != Path(path)]
-        parts, depth = Path(path).parts, 1
-        while any(other[-depth:] == parts[-depth:] for other in namesakes):
-            depth += 1
-        names[path] = f"text:{Path(*parts[-depth:]).as_posix() if depth > 1 else Path(path).name}"
-    return names
+    names = told_apart([Path(path) for path in paths])
+    return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 
 def load_text(path: str, *, name: str = "", limit: int | None = None) -> TextData:

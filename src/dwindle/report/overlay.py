@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dwindle.errors import UserError
+from dwindle.names import told_apart
 from dwindle.report.figure import Figure, Panel, Series
 from dwindle.report.figures import SMOOTH_SHARE, line, size_steps
 from dwindle.report.run import Run
@@ -57,8 +58,4 @@ def folder_names(folders: Sequence[Path]) -> list[str]:
     for path, folder in zip(paths, folders, strict=True):
         if paths.count(path) > 1:
             raise UserError(f"{folder}: is named twice: name each run once")
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    return told_apart(paths)
