@@ -55,14 +55,21 @@ def atomic_directory(
 def refuse_existing(target: Path, *, marker: str, overwrite: bool) -> None:
     """Refuse an existing target, and a place that cannot be written; long work calls this before it starts."""
     if not target.exists():
-        nearest = next(parent for parent in target.resolve().parents if parent.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise UserError(f"--out {target} cannot be written: {nearest} is not a directory that may be written to")
+        if why := why_unwritable(target):
+            raise UserError(f"--out {target} cannot be written: {why}")
         return
     if not overwrite:
         raise UserError(f"--out {target} already exists: choose another directory or pass --overwrite")
     if not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file()):
         raise UserError(f"--out {target} is not a directory of this kind and is left alone: choose another one")
+
+
+def why_unwritable(target: Path) -> str:
+    """Why nothing can be made at a path; empty where something can."""
+    nearest = next(parent for parent in target.resolve().parents if parent.exists())
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return ""
+    return f"{nearest} is not a directory that may be written to"
 
 
 def _put_in_place(temporary: Path, target: Path, keep_existing: bool) -> None:

@@ -14,6 +14,7 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
+from dwindle.directories import why_unwritable
 from dwindle.errors import UserError
 from dwindle.evaluation.tasks import COMMONSENSE
 from dwindle.finite import finite
@@ -224,10 +225,8 @@ def _escape(text: str) -> str:
 
 def check_place(path: Path, option: str) -> None:
     """Refuse a file that ``write_text`` could not write; long work calls this before it starts."""
-    nearest = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = f"{path} is a directory" if path.is_dir() else f"{nearest} is not a directory that may be written to"
-        raise UserError(f"{option}: {path} cannot be written ({what}): choose another place")
+    if why := f"{path} is a directory" if path.is_dir() else why_unwritable(path):
+        raise UserError(f"{option}: {path} cannot be written ({why}): choose another place")
 
 
 def write_text(path: Path, text: str, option: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dwindle.directories import is_running, owner
+from dwindle.directories import is_running, owner, why_unwritable
 from dwindle.errors import UserError
 
 
@@ -20,9 +20,8 @@ def refuse_existing_file(target: Path, *, suffix: str, overwrite: bool) -> None:
         raise UserError(f"--out {target} is a directory: give a file name that ends in {suffix}")
     if target.exists() and not overwrite:
         raise UserError(f"--out {target} already exists: choose another file or pass --overwrite")
-    nearest = next(parent for parent in target.resolve().parents if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise UserError(f"--out {target} cannot be written: {nearest} is not a directory that may be written to")
+    if why := why_unwritable(target):
+        raise UserError(f"--out {target} cannot be written: {why}")
 
 
 @contextmanager
