@@ -321,6 +321,7 @@ class Study:
             "to": size,
             "data": [self.args.data],
             "metric": prune.effective_metric,
+            "selection": prune.selection,
             "groups": prune.groups,
             "attention": prune.attention,
             "compare": prune.compare,

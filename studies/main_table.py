@@ -24,6 +24,13 @@ ROWS = {
     "global": Row("global mixture", ("prune.selection=global", "prune.round_to=1")),
     "global-b": Row("global mixture B", ("prune.selection=global", "prune.round_to=1", "prune.second_order=true")),
     "scratch": Row("from scratch at one-shot's shape", ("source.random_init=true",), from_one_shot=True),
+    "one-shot-global": Row(
+        "one-shot, global mixture, then training", ("prune.selection=global", "prune.round_to=1"), from_one_shot=True
+    ),
+    "global-32": Row(
+        "global mixture, FFN widths multiples of 32",
+        ("prune.selection=global", "prune.round_to=32", "prune.groups=attn,ffn"),
+    ),
 }
 
 if __name__ == "__main__":

@@ -59,13 +59,13 @@ def grouped(data: Any) -> list[list[Any]]:
 
 
 def shared_settings(data: Any) -> set[str]:
-    """What was set for all trained rows; the commands say it."""
+    """What was set for most of the trained rows; the commands say it."""
     trained = [set(row.get("set", ())) for row in data["rows"] if row["tokens"]]
-    return set.intersection(*trained) if trained else set()
+    return {word for words in trained for word in words if 2 * sum(word in other for other in trained) > len(trained)}
 
 
 def title(row: Any, common: set[str]) -> str:
-    """A row's name, with what was set for it and not for all."""
+    """A row's name, with what was set for it and not for most."""
     own = [setting for setting in row.get("set", ()) if setting not in common and row["tokens"]]
     return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
 
@@ -82,7 +82,7 @@ def named(data: Any, columns: Sequence[str]) -> list[str]:
 
 
 def losses_short(data: Any) -> str:
-    """What was trained to ``SHORT_SIZE`` with the settings of all, without seeds, tasks and speed."""
+    """What was trained to ``SHORT_SIZE`` with the settings of most, without seeds, tasks and speed."""
     places, common = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS], shared_settings(data)
     rows = loss_rows({"rows": [r for r in data["rows"] if r["size"] == SHORT_SIZE and set(r["set"]) == common]})
     return markdown(SHORT_COLUMNS, [[row[place] for place in places] for row in rows])

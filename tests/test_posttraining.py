@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cluster": {"attention": "cluster"},
     "three rounds": {"rounds": 3},
     "rounded": {"round_to": 8},
+    "single groups": {"selection": "global"},
+    "single groups, rounded": {"selection": "global", "round_to": 8},
     "only heads and channels": {"groups": ["attn", "ffn"]},
     "random": {"metric": "random", "seed": 3},
     "magnitude": {"metric": "magnitude"},
@@ -110,6 +112,16 @@ def test_rounded_widths_fit_after_any_number_of_rounds(source: Path, attention: 
         assert result.after.total <= 0.5 * result.before.total
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_layers_of_different_sizes_are_round(source: Path, rounds: int) -> None:
+    result = dwindle.prune(
+        source, "75%", rounds=rounds, selection="global", round_to=8, num_sequences=2, seq_len=16, second_order=True
+    )
+    widths = {len(la.ffn) for la in result.structure.layers}
+    assert len(widths) > 1 and not any(width % 8 for width in {*widths, len(result.structure.hidden)})
+    assert 0.75 * result.before.total - 8 * 3 * 32 < result.after.total <= 0.75 * result.before.total
+
+
 def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +130,8 @@ def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
         dwindle.prune(source, "50%", round_to=64)
     with pytest.raises(dwindle.UserError, match="round_to 32: the smallest model with such widths has"):
         dwindle.prune(source, "40%", round_to=32)
+    with pytest.raises(dwindle.UserError, match="round_to 64: no such multiple"):
+        dwindle.prune(source, "50%", selection="global", round_to=64)
 
 
 def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:

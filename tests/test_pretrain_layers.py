@@ -64,10 +64,24 @@ def test_the_global_selection_removes_single_groups(place: Path) -> None:
     assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
 
 
-@pytest.mark.parametrize("prune", [ADAPT, GLOBAL], ids=["adapt", "global"])
+@pytest.mark.parametrize("second_order", [False, True])
+def test_the_global_selection_lands_on_multiples(place: Path, second_order: bool) -> None:
+    """40 channels of four layers and 32 hidden ones, in blocks of 16: the 8 that make widths round leave first."""
+    run = place / f"rounded-{second_order}"
+    prune = GLOBAL | {"round_to": 16, "second_order": second_order}
+    assert pretrain(recipe(place, prune=prune), run).target_reached
+    removed = [(e["type"], sorted(map(len, e["indices"]))) for e in events(run, "prune")]
+    assert removed[:4] == [("ffn", [0, 0, 0, 8])] * 4
+    assert all(sizes == [0, 0, 0, 16] for kind, sizes in removed[4:] if kind == "ffn")
+    assert all(sizes == [16] for kind, sizes in removed if kind == "stem")
+    structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    assert all(len(la.ffn) % 16 == 0 for la in structure.layers) and len(structure.hidden) % 16 == 0
+
+
+@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"round_to": 8}], ids=["adapt", "global", "rounded"])
 def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[str, Any]) -> None:
     settings = recipe(place, prune=prune | {"target": "60%", "milestones": ["70%"], "smoothing": 0.4})
-    name = prune.get("method", "global")
+    name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}"
     reference, run = place / f"whole-{name}", place / f"killed-{name}"
     assert wait(start(lambda: pretrain(settings, reference)), 120) == 0
     for count in (3, 1):
@@ -111,7 +125,9 @@ def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.Mo
         (GLOBAL | {"interleaves": 4}, "prune.interleaves"),
         (ADAPT | {"target": "hidden=16"}, "prune.target"),
         (ADAPT | {"target": "45%"}, "smallest model"),
-        (GLOBAL | {"round_to": 8}, "prune.round_to"),
+        (ADAPT | {"round_to": 8}, "prune.round_to"),
+        (GLOBAL | {"round_to": 64}, "prune.round_to 64: no such multiple"),
+        (GLOBAL | {"round_to": 16, "target": "99.9%"}, "prune.round_to 16: the largest model with such widths has"),
         (GLOBAL | {"target": "0.5%"}, "smallest"),
     ],
 )
@@ -121,11 +137,11 @@ def test_what_cannot_work_is_refused_before_training(place: Path, prune: dict[st
     assert not (place / "refused").exists()
 
 
-@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"ratio": "4:1", "horizon": None}])
+@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"ratio": "4:1", "horizon": None}, GLOBAL | {"round_to": 8}])
 def test_plans_know_the_methods(place: Path, prune: dict[str, Any]) -> None:
     plan = make_plan(recipe(place, prune=prune))
     share = float(prune["target"].removesuffix("%")) / 100
     assert plan.parameters_target == int(share * plan.parameters_before) and plan.shape_target is None
-    run = place / f"planned-{prune.get('method', 'global')}-{'ratio' in prune}"
+    run = place / f"planned-{prune.get('method', 'global')}-{'ratio' in prune}-{'round_to' in prune}"
     pretrain(recipe(place, prune=prune), run)
-    assert 4 <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most
+    assert (2 if "round_to" in prune else 4) <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most

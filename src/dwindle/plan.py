@@ -12,6 +12,7 @@ from rich.table import Table
 from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.memory import Footprint, footprint
+from dwindle.pruning.anywhere import check_round_widths
 from dwindle.pruning.choosing import ChooserKind, make_chooser
 from dwindle.pruning.eventrange import EventRange, coupled_events, global_events, staged_events
 from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
@@ -59,8 +60,9 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     )
     target = parse_target(prune.target, anatomy, "prune.target")
     kind: ChooserKind = "adapt" if prune.method == "adapt" else prune.selection
-    make_chooser(kind, anatomy, target, selection)  # refuses what cannot be reached
-    check_rounding(anatomy, target, selection, prune.round_to, "prune.round_to")
+    check = check_round_widths if kind == "global" else check_rounding
+    check(anatomy, target, selection, prune.round_to, "prune.round_to")
+    make_chooser(kind, anatomy, target, selection, round_to=prune.round_to)  # refuses what cannot be reached
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     pacing = _pacing(recipe, start, end)
     events = _events(recipe, anatomy, target, selection, pacing)
@@ -90,7 +92,7 @@ def _events(
     if isinstance(pacing, Stages):
         return staged_events(anatomy, pacing, selection)
     if recipe.prune.selection == "global":
-        return global_events(anatomy, target, selection)
+        return global_events(anatomy, target, selection, recipe.prune.round_to)
     return coupled_events(anatomy, target, selection, recipe.prune.round_to)
 
 

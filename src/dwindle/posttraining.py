@@ -20,7 +20,7 @@ from dwindle.errors import UserError
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.progress import Bar
 from dwindle.pruning.allocation import ADAPT_KINDS, DEFAULT_AMPLITUDE, AllocationOptions, Allocator
-from dwindle.pruning.anywhere import GlobalSelector
+from dwindle.pruning.anywhere import GlobalSelector, check_round_widths
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.importance import Distance
@@ -302,9 +302,8 @@ class _Settings:
             raise UserError(f"damping {self.damping}: give a share of the mean curvature, such as {DEFAULT_DAMPING}")
         if self.selection == "global" and self.method != "efficientllm":
             raise UserError(f"selection global: belongs to the method efficientllm, not {self.method}")
-        own_sizes = self.method if self.method != "efficientllm" else "global" if self.selection == "global" else None
-        if self.round_to is not None and own_sizes is not None:
-            raise UserError(f"round_to {self.round_to}: {own_sizes} cannot round: use `dwindle export --round`")
+        if self.round_to is not None and self.method != "efficientllm":
+            raise UserError(f"round_to {self.round_to}: {self.method} cannot round: use `dwindle export --round`")
 
     def check_target(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
         if self.method != "efficientllm":
@@ -312,7 +311,8 @@ class _Settings:
                 raise UserError(f"compare {options.compare}: the method {self.method} always compares means: remove it")
             Allocator(anatomy, target, options, self.allocation)
         elif self.selection == "global":
-            GlobalSelector(anatomy, target, options)
+            check_round_widths(anatomy, target, options, self.round_to or 1)
+            GlobalSelector(anatomy, target, options, self.round_to or 1)
         else:
             check_rounding(anatomy, target, options, self.round_to or 1)
             Selector(anatomy, target, options)
@@ -379,7 +379,7 @@ class _Job:
             aim = Target(start - (start - goal) * number // rounds, target.shape)
             return self._choices(aim, found, number, rounding_floors(self.options, multiple or 1))
         choices = self._choices(target, found, number)
-        if multiple is None:
+        if multiple is None or self.settings.selection == "global":
             return choices
         natural, alive = choices[-1].rest if choices else self.prunable.alive, self.prunable.alive
         end = rounded_shape(anatomy, natural, alive, target, self.options, multiple)
@@ -400,7 +400,7 @@ class _Job:
         if self.settings.selection == "coupled":
             return choose_groups(self.prunable, aim, found, metric, options, kv_heads)
         scores = score_model(self.prunable, found.gradients, found.fishers, metric)
-        selector = GlobalSelector(self.prunable.anatomy, aim, options)
+        selector = GlobalSelector(self.prunable.anatomy, aim, options, self.settings.round_to or 1)
         return selector.choose_while(scores, self.prunable.alive, lambda *_: True)
 
 

@@ -176,7 +176,7 @@ def _check_prune(recipe: Recipe) -> None:
 
 
 def _check_method(recipe: Recipe, target: Size) -> None:
-    """Layers of different sizes cannot end in one shape or on round widths."""
+    """Layers of different sizes cannot end in one shape, and those of adapt not on round widths."""
     prune = recipe.prune
     adapt = prune.method == "adapt"
     for name in () if adapt else ("interleaves", "amplitude", "distance", "balance"):
@@ -189,7 +189,7 @@ def _check_method(recipe: Recipe, target: Size) -> None:
         name = 'method "adapt"' if adapt else 'selection "global"'
         shaped = target.kind == "shape"
         _require(not shaped, "prune.target", f"{name} gives every layer its own sizes: give a size such as 60%")
-        _require(prune.round_to == 1, "prune.round_to", f"{name} gives every layer its own sizes: set 1")
+    _require(not adapt or prune.round_to == 1, "prune.round_to", 'method "adapt" cannot round its sizes: set 1')
 
 
 def _check_stages(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import dwindle
 from dwindle.anatomy import Anatomy, Group, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.allocation import AllocationOptions, Allocator, grown
-from dwindle.pruning.anywhere import GlobalSelector
+from dwindle.pruning.anywhere import GlobalSelector, check_round_widths
 from dwindle.pruning.bucketing import bucket_levels, bucketed
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.importance import LayerWatch, normalised
@@ -226,6 +227,62 @@ def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> No
         assert choice.rest == alive and choice.num_parameters == anatomy.count(alive).total
 
 
+@pytest.mark.parametrize("compare", ["mean", "sum"])
+@pytest.mark.parametrize(("multiple", "goal"), [(1, 9_000), (4, 9_000), (16, 12_000)])
+def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int, compare: str) -> None:
+    """The least channels of every layer and of the stem, one by one, in blocks; what makes widths round is first."""
+    anatomy = Anatomy.of(tiny_model("llama"))
+    source = anatomy.source
+    options = SelectionOptions(groups=("ffn", "stem"), compare=compare, min_ffn=3, min_hidden=3)  # type: ignore[arg-type]
+    scores = drawn_scores(source, source, 4)
+    chosen = GlobalSelector(anatomy, Target(goal), options, multiple).choose_while(scores, source, lambda *_: True)
+    alive, before = source, 0
+    for choice in chosen:
+        odd, even = list[Group](), list[Group]()
+        for group, width in blocks(alive, scores, multiple):
+            if width >= 3:
+                (odd if (width + len(sum(group.members, ()))) % multiple else even).append(group)
+        least = lambda groups: min(groups, key=lambda group: value(anatomy, scores, alive, group, compare))  # noqa: B023, E731
+        before, tried = anatomy.count(alive).total, odd or even
+        fitting = [group for group in tried if anatomy.count(alive.without(group)).total >= goal]
+        weakest = [least([g for g in tried if g.kind == k]) for k in ("ffn", "stem") if any(g.kind == k for g in tried)]
+        if fitting and choice is not chosen[-1]:
+            assert choice.group == least([group for group in weakest if group in fitting])
+        assert choice.group in weakest
+        alive = alive.without(choice.group)
+        assert choice.rest == alive
+    assert multiple == 16 or {choice.group.kind for choice in chosen} == {"ffn", "stem"}
+    assert anatomy.count(alive).total <= goal < before
+    assert all(len(la.ffn) % multiple == 0 for la in alive.layers) and len(alive.hidden) % multiple == 0
+
+
+def blocks(alive: Structure, scores: Scores, multiple: int) -> Any:
+    """What could leave each layer and the stem next, and the width that it leaves."""
+    places = [("stem", 0, alive.hidden, scores.stem)]
+    places += [("ffn", n, la.ffn, scores.ffn[n]) for n, la in enumerate(alive.layers)]
+    for kind, n, channels, values in places:
+        size = len(channels) % multiple or multiple
+        members = tuple(sorted(sorted(channels, key=lambda c: float(values[c]))[:size]))
+        around = [()] * (1 if kind == "stem" else len(alive.layers))
+        yield Group(kind, (*around[:n], members, *around[n + 1 :])), len(channels) - size  # type: ignore[arg-type]
+
+
+def test_rounded_global_refuses_what_cannot_be() -> None:
+    anatomy = Anatomy.of(tiny_model("llama"))
+    full = anatomy.count(anatomy.source).total
+    check_round_widths(anatomy, Target(full // 2), SelectionOptions(), 16)
+    check_round_widths(anatomy, Target(full), SelectionOptions(groups=("attn",)), 48)  # nothing to round
+    with pytest.raises(UserError, match="round_to 48: no such multiple"):
+        check_round_widths(anatomy, Target(full // 2), SelectionOptions(), 48)
+    with pytest.raises(UserError, match="no such multiple"):
+        check_round_widths(anatomy, Target(full // 2), SelectionOptions(min_ffn=33), 16)
+    layers = tuple(replace(la, ffn=la.ffn[:32]) for la in anatomy.source.layers)
+    most = anatomy.count(replace(anatomy.source, layers=layers)).total
+    check_round_widths(anatomy, Target(most), SelectionOptions(), 16)
+    with pytest.raises(UserError, match=f"largest model with such widths has {most:,}"):
+        check_round_widths(anatomy, Target(most + 1), SelectionOptions(), 16)
+
+
 def all_groups(alive: Structure, attention: str, min_ffn: int) -> Any:
     empty = [()] * len(alive.layers)
     place = lambda kind, n, members: Group(kind, (*empty[:n], members, *empty[n + 1 :]))  # noqa: E731
@@ -249,10 +306,8 @@ def product_of(parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, compare: str) -> float:
     if group.kind == "stem":
-        total, size = (
-            float(scores.stem[group.members[0][0]]),
-            sum(len(la.query_heads) * 4 + len(la.ffn) for la in alive.layers),
-        )
+        total = sum(float(scores.stem[member]) for member in group.members[0])
+        size = len(group.members[0]) * sum(len(la.query_heads) * 4 + len(la.ffn) for la in alive.layers)
     else:
         values = scores.attn if group.kind == "attn" else scores.ffn
         members = [(n, m) for n, own in enumerate(group.members) for m in own]

@@ -6,16 +6,16 @@ FFN channel of one layer), so events are many, and a step's candidates are sorte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
-import torch
+from torch import Tensor
 
 from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.selection import Choice, SelectionOptions, reachable_floor, smallest
+from dwindle.pruning.selection import Choice, SelectionOptions, reachable_floor, rounding_floors, smallest
 from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
 
@@ -33,16 +33,21 @@ class _Candidate:
 
 
 class GlobalSelector:
-    """Chooses groups until a target; holds no state between steps."""
+    """Chooses groups until a target; holds no state between steps.
 
-    def __init__(self, anatomy: Anatomy, target: Target, options: SelectionOptions) -> None:
+    With ``round_to`` as many channels of a layer (or hidden channels) leave together as keep its width a multiple; what
+    a width of the source is too wide for one leaves first of all.
+    """
+
+    def __init__(self, anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> None:
         if target.shape is not None:
             raise UserError(
                 "target: with selection global every layer gets its own sizes: give a size such as 100M or 60%"
             )
         if options.attention == "regular" and not all(la.is_regular for la in anatomy.source.layers):
             raise UserError("the source has cluster attention already: choose attention cluster")
-        self.anatomy, self.target, self.options = anatomy, target, options
+        self.anatomy, self.target, self.round_to = anatomy, target, round_to
+        self.options = options = rounding_floors(options, round_to)
         source = Shape.of(anatomy.source)
         floor = Shape(
             options.min_hidden if "stem" in options.groups else source.hidden,
@@ -62,7 +67,7 @@ class GlobalSelector:
         While the weakest group of any type still fits above the target, only those that fit are compared; the last
         group is the smallest. So the target is reached, and missed by less than that group.
         """
-        pool = _Pool(self.anatomy, self.options, scores, alive)
+        pool = _Pool(self.anatomy, self.options, self.round_to, scores, alive)
         count, choices = self.anatomy.count(alive).total, list[Choice]()
         while count > self.target.num_parameters and due(count, len(choices)):
             candidates = pool.candidates(alive)
@@ -90,41 +95,48 @@ class GlobalSelector:
 class _Pool:
     """What may leave, kept sorted while groups leave; scores of one group ignore the others' leaving."""
 
-    def __init__(self, anatomy: Anatomy, options: SelectionOptions, scores: Scores, alive: Structure) -> None:
+    def __init__(
+        self, anatomy: Anatomy, options: SelectionOptions, round_to: int, scores: Scores, alive: Structure
+    ) -> None:
         self.anatomy, self.options = anatomy, options
         self._heads = [
             dict(zip(la.query_heads, values.tolist(), strict=True))
             for la, values in zip(scores.structure.layers, scores.attn, strict=True)
         ]
         self._inputs = sum(len(la.query_heads) * anatomy.head_dim + len(la.ffn) for la in alive.layers)
-        self._channels = self._sorted_channels(scores) if "ffn" in options.groups else iter(())
-        self._next_channel: tuple[float, int, int] | None = None
-        self._stem = self._sorted_stem(scores) if "stem" in options.groups else iter(())
-        self._next_stem: tuple[float, int] | None = None
+        layers, groups, mean = scores.structure.layers, options.groups, options.compare == "mean"
+        channels = [
+            _by_score(values, here.ffn, len(left.ffn))
+            for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
+        ]
+        hidden = [_by_score(scores.stem, scores.structure.hidden, len(alive.hidden))]
+        self._channels = _Blocks(channels if "ffn" in groups else [], round_to, options.min_ffn, mean)
+        self._stem = _Blocks(hidden if "stem" in groups else [], round_to, options.min_hidden, mean)
         self._attention: list[tuple[float, int, tuple[int, ...]]] = []
         if "attn" in options.groups:
             self._attention = [found for n in range(len(alive.layers)) if (found := self._weakest(n, alive.layers[n]))]
             heapify(self._attention)
 
     def candidates(self, alive: Structure) -> list[_Candidate]:
-        """The weakest group of every type."""
+        """The weakest group of every type; as long as there are widths to be made round, of those alone."""
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.options.compare == "mean"
         if self._attention:
             value, layer, queries = self._attention[0]
             found.append(_Candidate(value / (hidden if mean else 1), "attn", layer, queries))
-        if (channel := self._peek_channel(alive)) is not None:
-            found.append(_Candidate(channel[0] / (hidden if mean else 1), "ffn", channel[1], (channel[2],)))
-        if hidden > self.options.min_hidden and (stem := self._peek_stem()) is not None:
-            found.append(_Candidate(stem[0] / (self._inputs if mean else 1), "stem", -1, (stem[1],)))
-        return found
+        if (block := self._channels.weakest) is not None:
+            found.append(_Candidate(block.saliency / (hidden if mean else 1), "ffn", block.layer, block.members))
+        if (block := self._stem.weakest) is not None:
+            found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
+        odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
+        return [one for one in found if odd.get(one.kind)] or found
 
     def remove(self, chosen: _Candidate, rest: Structure) -> None:
         if chosen.kind == "stem":
-            self._next_stem = None
+            self._stem.remove_weakest()
         elif chosen.kind == "ffn":
-            self._next_channel = None
-            self._inputs -= 1
+            self._channels.remove_weakest()
+            self._inputs -= len(chosen.members)
         else:
             heappop(self._attention)
             self._inputs -= len(chosen.members) * self.anatomy.head_dim
@@ -147,37 +159,84 @@ class _Pool:
         width = self.anatomy.head_dim if self.options.compare == "mean" else 0
         return min((sum(values[q] for q in way) / (len(way) * width or 1), number, way) for way in ways)
 
-    def _sorted_channels(self, scores: Scores) -> Iterator[tuple[float, int, int]]:
-        flat = torch.cat(scores.ffn)
-        order = flat.argsort(stable=True)
-        owners = torch.cat([torch.full((len(values),), n) for n, values in enumerate(scores.ffn)])
-        names = torch.cat([torch.tensor(la.ffn) for la in scores.structure.layers])
-        for value, layer, channel in zip(
-            flat[order].tolist(), owners[order].tolist(), names[order].tolist(), strict=True
-        ):
-            if value == float("inf"):  # dead
-                return
-            yield value, layer, channel
 
-    def _peek_channel(self, alive: Structure) -> tuple[float, int, int] | None:
-        """The weakest channel of a layer that is above its floor."""
-        while self._next_channel is None or len(alive.layers[self._next_channel[1]].ffn) <= self.options.min_ffn:
-            self._next_channel = next(self._channels, None)
-            if self._next_channel is None:
-                return None
-        return self._next_channel
+@dataclass(frozen=True, slots=True, order=True)
+class _Block:
+    """Sorted so that what makes a width round comes first, then what is weakest."""
 
-    def _sorted_stem(self, scores: Scores) -> Iterator[tuple[float, int]]:
-        for place in scores.stem.argsort(stable=True).tolist():
-            value = float(scores.stem[place])
-            if value == float("inf"):
-                return
-            yield value, scores.structure.hidden[place]
+    is_round: bool
+    saliency: float
+    """Mean score of a channel, or the sum of all."""
+    layer: int
+    members: tuple[int, ...]
 
-    def _peek_stem(self) -> tuple[float, int] | None:
-        if self._next_stem is None:
-            self._next_stem = next(self._stem, None)
-        return self._next_stem
+
+class _Blocks:
+    """Channels of layers (or of the stem), weakest first, as many at a time as keep a width a multiple."""
+
+    def __init__(self, living: list[list[tuple[float, int]]], multiple: int, floor: int, mean: bool) -> None:
+        self._left = [channels[::-1] for channels in living]  # the weakest last, to be taken off
+        self._multiple, self._floor, self._mean = multiple, floor, mean
+        self._next = [block for layer in range(len(living)) if (block := self._block(layer))]
+        heapify(self._next)
+
+    @property
+    def weakest(self) -> _Block | None:
+        return self._next[0] if self._next else None
+
+    @property
+    def has_odd(self) -> bool:
+        """Whether the weakest makes a width round that is not."""
+        return bool(self._next) and not self._next[0].is_round
+
+    def remove_weakest(self) -> None:
+        block = heappop(self._next)
+        del self._left[block.layer][-len(block.members) :]
+        if (after := self._block(block.layer)) is not None:
+            heappush(self._next, after)
+
+    def _block(self, layer: int) -> _Block | None:
+        """What leaves a layer next; None at its floor."""
+        left = self._left[layer]
+        odd = len(left) % self._multiple
+        size = odd or self._multiple
+        if len(left) - size < self._floor:
+            return None
+        total = sum(value for value, _ in left[-size:])
+        members = tuple(sorted(name for _, name in left[-size:]))
+        return _Block(not odd, total / size if self._mean else total, layer, members)
+
+
+def _by_score(values: Tensor, names: Sequence[int], num_living: int) -> list[tuple[float, int]]:
+    """Those that live, by rising score; the dead have infinite scores, so they are last."""
+    scores = values.tolist()
+    return [(scores[place], names[place]) for place in values.argsort(stable=True)[:num_living].tolist()]
+
+
+def check_round_widths(
+    anatomy: Anatomy, target: Target, options: SelectionOptions, multiple: int, key: str = "round_to"
+) -> None:
+    """Refuse a multiple that some width does not have, or with which widths are below the target when made round."""
+    if multiple <= 1:
+        return
+    source, least = anatomy.source, rounding_floors(options, multiple)
+    hidden = source.hidden[: len(source.hidden) // multiple * multiple] if "stem" in options.groups else source.hidden
+    layers = source.layers
+    if "ffn" in options.groups:
+        layers = tuple(replace(la, ffn=la.ffn[: len(la.ffn) // multiple * multiple]) for la in layers)
+    narrow = "stem" in options.groups and len(hidden) < least.min_hidden
+    narrow |= "ffn" in options.groups and any(len(la.ffn) < least.min_ffn for la in layers)
+    if narrow:
+        raise UserError(
+            f"{key} {multiple}: no such multiple lies between the floors ({options.min_hidden} hidden, "
+            f"{options.min_ffn} FFN channels) and the source's sizes: choose a smaller multiple, or 1 for exact sizes"
+        )
+    most = anatomy.count(Structure(hidden, layers)).total
+    if most < target.num_parameters:
+        raise UserError(
+            f"{key} {multiple}: the largest model with such widths has {most:,} parameters, the target is "
+            f"{target.num_parameters:,}: choose a smaller multiple, or a target of at most that"
+        )
 
 
 def _without(alive: Structure, chosen: _Candidate) -> Structure:

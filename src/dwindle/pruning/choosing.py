@@ -55,11 +55,11 @@ def make_chooser(
     round_to: int = 1,
     allocation: AllocationOptions | None = None,
 ) -> Chooser:
-    """Refuses targets that cannot be reached; only coupled groups can be rounded or end in a given shape."""
+    """Refuses targets that cannot be reached; only coupled groups can end in a given shape, and adapt cannot round."""
     if kind == "coupled":
         return CoupledChooser(anatomy, target, selection, round_to)
     if kind == "global":
-        return GlobalChooser(anatomy, target, selection)
+        return GlobalChooser(anatomy, target, selection, round_to)
     return AdaptChooser(anatomy, target, selection, allocation or AllocationOptions())
 
 
@@ -140,9 +140,9 @@ class CoupledChooser(_ByCount):
 class GlobalChooser(_ByCount):
     """The weakest group anywhere: layers get different sizes."""
 
-    def __init__(self, anatomy: Anatomy, target: Target, selection: SelectionOptions) -> None:
+    def __init__(self, anatomy: Anatomy, target: Target, selection: SelectionOptions, round_to: int = 1) -> None:
         self.target = target
-        self._selector = GlobalSelector(anatomy, target, selection)
+        self._selector = GlobalSelector(anatomy, target, selection, round_to)
 
     def choose(self, scores: Scores, alive: Structure, pacing: Pacing, step: int, num_events: int) -> list[Choice]:
         return self._selector.choose_while(

@@ -22,6 +22,7 @@ from dwindle.pruning.selection import (
     layouts_of,
     most_kv,
     round_widths,
+    rounding_floors,
     with_sizes,
 )
 from dwindle.pruning.target import Shape, Target
@@ -125,21 +126,21 @@ class _Grid:
         return found
 
 
-def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions) -> EventRange:
-    """Events that remove one group of one layer, or a hidden channel everywhere.
+def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> EventRange:
+    """Events that remove one group of one layer, or hidden channels everywhere.
 
-    Limits: every group of heads is taken to be as large (small) as the largest (smallest) of any layer at any time.
+    Limits: every group is taken to be as large (small) as the largest (smallest) of its type in any layer at any time.
     """
-    source = anatomy.source
+    source, options = anatomy.source, rounding_floors(options, round_to)
     i = _gone_hidden(source, options)
     full = _line(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
     excess: Counts = full - target.num_parameters
-    fewest, left = i, excess.clip(0)
-    for number, size in sorted(_kinds(anatomy, options, i, np.max), key=lambda kind: -kind[1][0]):
+    fewest, left = -(-i // round_to), excess.clip(0)
+    for number, size in sorted(_kinds(anatomy, options, i, np.max, round_to), key=lambda kind: -kind[1][0]):
         taken: Counts = np.minimum(-(-left // size), number)
         fewest, left = fewest + taken, (left - taken * size).clip(0)
-    most, room = i + 1, excess - 1
-    for number, size in sorted(_kinds(anatomy, options, i, np.min), key=lambda kind: kind[1][0]):
+    most, room = -(-i // round_to) + 1, excess - 1
+    for number, size in sorted(_kinds(anatomy, options, i, np.min, round_to), key=lambda kind: kind[1][0]):
         taken = np.minimum(room.clip(0) // size, number)
         most, room = most + taken, room - taken * size
     limit = int(most[excess > 0].max())
@@ -165,7 +166,7 @@ def _line(i: Counts, hidden: int, count: Callable[[int], int]) -> Counts:
 
 
 def _kinds(
-    anatomy: Anatomy, options: SelectionOptions, i: Counts, pick: Callable[..., Counts]
+    anatomy: Anatomy, options: SelectionOptions, i: Counts, pick: Callable[..., Counts], round_to: int = 1
 ) -> list[tuple[int, Counts]]:
     """Heads and channels of single layers: how many groups can leave, and ``pick`` of their sizes for each of ``i``."""
     source, kinds = anatomy.source, list[tuple[int, Counts]]()
@@ -185,8 +186,8 @@ def _kinds(
         number = sum(max(layout.num_events for layout in layouts(one, options)) for one in alone)
         add(number, lambda la: _head_steps(la, options))
     if "ffn" in options.groups:
-        number = sum(max(len(la.ffn) - options.min_ffn, 0) for la in source.layers)
-        add(number, lambda la: [(la, la.without(ffn=la.ffn[:1]))])
+        number = sum(max(-(-(len(la.ffn) - options.min_ffn) // round_to), 0) for la in source.layers)
+        add(number, lambda la: [(la, la.without(ffn=la.ffn[:n])) for n in {round_to, len(la.ffn) % round_to} - {0}])
     return kinds
 
 
