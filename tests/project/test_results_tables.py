@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from dwindle.errors import UserError
+from dwindle.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
@@ -53,6 +55,27 @@ def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None
         (tmp_path / "results" / name).write_text(content.replace("3.1184", "3.1384"), encoding="utf-8")
     found = tables.render(text, tmp_path)
     assert "**3.138**" in found and "**3.118**" in text and found != text
+
+
+@pytest.mark.parametrize("size", ["80%nonemb", "50%nonemb", "30%nonemb"])
+def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: str) -> None:
+    """What the best row sets, the recipe sets as well, and nothing else about pruning and teaching."""
+    data = json.loads((PAGE.parent / "results" / "main-table.json").read_text(encoding="utf-8"))
+    rivals = [seeds for seeds in tables.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000]
+    best = min(rivals, key=lambda seeds: sum(row["textbooks"] for row in seeds) / len(seeds))[0]
+    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m-to-80m.toml")
+    like = load_recipe(ROOT / "recipes" / "smollm2-135m-to-80m.toml", overrides=best["settings"])
+    assert like == recipe and recipe.num_tokens == best["tokens"]
+    named = {setting.partition("=")[0] for setting in best["settings"]}
+    text = tomllib.loads((ROOT / "recipes" / "smollm2-135m-to-80m.toml").read_text(encoding="utf-8"))
+    own = {f"{section}.{key}" for section in ("prune", "distill") for key in text[section]}
+    assert own - named <= {"prune.target", "prune.metric", "prune.milestones"}
+
+
+def test_only_unusual_settings_are_told(tables: ModuleType) -> None:
+    rows = [row(name, 0, 3.0, set=["lr=1", "steps=16"]) for name in ("a", "b", "c")]
+    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
+    assert "[steps=64]" in found and "steps=16" not in found and "lr=1" not in found
 
 
 def row(name: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:

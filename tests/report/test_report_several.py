@@ -30,7 +30,7 @@ def test_settings_that_differ() -> None:
     assert different_settings(paced)[0] == {"prune.ratio": "1:2"}  # which the other recipe leaves open
     assert short_settings({"training.seed": 0, "prune.second_order": False}, with_off=True) == "seed 0, no second order"
     many = {f"training.k{i}": i + 1 for i in range(9)}
-    assert short_settings(many).endswith("k3 4 and 5 more")
+    assert short_settings(many).endswith("k4 5 and 4 more")
 
 
 def test_runs_say_how_they_differ(tmp_path: Path) -> None:

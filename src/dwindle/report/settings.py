@@ -12,7 +12,7 @@ from dwindle.report.run import short_name
 Settings = dict[str, Any]
 """By dotted name, such as ``prune.method``."""
 
-MAX_SHOWN = 4
+MAX_SHOWN = 5
 
 _FIRST = ("prune.method", "prune.metric", "prune.selection", "prune.second_order", "distill.weight", "training.tokens")
 # What says where or how fast, not what comes out.
