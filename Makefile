@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 .PHONY: demo test lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
-	$(BIN)/dwindle demo
+	$(BIN)/dwindle demo --overwrite
 
 test: lint types  ## everything that CI checks
 	$(BIN)/python -m pytest -n 2

@@ -92,7 +92,7 @@ def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[
 
 
 def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced without code generation; each rebuilt model has at most four FFN widths."""
+    """Traced without code generation; four layers, so each rebuilt model has at most four sizes."""
     monkeypatch.setattr("dwindle.training.engine.torch.compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
     run = place / "compiled"
@@ -107,6 +107,22 @@ def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.Mo
     pretrain(settings, eager)
     assert [e["indices"] for e in events(run, "prune")] == [e["indices"] for e in events(eager, "prune")]
     torch.compiler.reset()
+
+
+def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are rebuilt at one size, with dead heads and channels in them; or never rebuilt at all."""
+    monkeypatch.setattr("dwindle.pruning.bucketing.MAX_SHAPES", 1)
+    losses, shapes = [], []
+    for threshold in (0.1, 1.0):
+        run = place / f"filled-{threshold}"
+        prune = GLOBAL | {"groups": ["attn", "ffn"], "target": "65%", "compact_threshold": threshold, "compare": "sum"}
+        pretrain(recipe(place, prune=prune | {"compact_multiple": 4, "compact_wait": 0}), run)
+        losses.append([line["loss"] for line in metrics(run)])
+        shapes.append(json.loads((run / "model" / "structure.json").read_text())["layers"])
+    assert shapes[0] == shapes[1] and len({len(la["query_heads"]) for la in shapes[0]}) > 1
+    rebuilt = events(place / "filled-0.1", "compact")
+    assert rebuilt and all(isinstance(event["heads"], int) and isinstance(event["ffn"], int) for event in rebuilt[:1])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,8 @@ class CompareOptions:
     num_sequences: int = 64
     seq_len: int = 256
     valid_tokens: int = 16384
+    text_field: str = "text"
+    """Field of JSON lines, or column of Parquet, that holds the text."""
     damping: float = DEFAULT_DAMPING
     tokens: int = 0
     """Training tokens of every cell; 0: no training."""
@@ -252,14 +254,30 @@ def _windows(
     """Text to calibrate on and text to measure on, never the same windows."""
     length, count = options.seq_len, options.num_sequences
     held = 0 if valid else max(options.valid_tokens // length, 1)
-    all_windows = calibration_windows(
-        list(data), loaded.tokenizer, num_sequences=count + held, seq_len=length, seed=options.seed
-    )
+    all_windows = _sample(loaded, data, count + held, length, options)
     if not valid:
         _refuse_overlap(loaded, data, held, options)
         return all_windows[:count], all_windows[count:]
-    measured = validation_windows(list(valid), loaded.tokenizer, length, options.valid_tokens, option="--valid")
+    measured = validation_windows(
+        list(valid),
+        loaded.tokenizer,
+        length,
+        options.valid_tokens,
+        text_field=options.text_field,
+        option="--valid",
+    )
     return all_windows, measured
+
+
+def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, options: CompareOptions) -> Tensor:
+    return calibration_windows(
+        list(data),
+        loaded.tokenizer,
+        num_sequences=count,
+        seq_len=length,
+        seed=options.seed,
+        text_field=options.text_field,
+    )
 
 
 def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: CompareOptions) -> None:
@@ -267,7 +285,7 @@ def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: Com
     length, count = options.seq_len, options.num_sequences
     tokens = (count + held) * length
     try:
-        calibration_windows(list(data), loaded.tokenizer, num_sequences=1, seq_len=tokens, seed=options.seed)
+        _sample(loaded, data, 1, tokens, options)
     except UserError:
         raise UserError(
             f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
@@ -368,6 +386,7 @@ class _Work:
                 data=DataConfig(
                     train=self.data,
                     valid=self.valid,
+                    text_field=options.text_field,
                     seq_len=options.seq_len,
                     valid_tokens=max(options.valid_tokens, options.seq_len),
                 ),

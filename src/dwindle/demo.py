@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dwindle.anatomy import Anatomy
 from dwindle.bench.latency import measure_latency
-from dwindle.export.huggingface import save_model
+from dwindle.export.huggingface import check_output, save_model
 from dwindle.posttraining import prune
-from dwindle.pretrain import pretrain
+from dwindle.pretrain import check_run_directory, pretrain
 from dwindle.progress import track
 from dwindle.pruning.ledger import source_event
 from dwindle.recipe import Recipe
@@ -76,6 +76,9 @@ class Demo:
 
 def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -> Demo:
     """Source, post-training pruning and pruning-aware pretraining side by side, to the recipe's target."""
+    for name in ("source", "post-training"):
+        check_output(folder / name, overwrite=overwrite)
+    check_run_directory(folder / "run", overwrite=overwrite)
     data = recipe.data
     source = load(recipe.source.model)
     windows = validation_windows(data.valid, source.tokenizer, data.seq_len, recipe.num_validation_tokens)

@@ -13,55 +13,73 @@ from pathlib import Path
 from dwindle.errors import UserError
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.writing-(?P<host>.+)-(?P<pid>[0-9]+)(?P<old>-old)?")
+_OF_RUST = re.compile(r"(?P<reason>[^:]+) \(os error (?P<number>[0-9]+)\)")
+
+
+class NotWritten(UserError):
+    """The operating system refused to write; ``error`` is what it said, for callers that know better advice."""
+
+    def __init__(self, message: str, error: OSError) -> None:
+        super().__init__(message)
+        self.error = error
 
 
 @contextmanager
 def atomic_directory(
-    target: Path, *, marker: str, overwrite: bool = False, keep_existing: bool = False
+    target: Path, *, marker: str, overwrite: bool = False, keep_existing: bool = False, option: str = "--out"
 ) -> Iterator[Path]:
     """Yields a temporary directory beside ``target`` that takes its place at the end.
 
     An existing target is refused without ``overwrite``, and even then replaced only if it holds ``marker`` (or
     nothing), so that a mistyped path cannot delete anything else. With ``keep_existing`` a target that appeared
     meanwhile wins. A link stays: what it points to is replaced. What killed processes left behind is removed.
+    Messages name ``option``, where the place was chosen.
     """
     target = target.resolve() if target.is_symlink() else target
     if not keep_existing:
-        refuse_existing(target, marker=marker, overwrite=overwrite)
+        refuse_existing(target, marker=marker, overwrite=overwrite, option=option)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target.parent, target.name)
         temporary = target.parent / f".{target.name}.writing-{owner(os.getpid())}"
         temporary.mkdir()
     except OSError as error:
-        raise UserError(
-            f"--out {target} cannot be written ({error.strerror or error}): choose another place"
-        ) from error
+        why = error.strerror or error
+        raise NotWritten(f"{option} {target} cannot be written ({why}): choose another place", error) from error
     try:
         yield temporary
         for path in temporary.rglob("*"):
             _sync(path)
         _sync(temporary)
         _put_in_place(temporary, target, keep_existing)
-    except OSError as error:
-        raise UserError(
-            f"--out {target} could not be written ({error.strerror or error}): nothing was changed, free space or "
-            "choose another place"
-        ) from error
+    except Exception as error:
+        if (refusal := _of_the_system(error)) is None:
+            raise
+        why = refusal.strerror or refusal
+        advice = "nothing was changed, free space or choose another place"
+        raise NotWritten(f"{option} {target} could not be written ({why}): {advice}", refusal) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_existing(target: Path, *, marker: str, overwrite: bool) -> None:
+def _of_the_system(error: Exception) -> OSError | None:
+    """What the operating system said; libraries in Rust (safetensors, tokenizers) say it in errors of their own."""
+    if isinstance(error, OSError):
+        return error
+    said = None if isinstance(error, UserError) else _OF_RUST.search(str(error))
+    return None if said is None else OSError(int(said["number"]), said["reason"].strip())
+
+
+def refuse_existing(target: Path, *, marker: str, overwrite: bool, option: str = "--out") -> None:
     """Refuse an existing target, and a place that cannot be written; long work calls this before it starts."""
     if not target.exists():
         if why := why_unwritable(target):
-            raise UserError(f"--out {target} cannot be written: {why}")
+            raise UserError(f"{option} {target} cannot be written: {why}")
         return
     if not overwrite:
-        raise UserError(f"--out {target} already exists: choose another directory or pass --overwrite")
+        raise UserError(f"{option} {target} already exists: choose another directory or pass --overwrite")
     if not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file()):
-        raise UserError(f"--out {target} is not a directory of this kind and is left alone: choose another one")
+        raise UserError(f"{option} {target} is not a directory of this kind and is left alone: choose another one")
 
 
 def why_unwritable(target: Path) -> str:

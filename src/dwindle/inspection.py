@@ -14,6 +14,7 @@ from rich.table import Table
 from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.anatomy.build import is_custom
 from dwindle.export.card import mistral_note
+from dwindle.quantization.quantize import OWN_METHOD
 from dwindle.sizes import format_count
 from dwindle.sources import load_config, model_of_run
 
@@ -28,6 +29,8 @@ class Inspection:
     model_type: str
     stock: bool
     """Whether plain transformers loads it."""
+    quantization: str | None
+    """What its weights were rounded by, such as ``dwindle-w8a8`` or ``gptq``; None: they were not."""
     hidden: int
     head_dim: int
     vocab: int
@@ -48,8 +51,7 @@ class Inspection:
         return Stack(self._sizes(), *([note] if note else []), self._parts(), self._groups())
 
     def _sizes(self) -> Table:
-        kind = "stock transformers" if self.stock else "needs its modelling file"
-        table = Table(title=f"{self.source}: {self.model_type}, {kind}", title_justify="left")
+        table = Table(title=f"{self.source}: {self.model_type}, {self._kind()}", title_justify="left")
         for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
             table.add_column(column, justify="right")
         for first, last in self._runs():
@@ -58,6 +60,14 @@ class Inspection:
             sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
             table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
         return table
+
+    def _kind(self) -> str:
+        if self.quantization is None:
+            return "stock transformers" if self.stock else "needs its modelling file"
+        if self.quantization.startswith(OWN_METHOD):
+            scheme = self.quantization.removeprefix(OWN_METHOD)
+            return f"{scheme} weights of dwindle quantize, which dwindle eval reads and transformers does not"
+        return f"{self.quantization} quantised weights, which dwindle does not read"
 
     def _runs(self) -> list[tuple[int, int]]:
         """First and last of every stretch of equal layers."""
@@ -119,11 +129,13 @@ def inspect(source: str | PathLike[str]) -> Inspection:
         {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn), "parameters": size}
         for la, size in zip(structure.layers, by_layer, strict=True)
     ]
+    quantization = _quantization(config)
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
         source=str(source),
         model_type=config.model_type,
-        stock=not is_custom(config),
+        stock=not is_custom(config) and not (quantization or "").startswith(OWN_METHOD),
+        quantization=quantization,
         hidden=len(structure.hidden),
         head_dim=anatomy.head_dim,
         vocab=config.vocab_size,
@@ -132,6 +144,15 @@ def inspect(source: str | PathLike[str]) -> Inspection:
         parameters=totals | by_part,
         groups=_group_sizes(anatomy, structure),
     )
+
+
+def _quantization(config: Any) -> str | None:
+    """The method that config.json names; a loaded configuration has it as a dictionary or as an object."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    named = found if isinstance(found, dict) else found.to_dict()
+    return str(named.get("quant_method", "unknown"))
 
 
 def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:

@@ -40,6 +40,7 @@ from dwindle.pruning.selection import (
 )
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.recipe_checks import check_given_once
 from dwindle.sizes import check_sequences, format_count
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import calibration_windows
@@ -117,6 +118,7 @@ def prune(
     *,
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
+    text_field: str = "text",
     method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm",
     selection: Literal["coupled", "global"] = "coupled",
     metric: str | None = None,
@@ -187,11 +189,13 @@ def prune(
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy)
+    if target.shape is not None:
+        check_given_once(to, f"--to {to}")
     _check_even(to, target, anatomy.source)
     settings.check_target(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
-    windows = _windows(loaded, data, count, length, seed) if settings.needs_text else None
+    windows = _windows(loaded, data, text_field, count, length, seed) if settings.needs_text else None
     events = settings.job(prunable, options, target, windows).run(settings.rounds, loaded.source)
     _check_reached(to, target, prunable)
     result = _result(loaded, prunable, events)
@@ -432,10 +436,19 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _windows(loaded: Loaded, data: Sequence[str], num_sequences: int, seq_len: int, seed: int) -> Tensor:
+def _windows(
+    loaded: Loaded, data: Sequence[str], text_field: str, num_sequences: int, seq_len: int, seed: int
+) -> Tensor:
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to calibrate on text")
-    return calibration_windows(list(data), loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
+    return calibration_windows(
+        list(data),
+        loaded.tokenizer,
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+        seed=seed,
+        text_field=text_field,
+    )
 
 
 def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at: int | str | None = None) -> Pruned:

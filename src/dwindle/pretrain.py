@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dwindle.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
 from dwindle.config import write_toml
-from dwindle.directories import atomic_directory, remove_abandoned
+from dwindle.directories import NotWritten, atomic_directory, remove_abandoned
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.finite import finite
@@ -54,6 +54,7 @@ from dwindle.training.checkpoint import (
     list_checkpoints,
     open_checkpoint,
     remove_leftovers,
+    write_failure,
 )
 from dwindle.training.checkpointwriter import CheckpointWriter
 from dwindle.training.data import BatchStream, open_training_data
@@ -280,7 +281,7 @@ class Job:
             step=trainer.step,
             tokens=trainer.tokens,
             parameters=self._count(),
-            loss=None if trainer.last is None else finite(trainer.last.loss),
+            loss=finite(trainer.loss),
             valid_loss=None if self.validator is None else finite(self.validator.last),
             model=written,
             target_reached=self.pruner is None or self.pruner.finished,
@@ -472,16 +473,19 @@ class Job:
             prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
             model, structure = prunable.compacted(), prunable.alive
         if self.world.is_main:
-            save_model(
-                model,
-                self.tokenizer,
-                out,
-                structure=structure,
-                source=self.recipe.source.model,
-                ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
-                recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
-                results=self._results(),
-                overwrite=True,
-            )
+            try:
+                save_model(
+                    model,
+                    self.tokenizer,
+                    out,
+                    structure=structure,
+                    source=self.recipe.source.model,
+                    ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
+                    recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
+                    results=self._results(),
+                    overwrite=True,
+                )
+            except NotWritten as failure:
+                raise write_failure(failure.error, self.run, out, dict(model.named_parameters())) from failure
         self.world.barrier()
         return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from dwindle.anatomy import Anatomy, Group, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.allocation import AllocationOptions, Allocator, grown
 from dwindle.pruning.anywhere import GlobalSelector, check_round_widths
-from dwindle.pruning.bucketing import bucket_levels, bucketed
+from dwindle.pruning.bucketing import LayerShape, bucketed, few_shapes
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.ledger import replay_structure
@@ -364,21 +366,59 @@ def test_windows_in_one_pass_give_the_gradient_of_one_by_one() -> None:
 
 
 def test_buckets_are_few_and_hold_what_lives() -> None:
-    widths = [37, 40, 12, 13, 25, 26, 8, 39]
-    levels = bucket_levels(widths, 4, 3)
-    assert len(levels) == 3 and all(level % 4 == 0 for level in levels)
-
-    def cost(chosen: list[int]) -> int:
-        return sum(min(level for level in chosen if level >= width) - width for width in widths)
-
-    options = range(4, 44, 4)
-    every = [[a, b, 40] for a in options for b in options if a < b < 40]
-    assert cost(levels) == min(cost(chosen) for chosen in every)
-    source = Anatomy.of(tiny_model("llama", num_hidden_layers=8)).source
+    """Eight layers; heads of every kind that two queries on each of four key/value heads leave."""
+    anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=8))
+    source, widths = anatomy.source, [37, 40, 12, 13, 25, 26, 8, 39]
+    gone = [(), (0, 1), (0, 2, 4, 6), (2, 3, 4, 5), (), (1, 3, 5, 7), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 7)]
     alive = source.without(Group("ffn", tuple(tuple(range(width, 40)) for width in widths)))
-    keep = bucketed(alive, source, 4, max_widths=3)
-    assert source.contains(keep) and keep.contains(alive)
-    assert {len(la.ffn) for la in keep.layers} == set(levels)
+    alive = alive.without(Group("attn", tuple(gone)))
+    for most in (1, 3, 8):
+        keep = bucketed(anatomy, alive, source, 4, most)
+        assert source.contains(keep) and keep.contains(alive)
+        shapes = {(la.queries_per_kv, len(la.ffn)) for la in keep.layers}
+        assert len(shapes) <= most and all(la.is_regular and len(la.ffn) % 4 == 0 for la in keep.layers)
+    assert [len(la.ffn) for la in keep.layers] == [-(-width // 4) * 4 for width in widths]
+    assert [la.query_heads for la in keep.layers] == [la.query_heads for la in alive.layers]
+    assert bucketed(anatomy, alive, source, 4, 1).layers[6].query_heads == source.layers[6].query_heads
+    # What was rebuilt before lacks channels and heads: then a layer stays as it is.
+    again = bucketed(anatomy, alive, keep, 4, 1)
+    assert keep.contains(again) and again.contains(alive)
+    assert [la.query_heads for la in again.layers] == [la.query_heads for la in alive.layers]
+
+
+def test_buckets_add_little() -> None:
+    """Against every way to put layers together; an uneven layer only goes with those that have its heads."""
+    generator = random.Random(1)
+    for _ in range(20):
+        kinds = [(1,), (2,), (2, 2), (1, 1, 1), (2, 2, 2)]
+        shapes = [LayerShape(generator.choice(kinds), 4 * generator.randint(1, 20)) for _ in range(6)]
+        size = lambda shape: 30 * sum(shape.queries) + 15 * len(shape.queries) + shape.ffn  # noqa: E731
+        found = few_shapes(shapes, size, 3)
+        assert len(set(found)) <= 3 and all(one.around(aim) == aim for one, aim in zip(shapes, found, strict=True))
+        best = min(
+            sum(size(functools.reduce(union_of, part)) * len(part) for part in parts) for parts in partitions(shapes, 3)
+        )
+        assert best <= sum(map(size, found)) <= 1.2 * best
+    uneven = [LayerShape((2, 1), 8), LayerShape((2, 2), 8), LayerShape((2, 1), 12)]
+    assert few_shapes(uneven, lambda shape: shape.ffn, 1) == [uneven[2], uneven[1], uneven[2]]
+
+
+def union_of(one: LayerShape, other: LayerShape) -> LayerShape:
+    both = one.around(other)
+    assert both is not None
+    return both
+
+
+def partitions(items: list[Any], most: int) -> Any:
+    """Every way to divide a list into at most so many parts."""
+    if not items:
+        yield []
+        return
+    for parts in partitions(items[1:], most):
+        for place in range(len(parts)):
+            yield [*parts[:place], [items[0], *parts[place]], *parts[place + 1 :]]
+        if len(parts) < most:
+            yield [[items[0]], *parts]
 
 
 @pytest.fixture(scope="module")

@@ -91,14 +91,14 @@ class Anatomy:
         """From a live model; only names and shapes are read."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         config: Any = model.config
-        return cls(family_of(config.model_type), config, shapes)
+        return cls(family_of(config.model_type, config.name_or_path), config, shapes)
 
     @classmethod
     def of_config(cls, config: Any) -> Anatomy:
         """Without weights: the model is built on the meta device."""
         from dwindle.anatomy.build import build_on_meta
 
-        family_of(config.model_type)
+        family_of(config.model_type, config.name_or_path)
         return cls.of(build_on_meta(config))
 
     def __getitem__(self, name: str) -> Row:

@@ -106,9 +106,11 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: str) -> Family:
-    """The table for a configuration's ``model_type``."""
+def family_of(model_type: str, source: str = "") -> Family:
+    """The table for a configuration's ``model_type``; ``source`` is where that was read, for the message."""
     family = FAMILIES.get(model_type.removeprefix(CUSTOM_PREFIX))
     if family is None:
-        raise UserError(f"model type {model_type!r} is not supported: supported are {', '.join(sorted(FAMILIES))}")
+        where = f"source {source}: " if source else ""
+        known = ", ".join(sorted(FAMILIES))
+        raise UserError(f"{where}model type {model_type!r} is not supported: supported are {known}")
     return family

@@ -228,7 +228,7 @@ def compacted(
     One row for every batch size.
     """
     prunable = pruner.prunable
-    keep = bucketed(prunable.alive, prunable.physical, multiple)
+    keep = bucketed(prunable.anatomy, prunable.alive, prunable.physical, multiple)
     synchronize(bench.device)
     started = time.perf_counter()
     pruner.compact(trainer, keep)

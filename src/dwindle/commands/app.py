@@ -58,6 +58,7 @@ Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory or id, a .gguf file, a llama2.c .bin, or smollm2-135m.")
 ]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
+TextField = Annotated[str, typer.Option(help="Field of JSON lines or column that holds the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 

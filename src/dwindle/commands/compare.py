@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
 
 
 @app.command()
@@ -23,6 +23,7 @@ def compare(
     valid: Annotated[
         list[str] | None, typer.Option(help="Text to measure on; default: windows held out of --data.")
     ] = None,
+    text_field: TextField = "text",
     second_order: Annotated[
         bool, typer.Option("--second-order", help="Also repair what stays: a second row for every metric.")
     ] = False,
@@ -51,6 +52,7 @@ def compare(
         num_sequences=sequences,
         seq_len=seq_len,
         valid_tokens=valid_tokens,
+        text_field=text_field,
         tokens=tokens,
         tokens_per_step=tokens_per_step,
         lr=lr,

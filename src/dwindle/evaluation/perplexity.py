@@ -50,10 +50,10 @@ def text_names(paths: Sequence[str]) -> dict[str, str]:
     return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 
-def load_text(path: str, *, name: str = "", limit: int | None = None) -> TextData:
+def load_text(path: str, *, name: str = "", limit: int | None = None, text_field: str = "text") -> TextData:
     """Any text that training could read, taken as it is, document by document; ``name`` is its own in tables."""
     documents: list[str] = []
-    for text in read_documents(path, option="--text"):
+    for text in read_documents(path, text_field=text_field, option="--text"):
         if limit is not None and len(documents) >= limit:
             break
         documents.append(text)

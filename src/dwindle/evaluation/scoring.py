@@ -28,6 +28,8 @@ from dwindle.training.loss import Precision, autocast_for
 
 SHARED = 0
 """Branch number of the tokens that all choices have in common."""
+_NO_KERNEL = "could not create a primitive"
+"""What oneDNN says where a processor cannot multiply in a type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,11 @@ class Scorer:
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
                 yield
+        except RuntimeError as error:
+            if _NO_KERNEL not in str(error):
+                raise
+            dtype = "bfloat16" if self.precision == "bf16" else str(self.model.dtype).removeprefix("torch.")
+            raise UserError(f"dtype {dtype}: this processor cannot compute in it ({error}): use float32") from error
         finally:
             self.model.train(was_training)
 

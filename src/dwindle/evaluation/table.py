@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from dwindle.evaluation.evaluate import (
     evaluate_model,
     load_data,
     load_with_tokenizer,
+    trained_tokens,
 )
 from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
@@ -126,6 +126,7 @@ def compare(
     tasks: Sequence[str] | None = None,
     places: Sequence[str] = (),
     texts: Sequence[str] = (),
+    text_field: str = "text",
     limit: int | None = None,
     batch: int = 0,
     engine: EngineName = "dwindle",
@@ -147,7 +148,7 @@ def compare(
     data = EvalData()
     if any(plan.result is None for plan in plans):
         wanted = tasks if tasks is not None else [] if texts else ["commonsense"]
-        data = load_data(wanted, places, texts=texts, limit=limit)
+        data = load_data(wanted, places, texts=texts, text_field=text_field, limit=limit)
     results = [
         plan.result or _measure(plan, data, batch=batch, engine=engine, device=device, dtype=dtype) for plan in plans
     ]
@@ -175,8 +176,7 @@ def _plan(name: str) -> _Plan:
         missed = any(row.status == MISSED for row in list_runs(path))
         return _Plan(name, str(model), trained_tokens(path), note=MISSED if missed else "")
     check_source(name)
-    run = path.parent if (path.parent / "recipe.toml").is_file() else None
-    return _Plan(name, name, trained_tokens(run) if run is not None and path.name == "model" else None)
+    return _Plan(name, name, trained_tokens(path))
 
 
 def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
@@ -189,15 +189,6 @@ def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
     tasks = [task for task in result.tasks if task.task in names]
     texts = [text for text in result.texts if text.name != WIKITEXT or WIKITEXT in names]
     return replace(result, tasks=tasks, texts=texts)
-
-
-def trained_tokens(run: Path) -> int | None:
-    """From the last line of a run's metrics."""
-    try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return int(json.loads(lines[-1])["tokens"])
-    except (OSError, IndexError, KeyError, ValueError):
-        return None
 
 
 def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, device: str, dtype: str) -> EvalResult:

@@ -311,7 +311,7 @@ TASKS: dict[str, Task] = {
             "copa",
             "COPA",
             "acc",
-            "{premise} because|therefore {choice}",
+            "{premise} because|therefore  {choice}",
             Origin(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
             ("premise", "choice1", "choice2", "question", "label"),
             _copa,

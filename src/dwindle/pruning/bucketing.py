@@ -2,55 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 
-from dwindle.anatomy import Structure
+from dwindle.anatomy import Anatomy, Layer, Structure
 from dwindle.anatomy.anatomy import lost
 
-MAX_WIDTHS = 4
-"""Different FFN widths that layers of different sizes are filled up to."""
+MAX_SHAPES = 8
+"""Different sizes that layers of different sizes are filled up to."""
 
 
-def bucketed(alive: Structure, physical: Structure, multiple: int, max_widths: int = MAX_WIDTHS) -> Structure:
-    """The living parts, widths filled up to multiples with dead channels that are still physically there.
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Queries of each key/value head, and FFN channels."""
 
-    FFN widths of all layers are filled up to at most ``max_widths`` different ones (a layer that no longer has enough
-    channels stays as wide as it is); heads are not filled up, since there are only ever a few numbers of them.
+    queries: tuple[int, ...]
+    ffn: int
+
+    def around(self, other: LayerShape) -> LayerShape | None:
+        """The smallest that holds both; None when uneven heads make that unclear."""
+        ffn = max(self.ffn, other.ffn)
+        if self.queries == other.queries:
+            return LayerShape(self.queries, ffn)
+        if len({*self.queries}) > 1 or len({*other.queries}) > 1:
+            return None
+        return LayerShape((max(self.queries[0], other.queries[0]),) * max(len(self.queries), len(other.queries)), ffn)
+
+    @property
+    def layer(self) -> Layer:
+        """A layer of these sizes, for counting."""
+        kv_of_query = tuple(kv for kv, queries in enumerate(self.queries) for _ in range(queries))
+        return Layer(tuple(range(len(kv_of_query))), kv_of_query, tuple(range(self.ffn)))
+
+
+def bucketed(
+    anatomy: Anatomy, alive: Structure, physical: Structure, multiple: int, max_shapes: int | None = None
+) -> Structure:
+    """The living parts, widths filled up to multiples with what is dead but still physically there.
+
+    Layers are filled up to at most ``max_shapes`` different sizes, channels and heads; one that no longer has enough of
+    them stays as it is.
     """
-    widths = [len(layer.ffn) for layer in alive.layers]
-    levels = bucket_levels(widths, multiple, max_widths)
-    layers = tuple(
-        replace(living, ffn=_filled(living.ffn, here.ffn, min(level for level in levels if level >= len(living.ffn))))
-        for living, here in zip(alive.layers, physical.layers, strict=True)
-    )
     hidden = -(-len(alive.hidden) // multiple) * multiple
+    shapes = [LayerShape(la.queries_per_kv, -(-len(la.ffn) // multiple) * multiple) for la in alive.layers]
+
+    @cache
+    def size(shape: LayerShape) -> int:
+        return anatomy.count_layer(0, hidden, shape.layer)
+
+    aims = few_shapes(shapes, size, max_shapes or MAX_SHAPES)
+    layers = tuple(
+        _filled_layer(living, here, aim) for living, here, aim in zip(alive.layers, physical.layers, aims, strict=True)
+    )
     return Structure(_filled(alive.hidden, physical.hidden, hidden), layers)
 
 
-def bucket_levels(widths: Sequence[int], multiple: int, max_levels: int) -> list[int]:
-    """At most so many multiples, such that filling every width up to the next one adds least."""
-    sizes = sorted({-(-width // multiple) * multiple for width in widths})
-    ordered = sorted(widths)
+def few_shapes(shapes: Sequence[LayerShape], size: Callable[[LayerShape], int], most: int) -> list[LayerShape]:
+    """For each shape one that holds it, at most so many different ones.
 
-    @cache
-    def best(first: int, levels: int) -> tuple[int, tuple[int, ...]]:
-        """(cost, levels) for the sizes from ``first`` on."""
-        below = sizes[first - 1] if first else 0
-        choices: list[tuple[int, tuple[int, ...]]] = []
-        for last in range(first, len(sizes)):
-            if levels == 1 and last < len(sizes) - 1:
-                continue
-            cost = sum(sizes[last] - width for width in ordered if below < width <= sizes[last])
-            if last == len(sizes) - 1:
-                choices.append((cost, (sizes[last],)))
-            else:
-                rest, chosen = best(last + 1, levels - 1)
-                choices.append((cost + rest, (sizes[last], *chosen)))
-        return min(choices)
+    As long as there are more, the two whose union adds least to all that have them become one.
+    """
+    aim = {shape: shape for shape in shapes}
+    number = Counter(shapes)
+    while len(number) > most:
+        unions = [
+            (size(both) * (number[a] + number[b]) - size(a) * number[a] - size(b) * number[b], place, a, b, both)
+            for place, (a, b) in enumerate(combinations(number, 2))
+            if (both := a.around(b)) is not None
+        ]
+        if not unions:
+            break
+        _, _, a, b, both = min(unions, key=lambda union: union[:2])
+        together = number.pop(a) + number.pop(b)
+        number[both] += together
+        aim = {shape: both if now in (a, b) else now for shape, now in aim.items()}
+    return [aim[shape] for shape in shapes]
 
-    return list(best(0, max_levels)[1])
+
+def _filled_layer(living: Layer, here: Layer, aim: LayerShape) -> Layer:
+    filled = replace(living, ffn=_filled(living.ffn, here.ffn, aim.ffn))
+    if living.queries_per_kv == aim.queries:
+        return filled
+    each = aim.queries[0]
+    heads = [*living.kv_heads, *lost(here.kv_heads, living.kv_heads)][: len(aim.queries)]
+    chosen = [_filled(living.queries_of(kv), here.queries_of(kv), each) for kv in heads]
+    if tuple(map(len, chosen)) != aim.queries:
+        return filled
+    queries = {query: kv for kv, own in zip(heads, chosen, strict=True) for query in own}
+    return Layer(tuple(sorted(queries)), tuple(queries[query] for query in sorted(queries)), filled.ffn)
 
 
 def _filled(living: tuple[int, ...], present: tuple[int, ...], width: int) -> tuple[int, ...]:

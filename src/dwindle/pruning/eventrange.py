@@ -149,7 +149,7 @@ def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions, r
 
 def staged_events(anatomy: Anatomy, stages: Stages, options: SelectionOptions) -> EventRange:
     """A stage removes heads, channels or both, each in one event; it may be empty if it falls by less than a group."""
-    largest = max(size[0] for _, size in _kinds(anatomy, options, np.arange(1), np.max))
+    largest = max(int(size[0]) for _, size in _kinds(anatomy, options, np.arange(1), np.max))
     falls = [before - after for before, after in pairwise([stages.start_count, *stages.sizes()])]
     return EventRange(max(sum(fall >= largest for fall in falls), 1), len(options.groups) * stages.num_stages)
 

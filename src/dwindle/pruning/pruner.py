@@ -222,7 +222,9 @@ class Pruner(Callback):
         last = self.pacing.last_step
         if not self.finished and last is not None and last - trainer.step < self.options.compact_wait:
             return
-        keep = bucketed(self.prunable.alive, self.prunable.physical, self.options.compact_multiple)
+        keep = bucketed(
+            self.prunable.anatomy, self.prunable.alive, self.prunable.physical, self.options.compact_multiple
+        )
         if keep != self.prunable.physical:
             self.compact(trainer, keep)
 

@@ -34,6 +34,8 @@ FORMAT = 1
 MARKER = "quantization.json"
 WEIGHTS = "quantized.safetensors"
 """Not ``model.safetensors``: no other tool should take integers for weights."""
+OWN_METHOD = "dwindle-"
+"""How ``quant_method`` of the configuration begins, before the scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def quantize(
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
     valid: Sequence[str] = (),
+    text_field: str = "text",
     smoothing: bool = True,
     group: int = 32,
     num_sequences: int = 32,
@@ -134,9 +137,18 @@ def quantize(
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: quantising needs text to calibrate on")
-    windows = calibration_windows(list(data), loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed)
+    windows = calibration_windows(
+        list(data),
+        loaded.tokenizer,
+        num_sequences=num_sequences,
+        seq_len=seq_len,
+        seed=seed,
+        text_field=text_field,
+    )
     held_out = (
-        validation_windows(list(valid), loaded.tokenizer, valid_seq_len, valid_tokens, option="--valid")
+        validation_windows(
+            list(valid), loaded.tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid"
+        )
         if valid
         else None
     )
@@ -267,7 +279,7 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
 def _mark_config(path: Path, scheme: str) -> None:
     """So that whatever loads plain models refuses this one and says why."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": f"dwindle-{scheme}"}
+    config["quantization_config"] = {"quant_method": f"{OWN_METHOD}{scheme}"}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

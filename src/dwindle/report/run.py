@@ -14,7 +14,9 @@ from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog, MetricsLog
 from dwindle.report.target import target_missed
 
-Status = Literal["finished", "running", "stopped", "pruned"]
+Status = Literal["finished", "running", "stopped", "pruned", "unpruned"]
+MODELS: tuple[Status, ...] = ("pruned", "unpruned")
+"""Model directories by themselves, which have neither metrics nor a recipe."""
 
 _RECIPE_LIMIT_BYTES = 100_000
 _FRESH_S = 120.0
@@ -82,7 +84,7 @@ class Run:
         for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
             name, found = log.lines.path.name, log.lines
             if not found.exists:
-                if not (name == "metrics.jsonl" and self.status == "pruned"):
+                if not (name == "metrics.jsonl" and self.status in MODELS):
                     lines.append(f"{name} is not there: {what} cannot be shown.")
                 continue
             if found.num_bad:
@@ -100,7 +102,7 @@ class Run:
             lines.append(
                 "No structure.json and no checkpoint that fits the ledger: the architecture is drawn once there is one."
             )
-        if self.recipe_text is None and self.status != "pruned":
+        if self.recipe_text is None and self.status not in MODELS:
             lines.append("recipe.toml is not there: the recipe cannot be shown.")
         return lines
 
@@ -125,12 +127,21 @@ def is_run(folder: Path) -> bool:
 
 
 def status_of(folder: Path) -> Status:
-    """A model directory by itself is ``pruned``; a run is finished once its model is written."""
+    """A model directory by itself is ``pruned`` if anything left; a run is finished once its model is written."""
     if (folder / "config.json").is_file() and (folder / "structure.json").is_file():
-        return "pruned"
+        return "unpruned" if _has_only_source(folder / "ledger.jsonl") else "pruned"
     if (folder / "model" / "config.json").is_file():
         return "finished"
     return "running" if _is_locked(folder / ".lock", folder / "metrics.jsonl") else "stopped"
+
+
+def _has_only_source(ledger: Path) -> bool:
+    """Whether a ledger ends with its first line, as that of an exported source does."""
+    try:
+        with ledger.open("rb") as file:
+            return bool(file.readline()) and not file.readline()
+    except OSError:
+        return False
 
 
 def _is_locked(lock: Path, log: Path) -> bool:

@@ -50,6 +50,8 @@ def fingerprint(encoded: bytes) -> str:
 def _status_text(run: Run) -> str:
     if run.status == "pruned":
         return "model of a run" if any(run.ledger.prunes.tokens) else "pruned without training"
+    if run.status == "unpruned":
+        return "not pruned"
     if run.target_missed:
         return "finished, target missed"
     return "stopped, can be resumed" if run.status == "stopped" else run.status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,20 @@ def _check_tied(model: PreTrainedModel, where: str) -> None:
             f"source {where}: config.json ties lm_head.weight to the embedding, but the weights hold two different "
             "tensors: set tie_word_embeddings to false in config.json"
         )
+
+
+def check_floating(model: PreTrainedModel, integers: Mapping[str, str], where: str) -> None:
+    """Whole numbers are rounded weights, of which only a quantisation's scales make numbers that mean something.
+
+    ``integers`` are the stored tensors of that kind with their types; buffers, such as masks, may be among them.
+    """
+    parameters = [f".{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
+    for name, dtype in sorted(integers.items()):
+        if any(parameter.endswith(f".{name}") for parameter in parameters):
+            raise UserError(
+                f"source {where}: tensor {name} is stored as {dtype}, and config.json names no quantisation: "
+                "give the model with floating-point weights (or a GGUF of it)"
+            )
 
 
 def check_finite(model: PreTrainedModel, where: str) -> None:

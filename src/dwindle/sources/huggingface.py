@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dwindle.errors import UserError
-from dwindle.sources.common import check_loaded, quiet_transformers
+from dwindle.sources.common import check_floating, check_loaded, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
@@ -130,7 +130,7 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
 def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
     raw = _raw_config(folder, where)
     _refuse_quantized(raw, where)
-    safetensors = _check_weight_files(folder, where)
+    files, safetensors = _check_weight_files(folder, where)
     config = read_config(folder, where)
     loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
     options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
@@ -156,6 +156,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
             ) from error
     assert isinstance(model, PreTrainedModel)
     check_loaded(model, info, where)
+    check_floating(model, _integers(files, safetensors), where)
     return model
 
 
@@ -215,8 +216,8 @@ def _weight_file(folder: Path) -> Path | None:
     return None
 
 
-def _check_weight_files(folder: Path, where: str) -> bool:
-    """Every weight file is there and whole; returns whether they are safetensors."""
+def _check_weight_files(folder: Path, where: str) -> tuple[list[Path], bool]:
+    """Every weight file is there and whole; returns them, and whether they are safetensors."""
     first = _weight_file(folder)
     if first is None:
         raise UserError(f"source {where}: {folder / 'model.safetensors'} does not exist: the directory has no weights")
@@ -227,7 +228,7 @@ def _check_weight_files(folder: Path, where: str) -> bool:
             raise UserError(f"source {where}: {shard} is named in {first.name} but does not exist: fetch it again")
         if safetensors:
             _check_safetensors(shard, where)
-    return safetensors
+    return shards, safetensors
 
 
 def _shards(index: Path, where: str) -> list[Path]:
@@ -248,6 +249,26 @@ def _check_safetensors(path: Path, where: str) -> None:
         ) from error
     if empty:
         raise UserError(f"source {where}: {path} holds no tensors: fetch it again")
+
+
+def _integers(files: list[Path], safetensors: bool) -> dict[str, str]:
+    """The type of every stored tensor of whole numbers, by name; no values are read."""
+    found: dict[str, str] = {}
+    for path in files:
+        if safetensors:
+            with safe_open(path, framework="pt") as handle:
+                types = {name: str(handle.get_slice(name).get_dtype()) for name in handle.keys()}  # noqa: SIM118
+            found |= {name: _torch_name(kind) for name, kind in types.items() if not kind.startswith(("F", "BF"))}
+        else:
+            stored = torch.load(path, map_location="meta", weights_only=True)
+            whole = {name: tensor.dtype for name, tensor in stored.items() if not tensor.is_floating_point()}
+            found |= {name: str(dtype).removeprefix("torch.") for name, dtype in whole.items()}
+    return found
+
+
+def _torch_name(kind: str) -> str:
+    """``I8`` of a safetensors file is ``int8``."""
+    return re.sub(r"^(u?)i?(?=\d)", r"\1int", kind.lower())
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,13 +77,18 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             every = {f"{group}/{name}": t for group, named in tensors.items() for name, t in named.items()}
-            raise write_failure(error, run_dir, step, every) from error
+            raise write_failure(error, run_dir, final_directory(temporary), every) from error
         raise
 
 
 def temporary_directory(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is written before it is put in place."""
     return checkpoints_dir(run_dir) / f"{_TEMPORARY}{_PREFIX}{step:08d}"
+
+
+def final_directory(temporary: Path) -> Path:
+    """Its place once it is complete."""
+    return temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> None:
@@ -99,7 +104,7 @@ def commit_checkpoint(
 ) -> Path:
     """Add the JSON files to a directory whose tensors are on disk, and give it its name."""
     folder = checkpoints_dir(run_dir)
-    final = folder / temporary.name.removeprefix(_TEMPORARY)
+    final = final_directory(temporary)
     checksums = checksums | {STATE_FILE: _write_json(temporary / STATE_FILE, state)}
     _write_json(temporary / CHECKSUMS_FILE, checksums)
     sync_directory(temporary)
@@ -126,16 +131,15 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def write_failure(error: OSError, run_dir: Path, step: int, tensors: Mapping[str, Tensor]) -> UserError:
-    """Says what could not be written, what is still there, and how to go on."""
-    final = checkpoints_dir(run_dir) / f"{_PREFIX}{step:08d}"
+def write_failure(error: OSError, run_dir: Path, place: Path, tensors: Mapping[str, Tensor]) -> UserError:
+    """Says what of a run could not be written, what is still there, and how to go on."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    good = [path for path in list_checkpoints(run_dir) if path != final]
+    good = [path for path in list_checkpoints(run_dir) if path != place]
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
     reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
-    remedy = f"free {format_bytes(size)}" if error.errno in _FULL else "make it writable"
+    remedy = f"free at least {format_bytes(size)}" if error.errno in _FULL else "make it writable"
     advice = f"{remedy}, then run `dwindle resume {quote(str(run_dir))}`"
-    return UserError(f"{final}: could not be written, {reason}; {survivor}: {advice}")
+    return UserError(f"{place}: could not be written, {reason}; {survivor}: {advice}")
 
 
 def sync_directory(folder: Path) -> None:

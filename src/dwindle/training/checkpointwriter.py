@@ -20,7 +20,13 @@ from typing import Any
 from torch import Tensor
 
 from dwindle.errors import UserError
-from dwindle.training.checkpoint import begin_checkpoint, commit_checkpoint, temporary_directory, write_failure
+from dwindle.training.checkpoint import (
+    begin_checkpoint,
+    commit_checkpoint,
+    final_directory,
+    temporary_directory,
+    write_failure,
+)
 from dwindle.training.distributed import ShardedEngine, SharedEngine
 from dwindle.training.pieces import piece_name
 from dwindle.training.shards import is_sharded, local
@@ -83,7 +89,9 @@ class CheckpointWriter:
             if self.engine.is_main:
                 commit_checkpoint(self.run_dir, folder, state, self._checksums(step), keep_last=self.keep_last)
         except OSError as error:
-            self._error = write_failure(error, self.run_dir, step, {n: t for f in files.values() for n, t in f.items()})
+            place = final_directory(temporary_directory(self.run_dir, step))
+            tensors = {name: tensor for named in files.values() for name, tensor in named.items()}
+            self._error = write_failure(error, self.run_dir, place, tensors)
         except BaseException as error:
             self._error = error
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -244,7 +245,10 @@ class ReplicatedEngine(SharedEngine):
     def adopt(self, model: nn.Module) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
-        self._root = DistributedDataParallel(LossModule(model), broadcast_buffers=False, gradient_as_bucket_view=True)
+        known = signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
+        options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
+        self._root = DistributedDataParallel(LossModule(model), **options)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else cast(AbstractContextManager[object], self._root.no_sync())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.errors import UserError
+from dwindle.finite import finite
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
@@ -114,6 +115,8 @@ class Trainer:
         """Tokens of a sequence in the step just done."""
         self.last: StepStats | None = None
         """The step just done."""
+        self.loss: float | None = None
+        """Of the last step, also where an earlier process made it."""
         self.bad_steps = 0
         """Steps skipped in the whole run."""
         self.bad_steps_in_a_row = 0
@@ -227,7 +230,7 @@ class Trainer:
         return self.engine.grad_norm(self.model.parameters())
 
     def _count(self, stats: StepStats) -> None:
-        self.last = stats
+        self.last, self.loss = stats, stats.loss
         self.step += 1
         self.tokens += stats.num_tokens
         self.bad_steps += stats.skipped
@@ -263,6 +266,7 @@ class Trainer:
         return {
             "step": self.step,
             "tokens": self.tokens,
+            "loss": finite(self.loss),
             "bad_steps": self.bad_steps,
             "bad_steps_in_a_row": self.bad_steps_in_a_row,
             "schedule": self.schedule.state_dict(),
@@ -287,6 +291,7 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
+        self.loss = state.get("loss")  # older checkpoints do not say
         self.bad_steps = int(state["bad_steps"])
         self.bad_steps_in_a_row = int(state["bad_steps_in_a_row"])
         by_name = {callback.name: callback for callback in self.callbacks}

@@ -120,7 +120,9 @@ def cached_token_files(
     directory = cache_dir / f"{stem}-{key}"
     if (directory / INDEX_NAME).is_file():
         return open_token_files(directory)
-    return write_inputs([source], encoder, directory, max_tokens=max_tokens, keep_existing=True)
+    return write_inputs(
+        [source], encoder, directory, max_tokens=max_tokens, keep_existing=True, out_option="data.cache_dir"
+    )
 
 
 def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str = "data.train") -> None:

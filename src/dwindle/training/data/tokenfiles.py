@@ -155,16 +155,20 @@ def write_inputs(
     max_tokens: int | None = None,
     overwrite: bool = False,
     keep_existing: bool = False,
+    out_option: str = "--out",
 ) -> TokenFiles:
     """As ``write_token_files``, for readers and an encoder that are already there.
 
-    ``keep_existing`` is for caches: where another process was faster, its equal result is used.
+    ``keep_existing`` is for caches: where another process was faster, its equal result is used. ``out_option`` is what
+    chose the place.
     """
     if shard_tokens < 1:
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens: {max_tokens} must be at least 1")
-    with atomic_directory(out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing) as folder:
+    with atomic_directory(
+        out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
+    ) as folder:
         with _ShardWriter(folder, encoder.dtype, shard_tokens, max_tokens) as writer:
             entries = [_write_input(source, encoder, writer) for source in inputs if not writer.is_full]
         index = {
