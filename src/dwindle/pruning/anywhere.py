@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
@@ -19,6 +21,8 @@ from dwindle.pruning.selection import Choice, SelectionOptions, reachable_floor,
 from dwindle.pruning.target import Shape, Target
 from dwindle.sizes import format_count
 
+_Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
+"""Scores, rising, and the channels that have them."""
 Due = Callable[[int, int], bool]
 """Whether another group may leave, from the parameters left and the number of groups chosen so far."""
 
@@ -36,7 +40,7 @@ class GlobalSelector:
     """Chooses groups until a target; holds no state between steps.
 
     With ``round_to`` as many channels of a layer (or hidden channels) leave together as keep its width a multiple; what
-    a width of the source is too wide for one leaves first of all.
+    makes an odd width of the source a multiple leaves first of all.
     """
 
     def __init__(self, anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> None:
@@ -174,8 +178,8 @@ class _Block:
 class _Blocks:
     """Channels of layers (or of the stem), weakest first, as many at a time as keep a width a multiple."""
 
-    def __init__(self, living: list[list[tuple[float, int]]], multiple: int, floor: int, mean: bool) -> None:
-        self._left = [channels[::-1] for channels in living]  # the weakest last, to be taken off
+    def __init__(self, living: list[_Ranked], multiple: int, floor: int, mean: bool) -> None:
+        self._living, self._gone = living, [0] * len(living)
         self._multiple, self._floor, self._mean = multiple, floor, mean
         self._next = [block for layer in range(len(living)) if (block := self._block(layer))]
         heapify(self._next)
@@ -191,26 +195,29 @@ class _Blocks:
 
     def remove_weakest(self) -> None:
         block = heappop(self._next)
-        del self._left[block.layer][-len(block.members) :]
+        self._gone[block.layer] += len(block.members)
         if (after := self._block(block.layer)) is not None:
             heappush(self._next, after)
 
     def _block(self, layer: int) -> _Block | None:
         """What leaves a layer next; None at its floor."""
-        left = self._left[layer]
-        odd = len(left) % self._multiple
+        scores, names = self._living[layer]
+        start = self._gone[layer]
+        width = len(scores) - start
+        odd = width % self._multiple
         size = odd or self._multiple
-        if len(left) - size < self._floor:
+        if width - size < self._floor:
             return None
-        total = sum(value for value, _ in left[-size:])
-        members = tuple(sorted(name for _, name in left[-size:]))
+        total = float(scores[start : start + size].sum())
+        members = tuple(sorted(names[start : start + size].tolist()))
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
 
-def _by_score(values: Tensor, names: Sequence[int], num_living: int) -> list[tuple[float, int]]:
+def _by_score(values: Tensor, names: Sequence[int], num_living: int) -> _Ranked:
     """Those that live, by rising score; the dead have infinite scores, so they are last."""
-    scores = values.tolist()
-    return [(scores[place], names[place]) for place in values.argsort(stable=True)[:num_living].tolist()]
+    scores = values.double().numpy()
+    order = scores.argsort(kind="stable")[:num_living]
+    return scores[order], np.asarray(names)[order]
 
 
 def check_round_widths(
