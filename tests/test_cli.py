@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 
 from dwindle import cli
+from dwindle.commands.app import app
 from dwindle.sources import load_tokenizer
 from dwindle.training.data import write_token_files
 from tiny import tiny_directory
@@ -156,15 +158,20 @@ def test_a_dry_run_trains_nothing(shell: Shell) -> None:
     assert code == 0 and sorted(shell.folder.iterdir()) == before
     assert plan["steps"] == 10 and plan["tokens"] == 2400 and 3 < plan["events_fewest"] < plan["events_most"]
     assert plan["parameters_target"] == int(0.6 * plan["parameters_before"])
+    stages = ["prune.method=adapt", "prune.horizon=none", "prune.interleaves=3"]
+    code, out, _ = shell("pretrain", "recipe.toml", *stages, "--dry-run", "--json")
+    assert code == 0 and 1 <= json.loads(out)["events_fewest"] <= json.loads(out)["events_most"]
     assert "shape at the end" in shell("pretrain", "recipe.toml", "prune.target=hidden=24", "--dry-run")[1]
 
 
 def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
-    assert shell("pretrain", "recipe.toml", "training.lr=2e-4", "training.tokens=720", "--out", "resolved")[0] == 0
+    command = ["pretrain", "recipe.toml", "training.lr=2e-4", "training.tokens=720", "--out", "resolved", "--json"]
+    code, first, _ = shell(*command)
+    assert code == 0
     saved = (shell.folder / "resolved" / "recipe.toml").read_text()
     assert "lr = 0.0002" in saved and str(shell.folder / "model") in saved
-    code, out, _ = shell("resume", "resolved", "--json")  # a finished run: nothing to do but say so
-    assert code == 0 and json.loads(out)["status"] == "finished"
+    code, out, _ = shell("resume", "resolved", "--json")  # a finished run: nothing to do but say the same
+    assert code == 0 and json.loads(out) == json.loads(first) and json.loads(out)["loss"] > 0
 
 
 def test_sizes_that_quantised_files_do_not_like_are_told(shell: Shell) -> None:
@@ -213,7 +220,7 @@ def test_stop_signals_save_and_say_how_to_go_on(place: Path) -> None:
 PRUNE = ["prune", "model", "--to", "50%"]
 PRETRAIN = ["pretrain", "recipe.toml"]
 BAD = {
-    "unknown family": (["prune", "gpt2", "--to", "50%"], "'gpt2' is not supported: supported are"),
+    "unknown family": (["prune", "gpt2", "--to", "50%"], "error: source gpt2: model type 'gpt2' is not supported: "),
     "target above": (["prune", "model", "--to", "900M"], "--to 900M: the source has"),
     "target below": (["prune", "model", "--to", "100"], "error: --to 100 is below the smallest reachable model"),
     "missing weights": (["prune", "missing", "--to", "50%"], "missing/model.safetensors does not exist"),
@@ -231,6 +238,7 @@ BAD = {
     "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
     "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude, --distance: belong to the method adapt"),
     "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads 0: give at least 1"),
+    "a size twice": (["prune", "model", "--to", "hidden=24,ffn=32,hidden=16"], "16: hidden is given twice"),
     "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to 80%noemb: is no size: write it as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
@@ -250,6 +258,7 @@ BAD = {
     "poisoned source": ([*PRETRAIN, "source.model=poisoned"], "model.layers.1.mlp.up_proj.weight"),
     "too little text": ([*PRETRAIN, "data.train=short.txt"], "data.train"),
     "validation is trained on": ([*PRETRAIN, "data.valid=pydoc:train"], "data.valid"),
+    "no place for token files": ([*PRETRAIN, "data.cache_dir=text.txt"], "error: data.cache_dir /"),
     "a run is there": ([*PRETRAIN, "--out", "good-tokens"], "exists and is not a run"),
     "nothing to resume": (["resume", "model"], "recipe.toml"),
     "nothing to resume in processes": (["resume", "model", "--nproc", "2"], "recipe.toml"),
@@ -321,6 +330,31 @@ def test_processes_are_counted_before_a_run_is_resumed_or_replaced(
     assert shell("resume", "counted", "--nproc", "10")[0] == 0 and started == [10]
 
 
+def test_text_of_another_field(shell: Shell) -> None:
+    """The message named an option that only tokenize had."""
+    (shell.folder / "other.jsonl").write_text(
+        json.dumps({"content": "It was a bright cold day in April. " * 40}) + "\n"
+    )
+    small = ["--sequences", "4", "--seq-len", "24", "--data", "other.jsonl"]
+    for command in (["prune", "model", "--to", "80%"], ["quantize", "model", "--valid", "other.jsonl"]):
+        code, _, err = shell(*command, *small, "--out", f"{command[0]}-other")
+        assert code == 2 and "has no field 'text' (it has: content): set data.text_field or --text-field" in err
+        given = ["--text-field", "content", *(["--valid-seq-len", "24"] if command[0] == "quantize" else [])]
+        code, _, err = shell(*command, *small, "--out", f"{command[0]}-other", *given)
+        assert code == 0, err
+
+
+def test_every_argument_is_described(shell: Shell) -> None:
+    """The usage line of prune named one that was hidden."""
+    assert shell("--version")[0] == 0  # which loads all commands
+    commands = [get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{command.name}: {parameter.name}"
+    assert len(commands) > 15
+
+
 def test_a_run_is_told_from_a_model(shell: Shell) -> None:
     assert shell(*PRETRAIN, "training.tokens=480", "--out", "told")[0] == 0
     code, out, err = shell("inspect", "told", "--json")
@@ -341,3 +375,6 @@ def test_a_stopped_demo_says_how_to_go_on(shell: Shell, monkeypatch: pytest.Monk
     code, _, err = shell("demo", "--recipe", "recipe.toml", "--out", "shown", "--sequences", "2")
     assert code == 130
     assert err.splitlines()[-1] == "interrupted: continue the pruning-aware run with: dwindle resume shown/run"
+    code, _, err = shell("demo", "--recipe", "recipe.toml", "--out", "shown", "--sequences", "2")
+    assert code == 2 and err.startswith("error: --out shown/source already exists: ")
+    assert shell("demo", "--recipe", "recipe.toml", "--out", "shown", "--sequences", "2", "--overwrite")[0] == 130

@@ -81,6 +81,20 @@ def test_held_out_windows_of_the_same_text(source: Path, tmp_path: Path) -> None
     assert result.calibration_tokens == 96 and result.valid_tokens == 20 * 23
 
 
+def test_text_of_another_field(source: Path, tmp_path: Path) -> None:
+    text = "the quick brown fox jumps over the lazy dog. " * 40
+    data = [str(tmp_path / "train.jsonl")]
+    valid = [str(tmp_path / "valid.jsonl")]
+    for path, words in ((data, text), (valid, text.upper())):
+        Path(path[0]).write_text(json.dumps({"content": words}) + "\n")
+    given: dict[str, Any] = {"metrics": ["random"], "to": ["20%"], "data": data, "valid": valid}
+    trained = {"tokens": 240, "tokens_per_step": 240}
+    with pytest.raises(UserError, match="has no field 'text'"):
+        compare(source, **given, options=CompareOptions(**OPTIONS))
+    result = compare(source, **given, options=CompareOptions(**OPTIONS, **trained, text_field="content"))
+    assert result.cells[0].trained_loss is not None
+
+
 def test_a_text_too_short_to_hold_windows_out_is_refused(source: Path, tmp_path: Path) -> None:
     """576 tokens are four windows to calibrate on and twenty to measure on; the tokenizer adds one to the text."""
     text, given = tmp_path / "text.txt", {"metrics": ["random"], "to": ["20%"], "options": CompareOptions(**OPTIONS)}

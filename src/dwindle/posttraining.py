@@ -40,7 +40,6 @@ from dwindle.pruning.selection import (
 )
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
-from dwindle.recipe_checks import check_given_once
 from dwindle.sizes import check_sequences, format_count
 from dwindle.sources import Loaded, load, load_config
 from dwindle.training.data import calibration_windows
@@ -189,8 +188,6 @@ def prune(
         check_output(out, overwrite=overwrite)
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy)
-    if target.shape is not None:
-        check_given_once(to, f"--to {to}")
     _check_even(to, target, anatomy.source)
     settings.check_target(anatomy, target, options)  # refuses impossible targets before the weights are read
     loaded = source if isinstance(source, Loaded) else load(source, device=device)

@@ -59,18 +59,13 @@ def parse_size(text: str, key: str) -> Size:
 
 
 def _check_shape(text: str, key: str) -> None:
+    names: list[str] = []
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
         if name not in SHAPE_KEYS or not number.isdecimal() or int(number) == 0:
             raise UserError(f'{key}: {part.strip()!r} is not part of a shape such as "hidden=512,heads=8,ffn=1280"')
-    check_given_once(text, key)
-
-
-def check_given_once(text: str, key: str) -> None:
-    """Of a size that a shape names twice the last would win unseen."""
-    names = [part.partition("=")[0].strip() for part in text.split(",")]
-    for name in names:
-        _require(names.count(name) == 1, key, f"{name} is given twice")
+        _require(name not in names, key, f"{name} is given twice")
+        names.append(name)
 
 
 def _require(holds: bool, key: str, problem: str) -> None:

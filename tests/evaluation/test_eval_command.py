@@ -13,9 +13,9 @@ from eval_sets import write_sets
 
 from dwindle import cli
 from dwindle.errors import UserError
+from dwindle.evaluation.evaluate import trained_tokens
 from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.results import EvalResult, read_result, write_text
-from dwindle.evaluation.table import trained_tokens
 from tiny import tiny_directory
 
 Command = Any
@@ -76,6 +76,15 @@ def test_perplexity_of_any_text(dwindle: Command) -> None:
     (text,) = json.loads(out)["texts"]
     assert (code, text["name"], text["num_tokens"]) == (0, "text:story.txt", 540)
     assert json.loads(out)["tasks"] == []
+
+
+def test_text_of_another_field(dwindle: Command) -> None:
+    Path("other.jsonl").write_text(json.dumps({"content": "Once upon a time. " * 30}) + "\n")
+    code, _, err = dwindle("eval", "model", "--text", "other.jsonl")
+    assert code == 2 and err.rstrip().endswith("set data.text_field or --text-field")
+    for command in ("eval", "table"):
+        code, out, _ = dwindle(command, "model", "--text", "other.jsonl", "--text-field", "content", "--json")
+        assert code == 0 and '"num_tokens": 540' in out
 
 
 def test_texts_of_the_same_name_have_their_own_columns(dwindle: Command) -> None:
@@ -218,6 +227,10 @@ def test_eval_of_a_run_is_that_of_its_model(dwindle: Command, tmp_path: Path) ->
         for name in ("run", "run/model")
     )
     assert whole["model"] == "run" and whole["tasks"] == model["tasks"]
+    assert whole["tokens"] == model["tokens"] == 2_000_000
+    dwindle("eval", "run", "--tasks", "piqa", "--data", "sets", "--out", "run.json")
+    rows = json.loads(dwindle("table", "run.json", "run", "--tasks", "piqa", "--data", "sets", "--json")[1])["rows"]
+    assert [row["tokens"] for row in rows] == ["2M", "2M"]
     Path("begun").mkdir()
     Path("begun/recipe.toml").write_text("")
     code, _, err = dwindle("eval", "begun", "--data", "sets")

@@ -42,6 +42,16 @@ def test_every_set_is_read_whole(tmp_path: Path) -> None:
     assert [data.split for data in found.tasks if data.task.name in ("arc_easy", "boolq")] == ["test", "validation"]
 
 
+def test_the_prompt_shown_is_the_one_scored(tmp_path: Path) -> None:
+    """That of COPA showed one space of the two."""
+    [copa] = load_data(["copa"], [str(write_sets(tmp_path))]).tasks
+    context, continuation = copa.items[0].question.requests[0]
+    shown = (
+        copa.task.prompt.replace("{premise}", "It rained").replace("because|", "").replace("{choice}", "it got wet.")
+    )
+    assert context + continuation == shown
+
+
 def test_the_stock_split_comes_first_and_the_limit_counts_documents(tmp_path: Path) -> None:
     write_sets(tmp_path)
     (tmp_path / "arc_easy.validation.jsonl").write_text(json.dumps(DOCUMENTS["arc_easy"][0]) + "\n")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from dwindle.anatomy import Anatomy
 from dwindle.anatomy.build import config_for
+from dwindle.errors import UserError
 from dwindle.evaluation.encoding import Pair
 from dwindle.evaluation.scoring import Scorer, tree_row
 from dwindle.pruning.surgery import Prunable
@@ -117,3 +118,17 @@ def test_windows_of_texts() -> None:
     windows = [([1], text(n, n)) for n in (20, 3, 11)]
     found = Scorer(model, max_length=128, batch=2).texts(windows)
     assert found == pytest.approx([brute_force(model, window) for window in windows], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("said", ["could not create a primitive", "something else"])
+def test_a_type_without_kernels_is_one_message(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16).train()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(model.base_model, "forward", fail)
+    kind, message = (UserError, r"^dtype bfloat16: .*: use float32$") if "primitive" in said else (RuntimeError, said)
+    with pytest.raises(kind, match=message):
+        Scorer(model, max_length=128).choices(questions())
+    assert model.training

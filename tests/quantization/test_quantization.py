@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from copy import deepcopy
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import dwindle
 from dwindle.errors import UserError
@@ -147,6 +149,21 @@ def test_perplexities_are_reported(tmp_path: Path) -> None:
     assert set(found.perplexity) == {"source", "plain", "quantized"}
     assert found.perplexity["quantized"] == pytest.approx(found.perplexity["source"], rel=0.1)
     json.dumps(found.to_json())
+
+
+def test_inspection_says_who_reads_it(tmp_path: Path) -> None:
+    folder = tiny_directory(tmp_path / "model")
+    quantize(folder, "w8a8", out=tmp_path / "q", num_sequences=2, seq_len=16)
+    plain, found = dwindle.inspect(folder), dwindle.inspect(tmp_path / "q")
+    assert plain.stock and plain.quantization is None
+    assert not found.stock and found.quantization == "dwindle-w8a8" and found.parameters == plain.parameters
+    console = Console(width=80, file=StringIO())
+    console.print(found.render())
+    shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "w8a8 weights of dwindle quantize" in shown and "stock transformers" not in shown
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
+    assert dwindle.inspect(folder).quantization == "gptq"
 
 
 def test_user_errors(tmp_path: Path) -> None:

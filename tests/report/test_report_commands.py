@@ -88,6 +88,21 @@ def test_runs_are_listed_with_their_status(shell, tmp_path: Path) -> None:
     assert shell("runs", "runs/notes")[1] == "no runs in runs/notes\n"
 
 
+def test_an_exported_source_is_not_pruned(shell, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "made", steps=10)
+    lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
+    for name, kept in (("smaller", lines), ("copy", lines[:1])):
+        (tmp_path / "runs" / name).mkdir()
+        for file in ("config.json", "structure.json"):
+            (tmp_path / "runs" / name / file).write_bytes((run / "model" / file).read_bytes())
+        (tmp_path / "runs" / name / "ledger.jsonl").write_text("".join(kept))
+    rows = {row["run"]: row["status"] for row in json.loads(shell("runs", "--json")[1])}
+    assert rows == {"made": "finished", "smaller": "pruned", "copy": "unpruned"}
+    code, _, _ = shell("report", "runs/copy")
+    page = (tmp_path / "runs" / "copy" / "report.html").read_text()
+    assert code == 0 and '"status_text":"not pruned"' in page and "recipe.toml is not there" not in page
+
+
 def test_damaged_runs_are_listed_too(shell, tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "[red]x", finished=False, recipe="not toml [")
     (run / "ledger.jsonl").write_bytes(b"\xff\n")

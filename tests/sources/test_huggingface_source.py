@@ -314,3 +314,15 @@ def test_an_existing_path_wins_over_a_hub_id(folder: Path, monkeypatch: pytest.M
     monkeypatch.chdir(folder.parent)
     monkeypatch.setattr(huggingface, "fetch", lambda *_, **__: pytest.fail("asked the hub"))
     assert load("org/name").source == "org/name"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64])
+def test_integer_weights_without_a_quantisation_are_named(dtype: torch.dtype, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    weights[name] = (100 * weights[name].abs()).to(dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    fails(folder, name, f"is stored as {str(dtype).removeprefix('torch.')}, ", "quantisation")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    fails(folder, name, f"is stored as {str(dtype).removeprefix('torch.')}, ")

@@ -59,7 +59,7 @@ def prune(
         list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's own documentation (pydoc).")
     ] = None,
     more_data: Annotated[
-        list[str] | None, typer.Argument(metavar="[TEXT]...", help="More text after --data, such as of --data *.txt.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="More text after --data, such as of --data *.txt.")
     ] = None,
     text_field: TextField = "text",
     method: Annotated[

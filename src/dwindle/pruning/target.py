@@ -91,6 +91,8 @@ def _parse_shape(text: str, anatomy: Anatomy, option: str) -> Target:
         key, _, value = (piece.strip() for piece in part.partition("="))
         if key not in SHAPE_KEYS or not value.isdigit():
             raise UserError(f"{option} {text}: {part.strip()!r} is not hidden=N, heads=N or ffn=N")
+        if key in sizes:
+            raise UserError(f"{option} {text}: {key} is given twice")
         sizes[key] = int(value)
         if not 0 < sizes[key] <= getattr(source, key):
             raise UserError(f"{option} {text}: {key} must lie between 1 and the source's {getattr(source, key)}")
