@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from dwindle.directories import atomic_directory, owner, remove_abandoned
+from dwindle.directories import NotWritten, atomic_directory, owner, remove_abandoned
 from dwindle.errors import UserError
 
 
@@ -38,6 +39,28 @@ def test_failure_keeps_the_old_one(tmp_path: Path) -> None:
     with atomic_directory(target, marker="index", overwrite=True) as folder:
         (folder / "index").write_text("new")
     assert (target / "index").read_text() == "new" and names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        Exception("No space left on device (os error 28)"),  # of tokenizers
+    ],
+)
+def test_libraries_in_rust_hide_what_the_system_said(tmp_path: Path, error: Exception) -> None:
+    said = r"^data.cache_dir .*/a could not be written \(No space left on device\): "
+    place = atomic_directory(tmp_path / "a", marker="index", option="data.cache_dir")
+    with pytest.raises(NotWritten, match=said) as caught, place:
+        raise error
+    assert caught.value.error.errno == 28 and names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [Exception("something else"), UserError("a.bin: Is a directory (os error 21)")])
+def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, atomic_directory(tmp_path / "a", marker="index"):
+        raise error
+    assert caught.value is error and names(tmp_path) == []
 
 
 def test_what_a_killed_process_left_is_removed_or_put_back(tmp_path: Path) -> None:

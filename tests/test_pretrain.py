@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 import dwindle
 from dwindle import config
 from dwindle.anatomy import Anatomy, Structure
+from dwindle.errors import UserError
 from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
@@ -82,6 +84,28 @@ def test_a_run_and_what_it_leaves(place: Path) -> None:
         assert ledger == read_ledger(run)[: len(ledger)] and ledger[-1]["parameters"] == count
     assert len(events(run, "compact")) >= 2
     assert (run / "model" / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("folder", ["milestones/80%", "model"])
+def test_a_full_disk_is_told_and_the_run_goes_on_later(
+    place: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    run = place / f"full disk at {folder.replace('/', ' ')}"
+    original = PreTrainedTokenizerFast.save_pretrained
+
+    def full(self: Any, out: Path, *args: Any, **options: Any) -> Any:
+        if out.name.startswith(f".{Path(folder).name}."):
+            raise Exception("No space left on device (os error 28)")
+        return original(self, out, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(
+            UserError, match=r"could not be written, the disk is full; the last good .* `dwindle resume"
+        ):
+            pretrain(recipe(place, prune={"milestones": ["80%"]}), run)
+    assert not (run / folder).exists() and not [path for path in run.rglob(".*") if path.name != ".lock"]
+    assert resume(run).status == "finished" and (run / folder / "tokenizer.json").is_file()
 
 
 def test_the_ledger_has_the_data_of_the_papers_figure(place: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
 from dwindle.config import write_toml
 from dwindle.directories import NotWritten, atomic_directory, remove_abandoned
@@ -466,26 +466,29 @@ class Job:
         return found
 
     def _save(self, out: Path) -> Path:
-        """All processes take part in gathering a sharded model; the main one writes."""
+        """All processes take part in gathering a sharded model; the main one writes, and the others wait for it."""
         model, structure = self.trainer.model, self.anatomy.source
-        ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
         if self.pruner is not None or isinstance(self.engine, ShardedEngine):
             prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
             model, structure = prunable.compacted(), prunable.alive
-        if self.world.is_main:
-            try:
-                save_model(
-                    model,
-                    self.tokenizer,
-                    out,
-                    structure=structure,
-                    source=self.recipe.source.model,
-                    ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
-                    recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
-                    results=self._results(),
-                    overwrite=True,
-                )
-            except NotWritten as failure:
-                raise write_failure(failure.error, self.run, out, dict(model.named_parameters())) from failure
-        self.world.barrier()
+        main = self.world.is_main
+        self.world.main_first(f"save {out}", lambda: self._write(model, structure, out) if main else None)
+        self.world.barrier()  # or the main process, which tells that it is written, may end before all have heard
         return out
+
+    def _write(self, model: nn.Module, structure: Structure, out: Path) -> None:
+        ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
+        try:
+            save_model(
+                model,
+                self.tokenizer,
+                out,
+                structure=structure,
+                source=self.recipe.source.model,
+                ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
+                recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
+                results=self._results(),
+                overwrite=True,
+            )
+        except NotWritten as failure:
+            raise write_failure(failure.error, self.run, out, dict(model.named_parameters())) from failure

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from processes import run_ranks, start_ranks, wait_ranks
 from safetensors.torch import load_file
 
 import dwindle.pretrain
+from dwindle.directories import NotWritten
 from dwindle.errors import UserError
 from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.ledger import read_ledger
@@ -130,7 +133,12 @@ def forget_after(run: Path, step: int) -> None:
 
 def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
     run = place / "ddp-2"
-    run_ranks(2, lambda rank: pretrain(recipe(place, "ddp"), run))
+
+    def task(rank: int) -> None:
+        warnings.simplefilter("error", FutureWarning)  # what torch is about to drop is not used
+        pretrain(recipe(place, "ddp"), run)
+
+    run_ranks(2, task)
     assert_same(run, alone)
     assert (list_checkpoints(run)[-1] / "model.safetensors").exists()
 
@@ -177,6 +185,23 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(place: Path, alone: P
     assert not (run / "model").exists() and list_checkpoints(run)
     run_ranks(2, lambda rank: resume(run))
     assert_same(run, alone)
+
+
+def test_a_full_disk_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise NotWritten("no", OSError(errno.ENOSPC, "No space left on device"))
+
+    def task(rank: int) -> None:
+        dwindle.pretrain.save_model = full  # type: ignore[attr-defined]
+        try:
+            pretrain(recipe(place), place / "full")
+        except UserError as error:
+            os.write(2, f"error: {error}\n".encode())
+            raise SystemExit(2) from None
+
+    statuses = wait_ranks(start_ranks(2, task))
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
+    assert capfd.readouterr().err.count("the disk is full") == 1
 
 
 def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
