@@ -66,7 +66,11 @@ def shared_settings(data: Any) -> set[str]:
 
 def title(row: Any, common: set[str]) -> str:
     """A row's name, with what was set for it and not for most."""
-    own = [setting for setting in row.get("set", ()) if setting not in common and row["tokens"]]
+    if not row["tokens"]:
+        return str(row["title"])
+    own = [setting for setting in row.get("set", ()) if setting not in common]
+    keys = {setting.partition("=")[0] for setting in row.get("set", ())}
+    own += [f"no {setting}" for setting in sorted(common) if setting.partition("=")[0] not in keys]
     return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
 
 

@@ -15,6 +15,7 @@ from dwindle.anatomy import Anatomy, Structure
 from dwindle.errors import UserError
 from dwindle.plan import make_plan
 from dwindle.pretrain import pretrain
+from dwindle.pruning.bucketing import bucketed
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.pruning.surgery import Prunable
 from test_pretrain import assert_same_run, die_at, events, go_on, metrics, recipe, start, wait
@@ -62,6 +63,19 @@ def test_the_global_selection_removes_single_groups(place: Path) -> None:
     source = Anatomy.of(dwindle.load(place / "model").model)
     structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
     assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
+
+
+def test_sizes_are_looked_for_once_for_what_lives(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after every step once the target is reached."""
+    seen: list[int] = []
+
+    def counted(anatomy: Anatomy, alive: Structure, *more: Any) -> Structure:
+        seen.append(len(alive.hidden) + sum(len(la.ffn) + len(la.query_heads) for la in alive.layers))
+        return bucketed(anatomy, alive, *more)
+
+    monkeypatch.setattr("dwindle.pruning.pruner.bucketed", counted)
+    assert pretrain(recipe(place, prune=GLOBAL | {"horizon": 0.2}), place / "looked").target_reached
+    assert seen and len(seen) == len(set(seen))
 
 
 @pytest.mark.parametrize("second_order", [False, True])

@@ -76,6 +76,8 @@ def test_only_unusual_settings_are_told(tables: ModuleType) -> None:
     rows = [row(name, 0, 3.0, set=["lr=1", "steps=16"]) for name in ("a", "b", "c")]
     found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
     assert "[steps=64]" in found and "steps=16" not in found and "lr=1" not in found
+    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["steps=16"], settings=["steps=16"])]})
+    assert "| a [no lr=1] |" in found and "| a |" in found
 
 
 def row(name: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:

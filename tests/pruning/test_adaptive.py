@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,42 @@ def blocks(alive: Structure, scores: Scores, multiple: int) -> Any:
         yield Group(kind, (*around[:n], members, *around[n + 1 :])), len(channels) - size  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("attention", "min_heads"), [("cluster", 2), ("cluster", 1), ("regular", 3), ("regular", 5)])
+def test_what_the_global_selection_accepts_it_reaches(attention: Any, min_heads: int) -> None:
+    """The least accepted target, from a source of unequal layers, whatever the scores are."""
+    prunable = Prunable(tiny_model("llama"))
+    prunable.prune(Group("attn", ((0, 1, 2, 3, 4, 5), (), ())))
+    anatomy = Anatomy.of(prunable.compacted())
+    options = SelectionOptions(attention=attention, min_heads=min_heads, groups=("attn", "ffn"))
+
+    def accepted(goal: int) -> bool:
+        try:
+            return bool(GlobalSelector(anatomy, Target(goal), options))
+        except UserError:
+            return False
+
+    full = anatomy.count(anatomy.source).total
+    least = bisect_left(range(full), True, key=accepted)
+    assert 0 < least < full
+    for seed in range(20):
+        scores = drawn_scores(anatomy.source, anatomy.source, seed)
+        chosen = GlobalSelector(anatomy, Target(least), options).choose_while(scores, anatomy.source, lambda *_: True)
+        assert chosen[-1].num_parameters <= least
+
+
+def test_the_dead_never_leave_again() -> None:
+    """Whatever the scores of the living: infinite, or no numbers."""
+    anatomy = Anatomy.of(tiny_model("llama"))
+    source, options = anatomy.source, SelectionOptions(groups=("ffn",), min_ffn=1)
+    alive = source.without(Group("ffn", ((0, 1, 2, 3), (), ())))
+    for odd in (float("inf"), float("nan")):
+        scores = drawn_scores(alive, source, 6)
+        scores.ffn[0][10:14] = odd
+        chosen = GlobalSelector(anatomy, Target(14_500), options).choose_while(scores, alive, lambda *_: True)
+        rests = [alive, *(choice.rest for choice in chosen)]
+        assert all(before != after for before, after in itertools.pairwise(rests))
+
+
 def test_rounded_global_refuses_what_cannot_be() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     full = anatomy.count(anatomy.source).total
@@ -281,6 +319,9 @@ def test_rounded_global_refuses_what_cannot_be() -> None:
     layers = tuple(replace(la, ffn=la.ffn[:32]) for la in anatomy.source.layers)
     most = anatomy.count(replace(anatomy.source, layers=layers)).total
     check_round_widths(anatomy, Target(most), SelectionOptions(), 16)
+    prunable = Prunable(tiny_model("llama"))
+    prunable.prune(Group("ffn", (tuple(range(6, 40)), (), ())))  # below the floor, but round already: it stays
+    check_round_widths(Anatomy.of(prunable.compacted()), Target(full // 2), SelectionOptions(), 6)
     with pytest.raises(UserError, match=f"largest model with such widths has {most:,}"):
         check_round_widths(anatomy, Target(most + 1), SelectionOptions(), 16)
 

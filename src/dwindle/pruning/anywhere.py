@@ -17,8 +17,8 @@ from torch import Tensor
 from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
 from dwindle.errors import UserError
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.selection import Choice, SelectionOptions, reachable_floor, rounding_floors, smallest
-from dwindle.pruning.target import Shape, Target
+from dwindle.pruning.selection import Choice, SelectionOptions, rounding_floors
+from dwindle.pruning.target import Target
 from dwindle.sizes import format_count
 
 _Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
@@ -52,13 +52,7 @@ class GlobalSelector:
             raise UserError("the source has cluster attention already: choose attention cluster")
         self.anatomy, self.target, self.round_to = anatomy, target, round_to
         self.options = options = rounding_floors(options, round_to)
-        source = Shape.of(anatomy.source)
-        floor = Shape(
-            options.min_hidden if "stem" in options.groups else source.hidden,
-            options.min_heads if "attn" in options.groups else max(len(la.query_heads) for la in anatomy.source.layers),
-            options.min_ffn if "ffn" in options.groups else max(len(la.ffn) for la in anatomy.source.layers),
-        )
-        least = anatomy.count(smallest(anatomy.source, reachable_floor(anatomy.source, floor, options))).total
+        least = anatomy.count(_at_floors(anatomy, options)).total
         if least > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest reachable model, {least:,} "
@@ -110,10 +104,10 @@ class _Pool:
         self._inputs = sum(len(la.query_heads) * anatomy.head_dim + len(la.ffn) for la in alive.layers)
         layers, groups, mean = scores.structure.layers, options.groups, options.compare == "mean"
         channels = [
-            _by_score(values, here.ffn, len(left.ffn))
+            _by_score(values, here.ffn, left.ffn)
             for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
         ]
-        hidden = [_by_score(scores.stem, scores.structure.hidden, len(alive.hidden))]
+        hidden = [_by_score(scores.stem, scores.structure.hidden, alive.hidden)]
         self._channels = _Blocks(channels if "ffn" in groups else [], round_to, options.min_ffn, mean)
         self._stem = _Blocks(hidden if "stem" in groups else [], round_to, options.min_hidden, mean)
         self._attention: list[tuple[float, int, tuple[int, ...]]] = []
@@ -213,11 +207,41 @@ class _Blocks:
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
 
-def _by_score(values: Tensor, names: Sequence[int], num_living: int) -> _Ranked:
-    """Those that live, by rising score; the dead have infinite scores, so they are last."""
-    scores = values.double().numpy()
-    order = scores.argsort(kind="stable")[:num_living]
-    return scores[order], np.asarray(names)[order]
+def _by_score(values: Tensor, names: Sequence[int], living: Sequence[int]) -> _Ranked:
+    """Those that live, by rising score."""
+    names_left = np.asarray(living)
+    scores = values.double().numpy()[np.searchsorted(names, names_left)]
+    order = scores.argsort(kind="stable")
+    return scores[order], names_left[order]
+
+
+def _at_floors(anatomy: Anatomy, options: SelectionOptions) -> Structure:
+    """The largest structure from which nothing more can leave: below its size a target may not be reached."""
+    source = anatomy.source
+    hidden = source.hidden[: options.min_hidden] if "stem" in options.groups else source.hidden
+    layers = list[Layer]()
+    for number, layer in enumerate(source.layers):
+        ffn = layer.ffn[: options.min_ffn] if "ffn" in options.groups else layer.ffn
+        ends = [Layer(layer.query_heads[: len(kv)], kv, ffn) for kv in _last_heads(layer, options)]
+        layers.append(max(ends, key=lambda end: anatomy.count_layer(number, len(hidden), end)))
+    return Structure(hidden, tuple(layers))
+
+
+def _last_heads(layer: Layer, options: SelectionOptions) -> list[tuple[int, ...]]:
+    """Heads of which nothing more can leave, by sizes: the key/value head that each query reads."""
+    heads, kv = len(layer.query_heads), len(layer.kv_heads)
+    if "attn" not in options.groups:
+        return [layer.kv_of_query]
+    least = min(max(options.min_heads, 1), heads)
+    if options.attention == "cluster":  # in the worst case all of different key/value heads
+        return [tuple(query % min(kv, least) for query in range(least))]
+    ends = [
+        (x, y)
+        for x in range(1, kv + 1)
+        for y in range(1, heads // kv + 1)
+        if x * y >= least and max((x - 1) * y, x * (y - 1)) < least
+    ]
+    return [tuple(query // y for query in range(x * y)) for x, y in ends]
 
 
 def check_round_widths(
@@ -231,9 +255,9 @@ def check_round_widths(
     layers = source.layers
     if "ffn" in options.groups:
         layers = tuple(replace(la, ffn=la.ffn[: len(la.ffn) // multiple * multiple]) for la in layers)
-    narrow = "stem" in options.groups and len(hidden) < least.min_hidden
-    narrow |= "ffn" in options.groups and any(len(la.ffn) < least.min_ffn for la in layers)
-    if narrow:
+    cut = [(len(source.hidden), len(hidden), least.min_hidden)]
+    cut += [(len(la.ffn), len(rest.ffn), least.min_ffn) for la, rest in zip(source.layers, layers, strict=True)]
+    if any(floor > left < width for width, left, floor in cut):
         raise UserError(
             f"{key} {multiple}: no such multiple lies between the floors ({options.min_hidden} hidden, "
             f"{options.min_ffn} FFN channels) and the source's sizes: choose a smaller multiple, or 1 for exact sizes"

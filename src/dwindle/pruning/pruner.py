@@ -95,6 +95,7 @@ class Pruner(Callback):
         self.num_events = 0
         self._ledger = JsonLinesFile(ledger)
         self._smoothed: Scores | None = None
+        self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
         metric = metric_named(options.metric)
         self._scores_inputs = "inputs" in metric.needs
@@ -222,10 +223,12 @@ class Pruner(Callback):
         last = self.pacing.last_step
         if not self.finished and last is not None and last - trainer.step < self.options.compact_wait:
             return
-        keep = bucketed(
-            self.prunable.anatomy, self.prunable.alive, self.prunable.physical, self.options.compact_multiple
-        )
-        if keep != self.prunable.physical:
+        alive, physical = self.prunable.alive, self.prunable.physical
+        if alive is self._bucketed:
+            return
+        self._bucketed = alive
+        keep = bucketed(self.prunable.anatomy, alive, physical, self.options.compact_multiple)
+        if keep != physical:
             self.compact(trainer, keep)
 
     def compact(self, trainer: Trainer, keep: Structure) -> None:

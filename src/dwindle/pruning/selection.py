@@ -221,16 +221,6 @@ class Selector:
             )
 
 
-def reachable_floor(source: Structure, floor: Shape, options: SelectionOptions) -> Shape:
-    """With regular attention a layer has key/value heads × queries of each: not every number of heads exists."""
-    layer = source.layers[0]
-    if options.attention == "cluster" or "attn" not in options.groups or not layer.is_regular:
-        return floor
-    kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
-    sizes = (a * b for a in range(1, kv + 1) for b in range(1, per_kv + 1))
-    return replace(floor, heads=min(size for size in sizes if size >= min(floor.heads, kv * per_kv)))
-
-
 def smallest(source: Structure, floor: Shape) -> Structure:
     """A structure at the floors, by index (for counting)."""
     layers = tuple(
