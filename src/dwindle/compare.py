@@ -270,13 +270,9 @@ def _windows(
 
 
 def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, options: CompareOptions) -> Tensor:
+    seed, text_field = options.seed, options.text_field
     return calibration_windows(
-        list(data),
-        loaded.tokenizer,
-        num_sequences=count,
-        seq_len=length,
-        seed=options.seed,
-        text_field=options.text_field,
+        data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
     )
 
 

@@ -439,12 +439,7 @@ def _windows(
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to calibrate on text")
     return calibration_windows(
-        list(data),
-        loaded.tokenizer,
-        num_sequences=num_sequences,
-        seq_len=seq_len,
-        seed=seed,
-        text_field=text_field,
+        data, loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
 
 

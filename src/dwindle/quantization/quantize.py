@@ -138,12 +138,7 @@ def quantize(
     if loaded.tokenizer is None:
         raise UserError(f"{loaded.source}: no tokenizer was found beside it: quantising needs text to calibrate on")
     windows = calibration_windows(
-        list(data),
-        loaded.tokenizer,
-        num_sequences=num_sequences,
-        seq_len=seq_len,
-        seed=seed,
-        text_field=text_field,
+        data, loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
     held_out = (
         validation_windows(
