@@ -189,7 +189,9 @@ class Study:
         return [place for key, place in found.items() if not self._is_complete(self._found(json.loads(key)))]
 
     def _found(self, key: Record) -> Record | None:
-        return next((r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())), None)
+        """The row; of several runs of it, one that lacks nothing if there is one."""
+        runs = [r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())]
+        return next((r for r in runs if self._is_complete(r)), runs[0] if runs else None)
 
     def _is_complete(self, found: Record | None) -> bool:
         if found is None or "refused" in found:
@@ -378,7 +380,7 @@ class Study:
 
     def _save(self, record: Record) -> None:
         """Add the record, or put it in the place of what was known before."""
-        key = {name: record[name] for name in KEY}
+        key = {name: record.get(name) for name in (*KEY, "repeat")}
         with locked(self.args.work / "json.lock"):
             self.read()
             rows, known = self.content["rows"], self._found(key)

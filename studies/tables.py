@@ -10,6 +10,7 @@ the page; the names are below.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import math
 import re
@@ -36,7 +37,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 3) -> str:
-    """The value, or mean ± standard deviation over seeds."""
+    """The value, or mean ± standard deviation over runs."""
     if len(values) < 2:
         return f"{values[0]:.{digits}f}" if values else ""
     return f"{statistics.mean(values):.{digits}f} ± {statistics.stdev(values):.{digits}f}"
@@ -46,7 +47,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def grouped(data: Any) -> list[list[Any]]:
-    """Rows that differ only in their seed: large sizes first, few tokens first, then in the order of the study."""
+    """Runs of one row: large sizes first, few tokens first, then in the order of the study."""
     found: dict[str, list[Any]] = {}
     for row in data["rows"]:
         found.setdefault(json.dumps([row.get(name) for name in ALIKE]), []).append(row)
@@ -72,6 +73,12 @@ def title(row: Any, common: set[str]) -> str:
     keys = {setting.partition("=")[0] for setting in row.get("set", ())}
     own += [f"no {setting}" for setting in sorted(common) if setting.partition("=")[0] not in keys]
     return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
+
+
+def seed_numbers(seeds: Sequence[Any]) -> str:
+    """``0 ×2, 1``: seed 0 was run twice."""
+    counts = collections.Counter(row["seed"] for row in seeds)
+    return ", ".join(f"{seed} ×{count}" if count > 1 else str(seed) for seed, count in counts.items())
 
 
 def losses(data: Any) -> str:
@@ -103,7 +110,7 @@ def loss_rows(data: Any) -> list[list[str]]:
     rows = []
     for seeds in groups:
         first = seeds[0]
-        numbers = ", ".join(str(r["seed"]) for r in seeds)
+        numbers = seed_numbers(seeds)
         measured = [r for r in seeds if "textbooks" in r]
         cells = loss_cells(measured) if measured else ["", f"not possible: {first['refused']}", "", "", ""]
         if measured and mean_loss(measured) == best.get((first["size"], first["tokens"])):
@@ -127,7 +134,7 @@ def margins(data: Any, control: str = "one-shot") -> str:
         ]
         numbers = f"{len(seeds)} and {len(others)}"
         rows.append([seeds[0]["size"], title(seeds[0], common), f"{seeds[0]['tokens']:,}", numbers, *cells])
-    return markdown(["size", "method", "tokens", "seeds, and of the control", "textbooks", "WikiText-2"], rows)
+    return markdown(["size", "method", "tokens", "runs, and of the control", "textbooks", "WikiText-2"], rows)
 
 
 def margins_distilled(data: Any) -> str:
@@ -141,7 +148,7 @@ def comparable(seeds: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def difference(before: Sequence[float], after: Sequence[float]) -> str:
-    """Mean less mean; with several seeds of both, ± the root of the sum of both variances."""
+    """Mean less mean; with several runs of both, ± the root of the sum of both variances."""
     if not before or not after:
         return ""
     found = f"{statistics.mean(before) - statistics.mean(after):.3f}"
@@ -214,7 +221,7 @@ def changed(base: dict[str, str], settings: dict[str, str]) -> str:
 
 def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
     """Seeds, and both losses with their distance from the reference."""
-    cells = [", ".join(str(row["seed"]) for row in seeds)]
+    cells = [seed_numbers(seeds)]
     if "refused" in seeds[0]:
         return [*cells, f"not possible: {seeds[0]['refused']}", "", "", ""]
     for text in ("textbooks", "wikitext2"):
@@ -230,7 +237,7 @@ def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
 def held_out(data: Any) -> str:
     """A training study on one text: its held-out loss over seeds."""
     rows = [
-        [seeds[0]["title"], f"{seeds[0]['tokens']:,}", ", ".join(str(r["seed"]) for r in seeds), *loss_cells(seeds)[:2]]
+        [seeds[0]["title"], f"{seeds[0]['tokens']:,}", seed_numbers(seeds), *loss_cells(seeds)[:2]]
         for seeds in grouped({"rows": [row for row in data["rows"] if "textbooks" in row]})
     ]
     return markdown(["method", "tokens", "seeds", "parameters", "held-out loss"], rows)
@@ -241,7 +248,7 @@ def mean_loss(seeds: Sequence[Any]) -> float:
 
 
 def loss_cells(seeds: Sequence[Any]) -> list[str]:
-    """Parameters, both losses, average of the tasks (one seed: with its error over items), and speed."""
+    """Parameters, both losses, average of the tasks (one run: with its error over items), and speed."""
     sizes = sorted({r["parameters"] for r in seeds})
     parameters = "–".join(f"{count:,}" for count in dict.fromkeys((sizes[0], sizes[-1])))
     if not all(r.get("target_reached", True) for r in seeds):
@@ -257,21 +264,28 @@ def loss_cells(seeds: Sequence[Any]) -> list[str]:
 
 
 def tasks(data: Any) -> str:
-    """Every task of a training study with its standard error over items; several seeds: their mean, and its error."""
+    """Every task of a training study with its standard error over items; several runs: their mean, and its error."""
     rows, common = [], shared_settings(data)
     for seeds in grouped(data):
         measured = [row for row in seeds if "tasks" in row]
         if measured:
             cells = [percent([row["tasks"][name] for row in measured]) for name in TASKS]
-            cells.append(percent([row["average"] for row in measured]))
+            cells += [percent([row["average"] for row in measured]), percent([without_boolq(row) for row in measured])]
             rows.append([seeds[0]["size"] or "100%", title(seeds[0], common), f"{seeds[0]['tokens']:,}", *cells])
-    head = ["size", "method", "tokens", "ARC-c", "ARC-e", "BoolQ", "HellaSwag", "OBQA", "PIQA", "WinoGrande", "average"]
-    return markdown(head, rows) if rows else ""
+    names = ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "OBQA", "PIQA", "WinoGrande", "average", "without BoolQ"]
+    return markdown(["size", "method", "tokens", *names], rows) if rows else ""
+
+
+def without_boolq(row: Any) -> dict[str, float]:
+    """The average of the others, with its error: models of this size answer BoolQ with one word, right or wrong."""
+    others = [row["tasks"][name] for name in TASKS if name != "boolq"]
+    value = statistics.mean(one["value"] for one in others)
+    return {"value": value, "stderr": math.hypot(*(one["stderr"] for one in others)) / len(others)}
 
 
 def percent(found: Sequence[Any]) -> str:
     mean = statistics.mean(one["value"] for one in found)
-    error = statistics.mean(one["stderr"] for one in found)  # the same items for every seed: more seeds do not lower it
+    error = statistics.mean(one["stderr"] for one in found)  # the same items for every run: more runs do not lower it
     return f"{100 * mean:.2f} ±{100 * error:.2f}"
 
 

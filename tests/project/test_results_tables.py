@@ -88,11 +88,15 @@ def row(name: str, seed: int, loss: float, **more: Any) -> dict[str, Any]:
 def test_losses_of_a_study(tables: ModuleType) -> None:
     """Seeds are one line with mean and sample deviation; unreached targets and refusals never win."""
     task = {"value": 0.5, "stderr": 0.02}
-    scores = {"tasks": dict.fromkeys(tables.TASKS, task), "average": {"value": 0.41, "stderr": 0.01}}
+    scores = {
+        "tasks": dict.fromkeys(tables.TASKS, task) | {"boolq": {"value": 0.38, "stderr": 0.01}},
+        "average": {"value": 0.41, "stderr": 0.01},
+    }
     rows = [
         row("one", 0, 3.0, wikitext2=4.0, **scores),
         row("two", 0, 2.9, wikitext2=3.0),
         row("two", 1, 3.0, wikitext2=5.0),
+        row("two", 0, 2.8, wikitext2=3.0, repeat=1),
         row("easy", 0, 1.0, target_reached=False),
         {k: v for k, v in row("never", 0, 0.0).items() if k != "textbooks"} | {"refused": "too few steps"},
     ]
@@ -100,13 +104,15 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[5:8] for line in cells] == [
         ["3.000", "4.000", "41.00 (±1.00)"],
-        ["**2.950 ± 0.071**", "4.000 ± 1.414", ""],
+        ["**2.900 ± 0.100**", "3.667 ± 1.155", ""],
         ["1.000", "", ""],
         ["not possible: too few steps", "", ""],
     ]
-    assert cells[1][3:5] == ["0, 1", "90–91"] and cells[2][4] == "90 (target not reached)"
+    assert cells[1][3:5] == ["0 ×2, 1", "90–91"] and cells[2][4] == "90 (target not reached)"
     assert tables.tasks({"rows": rows}).splitlines()[2:] == [
-        "| 50% | one | 1,000 |" + " 50.00 ±2.00 |" * 7 + " 41.00 ±1.00 |"
+        "| 50% | one | 1,000 | 50.00 ±2.00 | 50.00 ±2.00 | 38.00 ±1.00 |"
+        + " 50.00 ±2.00 |" * 4
+        + " 41.00 ±1.00 | 50.00 ±0.82 |"  # the last: 2 / √6
     ]
     other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
     found = tables.losses({"rows": other})

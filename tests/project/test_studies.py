@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dwindle
+from dwindle.errors import UserError
 from dwindle.training.data import validation_windows
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
@@ -132,6 +133,38 @@ def test_a_row_is_made_again_only_where_something_is_missing(
     assert again == row | {"wikitext2": again["wikitext2"]} and again["wikitext2"] != row["textbooks"]
     text.write_text("other words, to learn from. " * 400)
     assert [r["data"] for r in study("--rows", "aware-a", "--data", str(text))] == ["pydoc:train", "more.txt"]
+
+
+def test_files_of_several_machines_become_one(study: Any, tmp_path: Path) -> None:
+    """A row that was made twice is there twice, once a repeat; merging again adds nothing, a study goes on with it."""
+    import common
+    import main_table
+    import merge
+
+    rows = study("--rows", "source,aware-a")
+    content = json.loads((tmp_path / "o.json").read_text())
+    again = rows[1] | {"textbooks": rows[1]["textbooks"] + 0.5, "wikitext2": 9.0}
+    for name, found in (("one", [again, rows[0]]), ("two", [again | {"wikitext2": 8.0}, rows[1] | {"seed": 7}])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content | {"rows": found}))
+    others = [tmp_path / "one.json", tmp_path / "two.json"]
+    assert merge.merge(tmp_path / "o.json", others).endswith("5 rows, 3 of them new (2 repeats)")
+    expected = [*rows, again | {"repeat": 1}, again | {"wikitext2": 8.0, "repeat": 2}, rows[1] | {"seed": 7}]
+    assert json.loads((tmp_path / "o.json").read_text())["rows"] == expected
+    assert merge.merge(tmp_path / "o.json", others).endswith("5 rows, 0 of them new (0 repeats)")
+
+    # the repeat has the second text, so nothing is left to do; what is saved of a repeat takes its own place
+    text = tmp_path / "more.txt"
+    text.write_text("a text of a few words. " * 40)
+    assert study("--rows", "aware-a", "--wikitext", str(text)) == expected
+    args = common.arguments("", main_table.ROWS)
+    common.Study("main_table", args, main_table.ROWS)._save(expected[3] | {"average": 1.0})
+    found = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert found == [*expected[:3], expected[3] | {"average": 1.0}, expected[4]]
+    (tmp_path / "two.json").write_text(json.dumps(content | {"study": "other"}))
+    with pytest.raises(UserError, match=r"two\.json: of another study"):
+        merge.merge(tmp_path / "o.json", others)
+    with pytest.raises(UserError, match=r"none\.json: not a study's"):
+        merge.merge(tmp_path / "o.json", [tmp_path / "none.json"])
 
 
 def test_rows_of_several_processes_end_in_one_file(study: Any, tmp_path: Path) -> None:
