@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dwindle.directories import NotWritten
 from dwindle.errors import UserError
 from dwindle.pretrain import begin_run, pretrain, resume
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
@@ -155,6 +157,27 @@ def test_skipped_steps_are_counted(place: Path, tmp_path: Path) -> None:
 def test_what_depends_on_the_machine_is_kept(place: Path, tmp_path: Path) -> None:
     pretrain(recipe(place, micro_batch=0), tmp_path / "run")
     assert 'precision = "fp32"' in (tmp_path / "run" / "recipe.toml").read_text()
+
+
+def test_a_full_disk_while_that_is_written(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new run leaves nothing behind, so what is advised fits ``pretrain`` as well as ``resume``."""
+    run, real = tmp_path / "run", os.replace
+    said = r"run/recipe\.toml: could not be written \(No space left on device\): free space .* the same command again"
+
+    def full(source: Path, target: Path) -> None:
+        if target == run / "recipe.toml":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(NotWritten, match=said):
+            pretrain(recipe(place, micro_batch=0), run)
+        assert names(tmp_path) == []
+        begin_run(recipe(place, micro_batch=0), run, overwrite=False)
+        with pytest.raises(NotWritten, match=said):
+            resume(run)
+    assert resume(run).status == "finished"
 
 
 @pytest.mark.parametrize("text", ["1,5M", "1,50", "12,3456", ",5", "1,,000"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -106,6 +107,24 @@ def test_a_full_disk_is_told_and_the_run_goes_on_later(
             pretrain(recipe(place, prune={"milestones": ["80%"]}), run)
     assert not (run / folder).exists() and not [path for path in run.rglob(".*") if path.name != ".lock"]
     assert resume(run).status == "finished" and (run / folder / "tokenizer.json").is_file()
+
+
+def test_a_full_disk_in_the_first_step_is_told_without_a_run_to_resume(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is worth keeping then: the directory goes, and the same command can be given again."""
+    run = place / "full disk in the first step"
+    settings = recipe(place, prune={"milestones": ["99.9%"], "horizon": 0.1})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedTokenizerFast, "save_pretrained", full)
+        with pytest.raises(UserError, match=r"the disk is full; .* then run the same command again$"):
+            pretrain(settings, run)
+    assert not run.exists()
+    assert pretrain(settings, run).status == "finished" and events(run, "prune")[0]["step"] == 1
 
 
 def test_the_ledger_has_the_data_of_the_papers_figure(place: Path) -> None:

@@ -38,7 +38,7 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
 from dwindle.sizes import check_sequences, format_count, parse_count
-from dwindle.sources import Loaded, load, load_config
+from dwindle.sources import Loaded, load, load_config, needed_tokenizer
 from dwindle.training.data import DataConfig, calibration_windows, check_inputs, validation_windows
 from dwindle.training.loss import evaluate_loss
 
@@ -188,8 +188,7 @@ def compare(
         _check_output(Path(out), overwrite)
     questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
     loaded = load(source, device=options.device)
-    if loaded.tokenizer is None:
-        raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to read text")
+    needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, held_out = _windows(loaded, data, valid, options)
     work = _Work(loaded, Prunable(loaded.model), options, held_out, questions, list(data), list(valid))
     found = calibrate(work.base, windows, Metric(_no_score, needs), second_order=second_order)

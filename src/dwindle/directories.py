@@ -23,6 +23,12 @@ class NotWritten(UserError):
         super().__init__(message)
         self.error = error
 
+    @classmethod
+    def file(cls, path: Path, error: OSError) -> NotWritten:
+        """A single file, where the same command can simply be given again."""
+        advice = "free space on its disk or make it writable, then run the same command again"
+        return cls(f"{path}: could not be written ({error.strerror or error}): {advice}", error)
+
 
 @contextmanager
 def atomic_directory(

@@ -41,7 +41,7 @@ from dwindle.pruning.selection import (
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.sizes import check_sequences, format_count
-from dwindle.sources import Loaded, load, load_config
+from dwindle.sources import Loaded, load, load_config, needed_tokenizer
 from dwindle.training.data import calibration_windows
 
 DEFAULT_TEXT = "pydoc"
@@ -436,10 +436,9 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
 def _windows(
     loaded: Loaded, data: Sequence[str], text_field: str, num_sequences: int, seq_len: int, seed: int
 ) -> Tensor:
-    if loaded.tokenizer is None:
-        raise UserError(f"{loaded.source}: no tokenizer was found beside it: there is no way to calibrate on text")
+    tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     return calibration_windows(
-        data, loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
+        data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
 
 

@@ -43,13 +43,14 @@ from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import Recipe, load_recipe, resolve_recipe
-from dwindle.replaced import discard_replaced, forget_if_not_begun, has_begun, put_aside, restore_replaced
+from dwindle.replaced import discard_replaced, forget_if_not_begun, put_aside, restore_replaced
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
 from dwindle.training.checkpoint import (
     Checkpoint,
+    has_begun,
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
@@ -198,7 +199,10 @@ def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
             config = load_config(recipe.source.model)
             shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
             training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
-        write_toml(recipe, run / "recipe.toml")
+        try:
+            write_toml(recipe, run / "recipe.toml")
+        except OSError as error:
+            raise NotWritten.file(run / "recipe.toml", error) from error
 
     world.main_first("settle", choose)
     return load_recipe(run / "recipe.toml")

@@ -9,18 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dwindle.runlock import RunLock
-from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.checkpoint import has_begun
 
 
 def _aside(run: Path) -> Path:
     real = run.resolve()  # a link stays where it is
     return real.with_name(f".{real.name}.replaced")
-
-
-def has_begun(run: Path) -> bool:
-    """Whether there is anything in a run that could be lost: a step, or a checkpoint."""
-    metrics = run / "metrics.jsonl"
-    return bool(list_checkpoints(run)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
 from dwindle.report.run import open_run
 from dwindle.report.tables import cost_of
+from dwindle.training import checkpointwriter
 from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.data import DataConfig
 from dwindle.training.distributed import Parallel, World, choose_parallel, num_shards
@@ -202,6 +203,50 @@ def test_a_full_disk_is_reported_by_one_rank_and_ends_all(place: Path, capfd: py
     statuses = wait_ranks(start_ranks(2, task))
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
     assert capfd.readouterr().err.count("the disk is full") == 1
+
+
+@pytest.mark.parametrize(
+    ("parallel", "failing", "function", "said"),
+    [
+        ("ddp", {0}, "write_tensors", "error: /"),
+        ("fsdp", {1}, "write_tensors", "error: process 1: /"),
+        ("fsdp", {0, 1}, "write_tensors", "error: /"),
+        ("fsdp", {0}, "begin_checkpoint", "error: /"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_ends_all(
+    place: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    parallel: str,
+    failing: set[int],
+    function: str,
+    said: str,
+) -> None:
+    """After a good one, so that a later save finds it out; there is always a rank without a fault of its own."""
+    settings, size = recipe(place, parallel), max(failing) + 2
+    settings.checkpoint.every = 2
+
+    def task(rank: int) -> None:
+        written = getattr(checkpointwriter, function)
+
+        def full(place: Path, *rest: Any) -> Any:
+            if rank in failing and list_checkpoints(tmp_path / "run"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return written(place, *rest)
+
+        setattr(checkpointwriter, function, full)
+        try:
+            pretrain(settings, tmp_path / "run")
+        except UserError as error:
+            os.write(2, f"error: {error}\n".encode())
+            raise SystemExit(2) from None
+
+    statuses = wait_ranks(start_ranks(size, task), seconds=60)
+    told = capfd.readouterr().err
+    assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2] * size
+    assert told.count("error: ") == 1 and said in told and "the disk is full" in told and "Traceback" not in told
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
 
 
 def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

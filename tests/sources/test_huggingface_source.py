@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import dwindle
+from dwindle.compare import compare
 from dwindle.errors import UserError
+from dwindle.evaluation.evaluate import load_with_tokenizer
 from dwindle.sources import huggingface, load, load_config, load_tokenizer
 from tiny import FAMILIES, tiny_model
 
@@ -72,11 +76,26 @@ def test_tied_model_shards_and_absent_tokenizer(tmp_path: Path) -> None:
     assert loaded.tokenizer is None
     assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
     assert torch.equal(loaded.model(IDS).logits, model(IDS).logits)
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_tokenizer(tmp_path / "m")
     shard = sorted((tmp_path / "m").glob("model-0*.safetensors"))[1]
     shard.unlink()
     fails(tmp_path / "m", shard.name, "does not exist")
+
+
+@pytest.mark.parametrize(
+    "needs_text",
+    [
+        load_tokenizer,
+        lambda source: load_with_tokenizer(source, "float32", "cpu"),
+        lambda source: dwindle.prune(source, "90%", num_sequences=2, seq_len=8),
+        lambda source: dwindle.quantize(source, "w8a8", num_sequences=2, seq_len=8),
+        lambda source: compare(source, metrics=["taylor"], to=["10%"]),
+        lambda source: dwindle.export_model(source, "gguf", f"{source}.gguf"),
+    ],
+)
+def test_whoever_needs_a_tokenizer_says_so_alike(tmp_path: Path, needs_text: Callable[[str], object]) -> None:
+    tiny().save_pretrained(tmp_path / "m")
+    with pytest.raises(UserError, match=r"^source .*/m: has no tokenizer, which is needed here: put "):
+        needs_text(str(tmp_path / "m"))
 
 
 def test_pickle_only_directory_is_read_safely(folder: Path) -> None:

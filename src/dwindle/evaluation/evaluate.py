@@ -25,7 +25,7 @@ from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, te
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place
 from dwindle.evaluation.results import write_text as write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources import Loaded, check_source, load, model_of_run
+from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
 from dwindle.training.loss import Precision
 
 EngineName = Literal["dwindle", "harness"]
@@ -161,9 +161,7 @@ def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module
         loaded.model.to(torch.device(device))
     else:
         loaded = load(source, dtype=dtype, device=device)
-    if loaded.tokenizer is None:
-        raise UserError(f"source {source}: has no tokenizer: put its tokenizer files beside the model")
-    return loaded.model, loaded.tokenizer
+    return loaded.model, needed_tokenizer(loaded.tokenizer, source)
 
 
 def evaluate_model(

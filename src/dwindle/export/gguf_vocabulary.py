@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from dwindle.errors import UserError
+from dwindle.sources import needed_tokenizer
 from dwindle.sources.tokenizers_built import pre_tokenizer_named, split_named
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -66,9 +67,7 @@ class Vocabulary:
 
 def vocabulary_of(tokenizer: Any, num_rows: int, where: str) -> Vocabulary:
     """The metadata for a tokenizer and an embedding of ``num_rows`` rows; unknown kinds are refused."""
-    if tokenizer is None:
-        raise UserError(f"{where}: no tokenizer was found beside it, and a GGUF needs one: put its files there")
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend = getattr(needed_tokenizer(tokenizer, where), "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{where}: its tokenizer has no tokenizer.json: save it again as a fast tokenizer")
     state = json.loads(backend.to_str())

@@ -26,7 +26,7 @@ from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
 from dwindle.sizes import at_least, check_sequences, format_bytes
-from dwindle.sources import Loaded, huggingface
+from dwindle.sources import Loaded, huggingface, needed_tokenizer
 from dwindle.sources import load as load_source
 from dwindle.training.data import calibration_windows, validation_windows
 
@@ -135,15 +135,12 @@ def quantize(
     if out is not None:
         refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
-    if loaded.tokenizer is None:
-        raise UserError(f"{loaded.source}: no tokenizer was found beside it: quantising needs text to calibrate on")
+    tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     windows = calibration_windows(
-        data, loaded.tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
+        data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
     held_out = (
-        validation_windows(
-            list(valid), loaded.tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid"
-        )
+        validation_windows(list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid")
         if valid
         else None
     )
@@ -162,7 +159,7 @@ def quantize(
         perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
     result = Quantized(
         model=model,
-        tokenizer=loaded.tokenizer,
+        tokenizer=tokenizer,
         source=loaded.source,
         scheme=scheme,
         group=group,

@@ -8,6 +8,16 @@ from dwindle.sources.loading import (
     load_config,
     load_tokenizer,
     model_of_run,
+    needed_tokenizer,
 )
 
-__all__ = ["ALIASES", "Loaded", "check_source", "load", "load_config", "load_tokenizer", "model_of_run"]
+__all__ = [
+    "ALIASES",
+    "Loaded",
+    "check_source",
+    "load",
+    "load_config",
+    "load_tokenizer",
+    "model_of_run",
+    "needed_tokenizer",
+]

@@ -113,8 +113,15 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
     else:
         tokenizer = llama2c.read_tokenizer(path, llama2c.read_header(path))
+    return needed_tokenizer(tokenizer, where)
+
+
+def needed_tokenizer(tokenizer: PreTrainedTokenizerBase | None, where: str) -> PreTrainedTokenizerBase:
+    """What a source came with, for those who cannot do without it."""
     if tokenizer is None:
-        raise UserError(f"source {where}: has no tokenizer: put its tokenizer files beside the model")
+        raise UserError(
+            f"source {where}: has no tokenizer, which is needed here: put its tokenizer files beside the model"
+        )
     return tokenizer
 
 

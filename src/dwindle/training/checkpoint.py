@@ -50,6 +50,17 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=checkpoint_step)
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is anything in a run that could be lost: a step, or a checkpoint."""
+    metrics = Path(run_dir) / "metrics.jsonl"
+    return bool(list_checkpoints(run_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def how_to_go_on(run_dir: Path) -> str:
+    """What to run after a failure: a new run that has not begun is removed, so there is nothing to resume."""
+    return f"`dwindle resume {quote(str(run_dir))}`" if has_begun(run_dir) else "the same command again"
+
+
 def checkpoint_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(_PREFIX))
 
@@ -138,7 +149,7 @@ def write_failure(error: OSError, run_dir: Path, place: Path, tensors: Mapping[s
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
     reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
     remedy = f"free at least {format_bytes(size)}" if error.errno in _FULL else "make it writable"
-    advice = f"{remedy}, then run `dwindle resume {quote(str(run_dir))}`"
+    advice = f"{remedy}, then run {how_to_go_on(run_dir)}"
     return UserError(f"{place}: could not be written, {reason}; {survivor}: {advice}")
 
 

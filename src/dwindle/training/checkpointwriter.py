@@ -1,8 +1,9 @@
 """Checkpoints of several processes, written in the background while training goes on.
 
 Each process copies what it holds to host memory, and a thread of its own writes and hashes it; when all have
-reported their checksums through the store, the main process puts the directory in place. The format is that of one
-process but for the files of sharded groups, so a run continues on any number of processes.
+reported their checksums through the store, the main process puts the directory in place. What one of them could not
+write it reports there too, and the main process says it for all. The format is that of one process but for the files
+of sharded groups, so a run continues on any number of processes.
 
 This is the scheme of torch's DCP without its file format: DCP describes tensors in a pickle, and its safetensors
 writer does not take tied weights.
@@ -13,11 +14,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import DistError
 
 from dwindle.errors import UserError
 from dwindle.training.checkpoint import (
@@ -38,32 +42,43 @@ Files = dict[str, dict[str, Tensor]]
 
 
 class CheckpointWriter:
-    """Saves are begun one at a time; an error of one is raised by the next, or at the end."""
+    """Saves are begun one at a time; an error of one ends all processes at the next, or at the end."""
 
     def __init__(self, engine: SharedEngine, run_dir: Path, keep_last: int) -> None:
         self.engine, self.run_dir, self.keep_last = engine, Path(run_dir), keep_last
         self._thread: threading.Thread | None = None
+        self._step = 0
         self._error: BaseException | None = None
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Copy to host memory and go on; every process calls this after the same step."""
         self.wait()
-        if self.engine.is_main:
-            begin_checkpoint(self.run_dir, step)
+        self._step = step
         files = staged(self._files(tensors))
-        self.engine.barrier()  # the directory is there
+        self.engine.world.main_first(f"begin checkpoint {step}", lambda: self._begin(step, files))
         arguments = (step, json.loads(json.dumps(state, allow_nan=False)), files)
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last save is safe; on the main process that means in place."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Until the last save is in place, on every process; where it failed on any, none goes on."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if not self.engine.is_main and not isinstance(self._error, (UserError, NoneType)):
+            raise self._error  # a fault of ours: only its own traceback tells where
+        self.engine.world.main_first(f"checkpoint {self._step}", self._raise_error)
+        self.engine.barrier()  # or the main process may end before all have heard
+
+    def _raise_error(self) -> None:
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            raise self._error
+
+    def _begin(self, step: int, files: Files) -> None:
+        if self.engine.is_main:
+            with self._told(step, files):
+                begin_checkpoint(self.run_dir, step)
 
     def _files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
         """What this process writes: its rows of sharded tensors; the main process also everything else."""
@@ -84,32 +99,40 @@ class CheckpointWriter:
         return files
 
     def _run(self, step: int, state: Mapping[str, Any], files: Files) -> None:
+        folder, store = temporary_directory(self.run_dir, step), self.engine.world.store
+        report: dict[str, Any] = {}
         try:
-            folder = self._write(step, files)
-            if self.engine.is_main:
-                commit_checkpoint(self.run_dir, folder, state, self._checksums(step), keep_last=self.keep_last)
+            with self._told(step, files):
+                report["checksums"] = {name: write_tensors(folder / name, named) for name, named in files.items()}
+                if self.engine.is_main:
+                    checksums = report["checksums"] | self._of_the_others(step)
+                    commit_checkpoint(self.run_dir, folder, state, checksums, keep_last=self.keep_last)
+        except BaseException as error:
+            self._error = error
+            report["failure"] = str(error) or type(error).__name__
+        if not self.engine.is_main:
+            with suppress(DistError):  # the main process has ended, which ``wait`` finds out
+                store.set(self._key(step, self.engine.rank), json.dumps(report))
+
+    @contextmanager
+    def _told(self, step: int, files: Files) -> Iterator[None]:
+        """What the operating system refuses becomes a message that says how to go on."""
+        try:
+            yield
         except OSError as error:
             place = final_directory(temporary_directory(self.run_dir, step))
             tensors = {name: tensor for named in files.values() for name, tensor in named.items()}
-            self._error = write_failure(error, self.run_dir, place, tensors)
-        except BaseException as error:
-            self._error = error
-
-    def _write(self, step: int, files: Files) -> Path:
-        folder = temporary_directory(self.run_dir, step)
-        checksums = {name: write_tensors(folder / name, named) for name, named in files.items()}
-        self.engine.world.store.set(self._key(step, self.engine.rank), json.dumps(checksums))
-        return folder
+            raise write_failure(error, self.run_dir, place, tensors) from error
 
     def _key(self, step: int, rank: int) -> str:
         return f"checkpoint/{step}/{rank}"
 
-    def _checksums(self, step: int) -> dict[str, str]:
-        """Of all processes' files, once they are on disk."""
+    def _of_the_others(self, step: int) -> dict[str, str]:
+        """Checksums of the other processes' files, once they are on disk."""
         store = self.engine.world.store
-        found: dict[str, Any] = {}
+        found: dict[str, str] = {}
         deadline = time.monotonic() + _PATIENCE_S
-        for rank in range(self.engine.size):
+        for rank in range(1, self.engine.size):
             key = self._key(step, rank)
             while not store.check([key]):
                 if time.monotonic() > deadline:
@@ -117,9 +140,12 @@ class CheckpointWriter:
                         f"{self.run_dir}: process {rank} did not finish writing step {step}: look at its log"
                     )
                 time.sleep(0.02)
-            found |= json.loads(store.get(key))
+            report = json.loads(store.get(key))
             store.delete_key(key)
-        return {str(name): str(digest) for name, digest in found.items()}
+            if "failure" in report:
+                raise UserError(f"process {rank}: {report['failure']}")
+            found |= report["checksums"]
+        return found
 
 
 def staged(files: Files) -> Files:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from weakref import ref
@@ -17,6 +18,7 @@ from dwindle.anatomy import Anatomy
 from dwindle.errors import UserError
 from dwindle.finite import finite
 from dwindle.training.callbacks import Callback
+from dwindle.training.checkpoint import how_to_go_on
 from dwindle.training.flops import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -39,13 +41,13 @@ class JsonLinesFile:
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be written ({error.strerror}): free space on its disk, then run `dwindle resume`"
-            ) from error
+            advice = f"free space on its disk, then run {how_to_go_on(self.path.parent)}"
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}): {advice}") from error
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a line that could not be written, which ``append`` has told
+                self._file.close()
             self._file = None
 
 
