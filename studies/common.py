@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,8 @@ class Row:
     overrides: tuple[str, ...] = ()
     from_one_shot: bool = False
     """Start from the source pruned after calibration, without pruning in the run."""
+    rounds: int = 1
+    """How often that pruning scores again."""
     trained: bool = True
     sized: bool = True
     """False for the source itself, which has no target."""
@@ -154,7 +156,7 @@ class Study:
             return row
         overrides = (*row.overrides, f"distill.teacher={self.args.model}", *self.args.kd)
         how = ", ".join(setting.removeprefix("distill.") for setting in self.args.kd)
-        return Row(f"{row.title}, distilled ({how})", overrides, row.from_one_shot, row.trained, row.sized)
+        return replace(row, title=f"{row.title}, distilled ({how})", overrides=overrides)
 
     def advance(self, name: str, size: str, seed: int) -> bool:
         """Make one row if it is missing; False when time is up."""
@@ -331,6 +333,7 @@ class Study:
             "num_sequences": self.args.sequences,
             "seq_len": recipe.data.seq_len,
             "seed": seed,
+            **({"rounds": row.rounds} if row.rounds > 1 else {}),
         }
 
     def _one_shot_folder(self, row: Row, size: str, seed: int) -> Path:

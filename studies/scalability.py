@@ -37,17 +37,28 @@ def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio
     alike = [(row["size"], row["tokens"], *row.get("set", ())) for row in kept]
     size, most, *settings = usual = max(alike, key=alike.count)  # seeds may be averaged, other settings not
     kept = [row for row, settings in zip(kept, alike, strict=True) if settings == usual]
-    points: dict[int, list[Any]] = {}
-    for row in kept:
-        points.setdefault(row["pruning_tokens"], []).append(row)
-    x: list[float | int] = [*sorted(points)]
-    panels = []
-    for place, (key, name) in enumerate(LOSSES.items()):
-        if all(key in row for row in kept):
-            y: list[float | int] = [statistics.mean(row[key] for row in points[int(tokens)]) for tokens in x]
-            panels.append(Panel(f"{name}, nats per token", "number", [Series(name, f"task{place}", x, y, "dots")]))
+    panels = [
+        Panel(f"{name}, nats per token", "number", lines(kept, key), legend=place == 0)
+        for place, (key, name) in enumerate(LOSSES.items())
+        if all(key in row for row in kept)
+    ]
     caption = " ".join([f"{size} of the parameters, {most:,} tokens in all.", *settings])
     return Figure("scalability", "Loss by the tokens of pruning", caption, "tokens until the target", "count", panels)
+
+
+def lines(rows: list[Any], key: str) -> list[Series]:
+    """One line for the horizons and one for the ratios: at a ratio other types of group leave, too."""
+    found = []
+    for place, (name, is_ratio) in enumerate((("horizon", False), ("ratio", True))):
+        points: dict[int, list[float]] = {}
+        for row in rows:
+            if row["row"].startswith("ratio") == is_ratio:
+                points.setdefault(row["pruning_tokens"], []).append(row[key])
+        if points:
+            x: list[float | int] = [*sorted(points)]
+            y: list[float | int] = [statistics.mean(points[int(tokens)]) for tokens in x]
+            found.append(Series(f"prune.{name}", f"task{place}", x, y, "dots"))
+    return found
 
 
 def main() -> None:

@@ -82,8 +82,13 @@ def seed_numbers(seeds: Sequence[Any]) -> str:
 
 
 def losses(data: Any) -> str:
-    """Everything about the losses of a training study."""
-    return markdown(named(data, LOSS_COLUMNS), loss_rows(data))
+    """Everything about the losses of a training study; columns that no row fills are left out."""
+    return markdown(*filled(named(data, LOSS_COLUMNS), loss_rows(data)))
+
+
+def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    places = [place for place in range(len(head)) if not rows or any(cells[place] for cells in rows)]
+    return [head[place] for place in places], [[cells[place] for place in places] for cells in rows]
 
 
 def named(data: Any, columns: Sequence[str]) -> list[str]:
@@ -171,9 +176,8 @@ def choices(data: Any) -> str:
             for seeds in sorted(others, key=lambda seeds: (seeds[0].get("order", 0), seeds[0]["settings"])):
                 rows.append([changed(base, settings_of(seeds[0])), *choice_cells(seeds, reference)])
             head = ["changed", "seeds", "held-out loss", "minus reference", "WikiText-2", "minus reference"]
-            used = [any(cells[place] for cells in rows) for place in range(len(head))]  # one text: no empty columns
-            head, *rows = [[c for c, keep in zip(cells, used, strict=True) if keep] for cells in [head, *rows]]
-            parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{markdown(head, rows)}")
+            table = markdown(*filled(head, rows))  # with one text there would be empty columns
+            parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{table}")
     return "\n".join(parts)
 
 

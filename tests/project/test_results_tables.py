@@ -181,13 +181,14 @@ def test_choices_beside_another_row_have_that_as_reference(tables: ModuleType) -
 
 
 def test_the_figure_of_scalability() -> None:
-    """Means over seeds by the tokens of pruning; what did not reach the target, or had other tokens, is left out."""
+    """Means over seeds by the tokens of pruning, ratios apart; missed targets and other tokens are left out."""
     about: dict[str, Any] = {"target_reached": True, "wikitext2": 5.0, "loss_at_target": 6.0}
     rows = [
         row("horizon-40%", 0, 2.8, pruning_tokens=400, **about),
         row("base", 0, 3.0, pruning_tokens=100, **about),
         row("base", 1, 3.2, pruning_tokens=100, **about),
         row("ratio-1:9", 0, 1.0, pruning_tokens=900, **about | {"target_reached": False}),
+        row("ratio-4:1", 0, 2.9, pruning_tokens=200, **about),
         row("horizon-5%", 0, 1.0, pruning_tokens=50, **about | {"tokens": 500}),
         row("lr-3e-3", 0, 1.0, pruning_tokens=100, **about),
     ]
@@ -195,6 +196,7 @@ def test_the_figure_of_scalability() -> None:
     reached, books, wiki = study.scalability({"rows": rows}).panels
     assert books.series[0].x == wiki.series[0].x == [100, 400]
     assert reached.series[0].y == [6.0, 6.0]
+    assert [(s.name, s.x, s.y) for s in books.series[1:]] == [("prune.ratio", [200], [2.9])]
     assert books.series[0].y == [pytest.approx(3.1), 2.8] and wiki.series[0].y == [5.0, 5.0]
     with pytest.raises(UserError, match="fewer than two"):
         study.scalability({"rows": rows[1:3]})
