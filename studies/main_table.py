@@ -27,7 +27,13 @@ ROWS = {
     "one-shot-global": Row(
         "one-shot, global mixture, then training", ("prune.selection=global", "prune.round_to=1"), from_one_shot=True
     ),
-    "rounds": Row("pruned in 32 rounds without training, then training", from_one_shot=True, rounds=32),
+    "rounds": Row("in 32 rounds without training, then training", from_one_shot=True, rounds=32),
+    "rounds-global": Row(
+        "global mixture in 32 rounds without training, then training",
+        ("prune.selection=global", "prune.round_to=1"),
+        from_one_shot=True,
+        rounds=32,
+    ),
     "global-32": Row(
         "global mixture, FFN widths multiples of 32",
         ("prune.selection=global", "prune.round_to=32", "prune.groups=attn,ffn"),

@@ -26,7 +26,7 @@ ALIKE = ("row", "model", "size", "tokens", "settings", "sequences", "valid_token
 LOSS_COLUMNS = (
     "size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"
 )  # fmt: skip
-SHORT_COLUMNS = ("method", "tokens", "parameters", "textbooks", "WikiText-2")
+SHORT_COLUMNS = ("method", "tokens", "seeds", "textbooks", "WikiText-2", "seven tasks, %")
 SHORT_SIZE = "50%nonemb"
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 
@@ -98,7 +98,7 @@ def named(data: Any, columns: Sequence[str]) -> list[str]:
 
 
 def losses_short(data: Any) -> str:
-    """What was trained to ``SHORT_SIZE`` with the settings of most, without seeds, tasks and speed."""
+    """What was trained to ``SHORT_SIZE`` with the settings of most, without size and speed."""
     places, common = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS], shared_settings(data)
     rows = loss_rows({"rows": [r for r in data["rows"] if r["size"] == SHORT_SIZE and set(r["set"]) == common]})
     return markdown(SHORT_COLUMNS, [[row[place] for place in places] for row in rows])
