@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The data folder that some tests use when it is there (see docs/development.md)."""
+    """The data folder that some tests use when it is there (README, Development)."""
     folder = Path(os.environ.get("DWINDLE_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "data"
     if not folder.is_dir():
         pytest.skip(f"optional data folder {folder.name!r} is not beside the checkout")

@@ -145,6 +145,8 @@ def test_prune_and_inspect_the_result(shell: Shell) -> None:
 def test_tokenize_then_pretrain_on_the_token_files(shell: Shell) -> None:
     code, out, _ = shell("tokenize", "text.txt", "short.txt", "--model", "model", "--out", "tokens", "--json")
     assert code == 0 and json.loads(out)["documents"] == 2
+    code, out, _ = shell("tokenize", "text.txt", "--model", "model", "--out", "one")
+    assert code == 0 and out.rstrip().endswith("tokens of 1 document")
     overrides = ["data.train=tokens", "data.valid=[]", "training.tokens=960"]
     code, out, err = shell("pretrain", "recipe.toml", *overrides, "--out", "on-tokens", "--json")
     assert code == 0, err
@@ -181,6 +183,35 @@ def test_sizes_that_quantised_files_do_not_like_are_told(shell: Shell) -> None:
     assert err.rstrip().endswith("--round-to 32, or padding by `dwindle export --round 32`, avoids it")
     code, _, err = shell("prune", "model", "--to", "ffn=32", "--sequences", "4", "--out", "even-sizes")
     assert code == 0 and "note:" not in err
+    small = ["--sequences", "4", "--seq-len", "32"]
+    code, _, err = shell("prune", "model", "--to", "80%", "--selection", "global", *small, "--out", "odd-anywhere")
+    assert code == 0 and "--round-to 32, or padding by `dwindle export --round 32`, avoids it" in err
+    code, _, err = shell("prune", "model", "--to", "80%", "--method", "adapt", *small, "--out", "odd-layers")
+    assert code == 0 and "f16; padding by `dwindle export --round 32` avoids it" in err  # it cannot round
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("prune.selection=global", "f16; prune.round_to=32, or padding by `dwindle export --round 32`, avoids it"),
+        ("prune.method=adapt", "f16; padding by `dwindle export --round 32` avoids it"),
+    ],
+)
+def test_a_run_with_odd_sizes_says_what_it_can_do(override: str, said: str, shell: Shell) -> None:
+    more = ["prune.horizon=none", "prune.interleaves=2"] if "adapt" in override else []
+    out = f"run {override[6:9]}"
+    code, _, err = shell("pretrain", "recipe.toml", override, *more, "training.tokens=960", "--out", out)
+    assert code == 0 and said in err, err
+
+
+@pytest.mark.parametrize("command", [["prune", "--to", "80%", "--rounds", "3"], ["quantize"], ["compare"]])
+def test_sequences_beyond_the_positions_are_told_once(command: list[str], shell: Shell) -> None:
+    to = ["--metrics", "taylor", "--to", "20%"] if command == ["compare"] else []
+    out = ["--out", f"beyond {command[0]}"]
+    code, _, err = shell(command[0], "model", *command[1:], *to, "--sequences", "4", "--seq-len", "200", *out)
+    assert code == 0, err
+    told = "warning: seq_len: 200 is more than the 128 positions that the source was made for"
+    assert [line for line in err.splitlines() if "positions" in line] == [told]
 
 
 def test_a_missed_target_is_no_success(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +250,7 @@ def test_stop_signals_save_and_say_how_to_go_on(place: Path) -> None:
 
 PRUNE = ["prune", "model", "--to", "50%"]
 PRETRAIN = ["pretrain", "recipe.toml"]
+HALVE = ["export", "model", "--to", "hf", "--type", "bf16"]
 BAD = {
     "unknown family": (["prune", "gpt2", "--to", "50%"], "error: source gpt2: model type 'gpt2' is not supported: "),
     "target above": (["prune", "model", "--to", "900M"], "--to 900M: the source has"),
@@ -260,6 +292,19 @@ BAD = {
     "validation is trained on": ([*PRETRAIN, "data.valid=pydoc:train"], "data.valid"),
     "no place for token files": ([*PRETRAIN, "data.cache_dir=text.txt"], "error: data.cache_dir /"),
     "a run is there": ([*PRETRAIN, "--out", "good-tokens"], "exists and is not a run"),
+    "no run replaces the root": ([*PRETRAIN, "--out", "/", "--overwrite"], "--out / is the root of a file system"),
+    "nor the folder it is started in": ([*PRETRAIN, "--out", ".", "--overwrite"], "--out . is the current folder"),
+    "nor is a model put there": ([*PRUNE, "--out", "..", "--overwrite"], "--out .. holds the current folder"),
+    "nor an export": (["export", "model", "--to", "hf", "--out", "/"], "--out / is the root of a file system"),
+    "pruned onto itself": ([*PRUNE, "--out", "model", "--overwrite"], "--out model is model, which this is made from"),
+    "exported onto itself": ([*HALVE, "--out", "model", "--overwrite"], "--out model is model, which this is made"),
+    "exported onto itself, unasked": ([*HALVE, "--out", "./model"], "--out model is model, which this is made from"),
+    "another's model": ([*HALVE, "--out", "poisoned", "--overwrite"], "--out poisoned already exists and has no"),
+    "its own calibration text": ([*PRUNE, "--data", "text.txt", "--out", "text.txt"], "is text.txt, which this is"),
+    "tokenized onto itself": (["tokenize", "text.txt", "--model", "model", "--out", "text.txt"], "which this is made"),
+    "quantised onto itself": (["quantize", "model", "--out", "model", "--overwrite"], "--out model is model, which"),
+    "compared into its source": (["compare", "model", "--out", "model"], "--out model is model, which this is made"),
+    "nothing to resume at the root": (["resume", "/"], "holds no recipe.toml"),
     "nothing to resume": (["resume", "model"], "recipe.toml"),
     "nothing to resume in processes": (["resume", "model", "--nproc", "2"], "recipe.toml"),
     "more processes than sequences": ([*PRETRAIN, "--nproc", "11"], "error: --nproc 11: a step has 10 sequences"),

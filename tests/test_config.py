@@ -119,6 +119,12 @@ def test_wrong_values_name_the_key(training: Any, message: str) -> None:
     assert error_of({**MINIMAL, "training": training}).startswith(f"recipe.toml: {message}")
 
 
+def test_a_key_of_another_section_comes_after_those_of_this_one() -> None:
+    said = error_of({**MINIMAL, "data": {"train": ["a"], "lr": 3}})
+    assert said.startswith("recipe.toml: unknown key data.lr: [data] takes train, ")
+    assert said.endswith("; or did you mean training.lr?")
+
+
 def test_wrong_values_elsewhere() -> None:
     assert 'name: expected text, got 3 (write "3")' in error_of({**MINIMAL, "name": 3})
     assert "unknown key lr: did you mean training.lr?" in error_of({**MINIMAL, "lr": 3})

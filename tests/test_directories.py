@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from dwindle.directories import NotWritten, atomic_directory, owner, remove_abandoned
+from dwindle.directories import NotWritten, atomic_directory, owner, refuse_existing, remove_abandoned
 from dwindle.errors import UserError
 
 
@@ -81,3 +81,36 @@ def test_what_a_killed_process_left_is_removed_or_put_back(tmp_path: Path) -> No
     assert (tmp_path / "b" / "index").read_text() == "b"
     assert (tmp_path / "c" / "index").read_text() == f".c.writing-{dead}-old"
     remove_abandoned(tmp_path / "nowhere")
+
+
+def test_places_that_are_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "a" / "b"
+    here.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(here)
+    monkeypatch.chdir(here)
+    for place in ("/", ".", "..", "../..", str(here), str(tmp_path / "link")):
+        said = "root of a file system" if place == "/" else "current folder"
+        with pytest.raises(UserError, match=rf"^--out {place} .*{said}.*: give a folder"):
+            refuse_existing(Path(place), marker="index", overwrite=True)
+        with pytest.raises(UserError, match=said), atomic_directory(Path(place), marker="index", overwrite=True):
+            pass
+    for place in ("new", "../new", str(tmp_path / "a" / "b2")):
+        refuse_existing(Path(place), marker="index", overwrite=True)
+    here.rmdir()  # whoever stands in a folder that is gone can still name others
+    refuse_existing(tmp_path / "new", marker="index", overwrite=True)
+
+
+def test_what_is_read_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "inner").mkdir(parents=True)
+    (tmp_path / "out" / "index").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    (tmp_path / "beside").mkdir()
+    for source in ("out", "link", "out/inner", "link/index", str(tmp_path / "out")):
+        for place in ("out", "link", "beside/../out"):
+            with pytest.raises(UserError, match=rf"^--out {place} .*{source}, which this is made from.*: choose"):
+                refuse_existing(Path(place), marker="index", overwrite=True, sources=["beside", source])
+    for source in (".", "beside", "nowhere", "org/out", "hf:out", ""):
+        refuse_existing(Path("out"), marker="index", overwrite=True, sources=[source])
+    with pytest.raises(UserError, match="out already exists: choose another directory or pass --overwrite"):
+        refuse_existing(Path("out"), marker="index", overwrite=False, sources=["beside"])

@@ -12,7 +12,15 @@ import pytest
 from dwindle.directories import NotWritten
 from dwindle.errors import UserError
 from dwindle.pretrain import begin_run, pretrain, resume
-from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.recipe import (
+    CheckpointConfig,
+    DistillConfig,
+    ModelConfig,
+    PruneConfig,
+    Recipe,
+    TrainingConfig,
+    ValidationConfig,
+)
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.training.callbacks import Callback
@@ -103,6 +111,50 @@ def test_killed_while_it_loads_and_tried_again(place: Path, tmp_path: Path) -> N
         assert (tmp_path / ".run.replaced" / "model" / "model.safetensors").read_bytes() == before
     assert resume(run).status == "finished" and names(tmp_path) == ["run"]
     assert (run / "model" / "model.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize("role", ["source", "teacher", "text", "wildcard", "validation", "tasks"])
+def test_what_the_new_run_reads_is_not_replaced(place: Path, tmp_path: Path, role: str) -> None:
+    """It would be put aside before it is read, and gone after the first step."""
+    run, settings = tmp_path / "run", recipe(place)
+    pretrain(recipe(place), run)
+    (run / "books.txt").write_text("It was a bright cold day in April. " * 200)
+    if role == "source":
+        settings.source.model = str(run / "model")
+    elif role == "teacher":
+        settings.distill = DistillConfig(weight=0.5, teacher=str(run / "model"))
+    elif role == "tasks":
+        settings.validation.data = [str(run)]
+    elif role == "validation":
+        settings.data.valid = [str(run / "books.txt")]
+    else:
+        settings.data.train = [str(run / ("books.txt" if role == "text" else "b*.txt"))]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"^--out .*/run (is|holds) .*, which this is made from"):
+        pretrain(settings, run, overwrite=True)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_with_a_recipe_of_ones_own_is_no_run(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("# my notes")
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(UserError, match="exists and is not a run"):
+        pretrain(recipe(place), tmp_path, overwrite=True)
+    assert names(tmp_path) == ["recipe.toml", "thesis.txt"]
+
+
+def test_a_run_is_not_put_where_the_shell_stands(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out in (".", str(tmp_path), "/"):
+        with pytest.raises(UserError, match=r"^--out .* is the (current folder|root of a file system)"):
+            pretrain(recipe(place), out)
+    assert names(tmp_path) == []
+    begin_run(recipe(place), Path("run"), overwrite=False)
+    monkeypatch.chdir(tmp_path / "run")
+    assert resume(".").status == "finished"
+    monkeypatch.chdir(tmp_path / "run" / "model")
+    with pytest.raises(UserError, match=r"^output \.\./model is the current folder"):
+        resume("..")  # a finished run writes its model anew: said before any training
 
 
 def test_a_run_that_is_being_written_is_not_replaced(place: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from dwindle.pruning.selection import SelectionOptions
 from dwindle.pruning.target import Target, parse_target
 from dwindle.recipe import Recipe
 from dwindle.training.data import DataConfig
+from dwindle.training.data.config import SourceConfig
 from tiny import tiny_directory
 
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_key_value_heads": 3}
@@ -228,7 +229,7 @@ def text_of(plan: Plan) -> str:
 
 
 def test_a_plan_says_what_is_known_and_no_more(model: Path) -> None:
-    plan = make_plan(recipe(model=model, prune={"target": "50%"}))
+    plan = make_plan(recipe(model=model, prune={"target": "50%"}, tokens="1M"))
     assert 0 < plan.events_fewest < plan.events_most and plan.shape_target is None and not plan.warnings
     shown = text_of(plan)
     assert f"{plan.events_fewest} to {plan.events_most}, by step" in shown
@@ -294,12 +295,32 @@ def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> Non
     (tmp_path / "a.txt").write_text("It was the best of times. " * 40)
     settings = recipe(model=model, prune={"enabled": False}, tokens=8192, tokens_per_step=1024)
     settings.data = DataConfig(train=[str(tmp_path / "a.txt")], seq_len=128)
+    assert make_plan(settings).warnings == [
+        "training.tokens: reads train about 8 times, so it may be learned by heart: add text, or look at the "
+        "validation loss"
+    ]
     with pytest.warns(PlanWarning, match=r"training.tokens: reads train 8\.0 times, so it may be learned by heart"):
         pretrain(settings, tmp_path / "run")
     settings.training.tokens = 4096
+    assert not make_plan(settings).warnings
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanWarning)
         pretrain(settings, tmp_path / "short")
+
+
+def test_a_plan_says_what_comes_from_the_network(model: Path, tmp_path: Path) -> None:
+    """How long that is, nobody knows; the other source is counted by its share."""
+    (tmp_path / "a.txt").write_text("It was the best of times. " * 40)
+    settings = recipe(model=model, prune={"enabled": False}, tokens=16384, tokens_per_step=1024)
+    settings.data = DataConfig(
+        sources={"web": SourceConfig(paths=["hf:org/name"]), "book": SourceConfig(paths=[str(tmp_path / "a.txt")])},
+        seq_len=128,
+    )
+    plan = make_plan(settings)
+    assert plan.to_json()["network"] == ["hf:org/name"] and "from the network" in text_of(plan)
+    (warning,) = plan.warnings
+    assert warning.startswith("training.tokens: reads book about 8 times, so")
+    assert "network" not in text_of(make_plan(recipe(model=model, prune={"enabled": False})))
 
 
 def test_multiples_that_cannot_fit_are_refused_before_anything_is_loaded() -> None:

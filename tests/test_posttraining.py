@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import dwindle
 from dwindle.anatomy import Structure
+from dwindle.export.exporting import export
 from dwindle.pruning.ledger import read_ledger
 from dwindle.pruning.target import sizes_of
 from tiny import tiny_directory
@@ -134,6 +135,24 @@ def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
         dwindle.prune(source, "50%", selection="global", round_to=64)
 
 
+@pytest.mark.parametrize("how", [{}, {"selection": "global"}, {"method": "adapt"}])
+def test_rounds_in_which_nothing_could_leave_are_refused(source: Path, how: dict[str, Any]) -> None:
+    with pytest.raises(dwindle.UserError, match=r"rounds 100,000: at most \d+ groups leave .*: give at") as said:
+        dwindle.prune(source, "80%", rounds=100_000, **how)
+    most = int(str(said.value).rpartition(" ")[2])
+    assert dwindle.prune(source, "80%", rounds=most, metric="magnitude", num_sequences=2, seq_len=16, **how).ledger
+
+
+def test_rounds_show_progress(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is too short for a line of its own."""
+    monkeypatch.setattr("dwindle.progress._PLAIN_LINE_EVERY_S", 0)
+    dwindle.prune(source, "80%", rounds=3, num_sequences=2, seq_len=16)
+    lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert [line for line in lines if line.startswith("rounds")] == ["rounds: 1/3", "rounds: 2/3", "rounds: 3/3"]
+
+
 def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
     dwindle.prune(source, "60%", out=tmp_path / "out", metric="magnitude")
     events = [event for event in read_ledger(tmp_path / "out") if event["event"] == "prune"]
@@ -143,10 +162,48 @@ def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
         assert sum(p.numel() for p in replayed.model.parameters()) == replayed.after.total == expected
     first = next(event["parameters"] for event in events if event["parameters"] <= 30_000)
     assert dwindle.replay(source, tmp_path / "out", at="30k").after.total == first
+    for share, size in (("80%", 0.8 * 37_408), ("0.8", 0.8 * 37_408), ("60%nonemb", 16_448 + 0.6 * 20_960)):
+        first = next(event["parameters"] for event in events if event["parameters"] <= size)
+        assert dwindle.replay(source, tmp_path / "out", at=share).after.total == first
     with pytest.raises(dwindle.UserError, match="only"):
         dwindle.replay(source, tmp_path / "out", at=10_000)
     with pytest.raises(dwindle.UserError, match="never gets that small"):
         dwindle.replay(source, tmp_path / "out", at="1k")
+    assert dwindle.replay(source, tmp_path / "out", at="1M").after.total == replayed.before.total
+    with pytest.raises(dwindle.UserError, match="at -1: give"):
+        dwindle.replay(source, tmp_path / "out", at=-1)
+
+
+@pytest.mark.parametrize("at", [0, 10, None])
+def test_a_saved_replay_says_what_it_is(at: int | None, source: Path, tmp_path: Path) -> None:
+    """Not the model of the ledger: earlier sizes, the source's weights, nothing trained and nothing updated."""
+    ledger = dwindle.prune(source, "60%", second_order=True, num_sequences=2, seq_len=16).ledger
+    for event in ledger[1:]:  # as a run writes it
+        event["tokens"] = 192 * event["step"]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ledger))
+    ledger = read_ledger(tmp_path)
+    replayed, count = dwindle.replay(source, tmp_path / "ledger.jsonl", at=at), len(ledger) - 1 if at is None else at
+    assert f" {count} events>" in repr(replayed) and replayed.summary("x")["events"] == count
+    replayed.save(tmp_path / "out")
+    export(tmp_path / "out", "hf", tmp_path / "exported", verify=False)
+    for folder in (tmp_path / "out", tmp_path / "exported"):
+        saved, card = read_ledger(folder), (folder / "README.md").read_text()
+        assert saved == [ledger[0] | {"replayed": True}, *ledger[1 : count + 1]]
+        assert dwindle.replay(source, folder).structure == replayed.structure
+        assert "training" not in card.partition("## How")[0].replace("without training", "")
+        assert "tokens" not in card and "second_order" not in card
+        assert ("rebuilt from" in card) and "with the source's own weights" in card and "not trained" in card
+        assert not count or f"{count} prune events" in card
+
+
+def test_a_replay_never_replaces_what_it_was_read_from(source: Path, tmp_path: Path) -> None:
+    pruned = dwindle.prune(source, "60%", out=tmp_path / "out", metric="magnitude")
+    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
+    replayed = dwindle.replay(source, tmp_path / "out" / "ledger.jsonl", at=1)
+    for result, place in ((replayed, tmp_path / "out"), (replayed, source), (pruned, source)):
+        with pytest.raises(dwindle.UserError, match="which this is made from"):
+            result.save(place, overwrite=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
 
 
 def test_the_ledger_says_what_happened(source: Path) -> None:

@@ -87,6 +87,19 @@ def test_a_run_and_what_it_leaves(place: Path) -> None:
     assert (run / "model" / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
 
 
+def test_a_card_says_the_loss_of_its_own_model(place: Path) -> None:
+    """A milestone is saved before the step is validated: the last measurement is of an earlier, larger model."""
+    run = place / "measured"
+    settings = recipe(place, prune={"milestones": ["80%", "60%"]})
+    settings.validation.every = 4
+    result = pretrain(settings, run)
+    for name in ("80%", "60%"):
+        card = (run / "milestones" / name / "README.md").read_text()
+        assert "training tokens" in card and "validation loss" not in card
+    assert result.valid_loss == metrics(run)[-1]["valid_loss"]
+    assert f"| validation loss (nats per token) | {result.valid_loss:.5g} |" in (run / "model/README.md").read_text()
+
+
 @pytest.mark.parametrize("folder", ["milestones/80%", "model"])
 def test_a_full_disk_is_told_and_the_run_goes_on_later(
     place: Path, monkeypatch: pytest.MonkeyPatch, folder: str

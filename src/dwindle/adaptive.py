@@ -50,10 +50,12 @@ class AdaptJob:
         settings |= {"iterations": iterations, "seed": self.seed}
         settings |= asdict(self.allocator.options) | asdict(self.allocator.selection)
         events = [source_event(source, self.prunable.anatomy, settings)]
-        with Bar("pruning layers", iterations * (0 if self.windows is None else len(self.windows))) as bar:
+        with Bar("pruning layers", iterations * (1 if self.windows is None else len(self.windows))) as bar:
             for number in range(1, iterations + 1):
                 aim = start - (start - self.num_parameters) * number // iterations
                 events += self._iteration(number, aim, bar)
+                if self.windows is None:  # else calibration counts its windows
+                    bar.advance()
         return events
 
     def _iteration(self, number: int, aim: int, bar: Bar) -> list[Event]:

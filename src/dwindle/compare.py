@@ -185,7 +185,7 @@ def compare(
     targets = _targets(source, to, options)
     data, valid = _texts(data, valid, options)
     if out is not None:
-        _check_output(Path(out), overwrite)
+        _check_output(Path(out), overwrite, [source, *data, *valid])
     questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
     loaded = load(source, device=options.device)
     needed_tokenizer(loaded.tokenizer, loaded.source)
@@ -408,8 +408,8 @@ def _no_score(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
     raise AssertionError("collects for other metrics only")
 
 
-def _check_output(out: Path, overwrite: bool) -> None:
-    refuse_existing(out, marker=FILE, overwrite=overwrite)
+def _check_output(out: Path, overwrite: bool, sources: Sequence[str | PathLike[str]]) -> None:
+    refuse_existing(out, marker=FILE, overwrite=overwrite, sources=sources)
     _pyplot()
 
 

@@ -205,11 +205,13 @@ class _Schema:
         near = difflib.get_close_matches(name, siblings, n=1) or [
             sibling for sibling in siblings if _initials(name) == sibling or _initials(sibling) == name
         ]
-        better = [(*path, near[0])] if near else [other for other in self.keys() if other[-1] == name]
-        if better:
-            return _Mismatch((), f"unknown key {_dotted(key)}: did you mean {_dotted(better[0])}?")
+        elsewhere = [_dotted(other) for other in self.keys() if other[-1] == name]
+        if near or (elsewhere and not path):
+            better = _dotted((*path, near[0])) if near else elsewhere[0]
+            return _Mismatch((), f"unknown key {_dotted(key)}: did you mean {better}?")
         place = f"[{_dotted(tuple(path))}]" if path else "this file"
-        return _Mismatch((), f"unknown key {_dotted(key)}: {place} takes {', '.join(siblings)}")
+        other = f"; or did you mean {elsewhere[0]}?" if elsewhere else ""
+        return _Mismatch((), f"unknown key {_dotted(key)}: {place} takes {', '.join(siblings)}{other}")
 
     def keys(self, root: Any = None, path: Key = ()) -> list[Key]:
         found: list[Key] = []

@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 
 from dwindle.errors import UserError
@@ -36,14 +37,14 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Yields a temporary directory beside ``target`` that takes its place at the end.
 
-    An existing target is refused without ``overwrite``, and even then replaced only if it holds ``marker`` (or
-    nothing), so that a mistyped path cannot delete anything else. With ``keep_existing`` a target that appeared
-    meanwhile wins. A link stays: what it points to is replaced. What killed processes left behind is removed.
-    Messages name ``option``, where the place was chosen.
+    An existing target is refused without ``overwrite``, and even then replaced only if it holds ``marker``, which
+    nobody else writes (or nothing), so that a mistyped path cannot delete anything else. With ``keep_existing`` a
+    target that appeared meanwhile wins. A link stays: what it points to is replaced. What killed processes left
+    behind is removed. Messages name ``option``, where the place was chosen.
     """
-    target = target.resolve() if target.is_symlink() else target
     if not keep_existing:
         refuse_existing(target, marker=marker, overwrite=overwrite, option=option)
+    target = target.resolve() if target.is_symlink() else target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target.parent, target.name)
@@ -76,16 +77,53 @@ def _of_the_system(error: Exception) -> OSError | None:
     return None if said is None else OSError(int(said["number"]), said["reason"].strip())
 
 
-def refuse_existing(target: Path, *, marker: str, overwrite: bool, option: str = "--out") -> None:
-    """Refuse an existing target, and a place that cannot be written; long work calls this before it starts."""
+def refuse_existing(
+    target: Path,
+    *,
+    marker: str,
+    overwrite: bool,
+    option: str = "--out",
+    sources: Sequence[str | PathLike[str]] = (),
+) -> None:
+    """Refuse an existing target, and a place that cannot be written; long work calls this before it starts.
+
+    ``sources`` are what the work reads: a target whose replacement would delete one is refused in any case.
+    """
+    refuse_place(target, option)
+    refuse_sources(target, sources, option)
     if not target.exists():
         if why := why_unwritable(target):
             raise UserError(f"{option} {target} cannot be written: {why}")
         return
+    if not target.is_dir():
+        raise UserError(f"{option} {target} already exists and is not a directory: choose another place")
+    if any(target.iterdir()) and not (target / marker).is_file():
+        raise UserError(
+            f"{option} {target} already exists and has no {marker}, as what dwindle writes there would have: it is "
+            "left alone, choose another directory"
+        )
     if not overwrite:
         raise UserError(f"{option} {target} already exists: choose another directory or pass --overwrite")
-    if not target.is_dir() or (any(target.iterdir()) and not (target / marker).is_file()):
-        raise UserError(f"{option} {target} is not a directory of this kind and is left alone: choose another one")
+
+
+def refuse_place(target: Path, option: str = "--out") -> None:
+    """Refuse what cannot be renamed, or not without pulling the floor from under the shell that it is asked in."""
+    if os.path.ismount(target.resolve()):
+        raise UserError(f"{option} {target} is the root of a file system: give a folder inside it")
+    with suppress(FileNotFoundError):  # a current folder that was deleted: nothing can hold it
+        here, real = Path.cwd(), target.resolve()
+        if here.is_relative_to(real):
+            what = "is" if here == real else "holds"
+            raise UserError(f"{option} {target} {what} the current folder: give a folder inside it, or go elsewhere")
+
+
+def refuse_sources(target: Path, sources: Sequence[str | PathLike[str]], option: str = "--out") -> None:
+    """Refuse a target that is, or holds, something that is read; names that are no paths here are passed over."""
+    for source in sources:
+        path = Path(source).expanduser()
+        if str(source) and path.exists() and path.resolve().is_relative_to(target.resolve()):
+            what = "is" if path.resolve() == target.resolve() else "holds"
+            raise UserError(f"{option} {target} {what} {source}, which this is made from: choose another place")
 
 
 def why_unwritable(target: Path) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.anatomy.build import is_custom
 from dwindle.export.card import mistral_note
 from dwindle.quantization.quantize import OWN_METHOD
 from dwindle.sizes import format_count
-from dwindle.sources import load_config, model_of_run
+from dwindle.sources import load_config, model_of_run, origin_of
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 
@@ -26,6 +27,8 @@ class Inspection:
     """A model's sizes, from its configuration alone."""
 
     source: str
+    origin: str | None
+    """What an alias stands for, such as an instruct model dequantised from 4 bits; None where the source is a path."""
     model_type: str
     stock: bool
     """Whether plain transformers loads it."""
@@ -48,7 +51,9 @@ class Inspection:
     def render(self) -> RenderableType:
         """Tables for a terminal."""
         note = mistral_note(self.model_type, self.hidden, self.layers[0]["query_heads"])
-        return Stack(self._sizes(), *([note] if note else []), self._parts(), self._groups())
+        origin = f"{self.source} is {self.origin}" if self.origin else ""
+        notes = [Text(text) for text in (origin, note) if text]
+        return Stack(self._sizes(), *notes, self._parts(), self._groups())
 
     def _sizes(self) -> Table:
         table = Table(title=f"{self.source}: {self.model_type}, {self._kind()}", title_justify="left")
@@ -133,6 +138,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
         source=str(source),
+        origin=origin_of(source),
         model_type=config.model_type,
         stock=not is_custom(config) and not (quantization or "").startswith(OWN_METHOD),
         quantization=quantization,

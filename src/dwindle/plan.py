@@ -19,8 +19,9 @@ from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
 from dwindle.pruning.selection import SelectionOptions, check_rounding, final_count, largest_count
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe import Recipe
-from dwindle.sizes import format_bytes
+from dwindle.sizes import beyond_positions, format_bytes
 from dwindle.sources import load_config, load_tokenizer
+from dwindle.training.data.estimate import estimated_epochs, streamed_inputs
 from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -193,6 +194,8 @@ class Plan:
     memory_bytes_estimate: int
     milestones: dict[str, int]
     teacher: str | None
+    network: list[str]
+    """Texts that are not on this machine: the run reads them as it begins."""
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -210,6 +213,7 @@ class Plan:
             "shape at the end": sizes_text(self.shape_target or {}),
             "milestones": ", ".join(self.milestones) or "none",
             "teacher": self.teacher or "none",
+            "from the network": ", ".join(self.network),
             "memory": f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})",
             "warning": "\n".join(self.warnings),
         }
@@ -257,6 +261,8 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
+    epochs = estimated_epochs(recipe.data, lambda: load_tokenizer(recipe.source.model))
+    often = repetition(epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,
         device=device,
@@ -276,7 +282,8 @@ def make_plan(recipe: Recipe) -> Plan:
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
-        warnings=doubts(recipe, config, plan),
+        network=streamed_inputs(recipe.data),
+        warnings=[*doubts(recipe, config, plan), *([often] if often else [])],
     )
 
 
@@ -288,12 +295,12 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
     return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now}
 
 
-def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe) -> str:
+def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
     """Whether a run goes through a text so often that it is learned by heart; ``epochs`` says how often by a sample."""
     often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > MANY_PASSES}
     if not often:
         return ""
-    named = ", ".join(f"{name} {passes:,.1f} times" for name, passes in often.items())
+    named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())
     return f"training.tokens: reads {named}, so it may be learned by heart: add text, or look at the validation loss"
 
 
@@ -303,9 +310,8 @@ class PlanWarning(UserWarning):
 
 def doubts(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list[str]:
     """What may go wrong, for a person to decide before the run."""
-    found, seq_len, positions = list[str](), recipe.data.seq_len, getattr(config, "max_position_embeddings", None)
-    if positions is not None and seq_len > positions:
-        found.append(f"data.seq_len: {seq_len:,} is more than the {positions:,} positions that the source was made for")
+    told = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
+    found = [told] if told else []
     if plan is None or not isinstance(plan.pacing, Ratio):
         return found
     possible, events = plan.pacing.events_by(recipe.num_steps), plan.events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
@@ -18,14 +19,15 @@ from dwindle.anatomy import KINDS, Anatomy, Kind, ParameterCount, Structure
 from dwindle.anatomy.build import cut, is_custom
 from dwindle.errors import UserError
 from dwindle.export.huggingface import check_output, save_model
-from dwindle.progress import Bar
+from dwindle.progress import Bar, track
 from dwindle.pruning.allocation import ADAPT_KINDS, DEFAULT_AMPLITUDE, AllocationOptions, Allocator
 from dwindle.pruning.anywhere import GlobalSelector, check_round_widths
 from dwindle.pruning.calibration import Calibration, calibrate
+from dwindle.pruning.eventrange import check_rounds, coupled_events, global_events
 from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.importance import Distance
 from dwindle.pruning.layerplan import Balance
-from dwindle.pruning.ledger import Event, prune_event, read_ledger, replay_structure, source_event
+from dwindle.pruning.ledger import Event, ledger_until, prune_event, read_ledger, replay_structure, source_event
 from dwindle.pruning.saliency import ElementScores, Metric, metric_named, score_model
 from dwindle.pruning.secondorder import repair
 from dwindle.pruning.selection import (
@@ -39,7 +41,7 @@ from dwindle.pruning.selection import (
     rounding_floors,
 )
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
 from dwindle.sizes import check_sequences, format_count
 from dwindle.sources import Loaded, load, load_config, needed_tokenizer
 from dwindle.training.data import calibration_windows
@@ -60,6 +62,8 @@ class Pruned:
     before: ParameterCount
     after: ParameterCount
     ledger: list[Event]
+    inputs: tuple[str, ...] = ()
+    """What was read besides the source: ``save`` replaces neither."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.tokenizer))
@@ -100,6 +104,7 @@ class Pruned:
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the model directory."""
+        check_output(out, overwrite=overwrite, sources=[self.source, *self.inputs])
         return save_model(
             self.model,
             self.tokenizer,
@@ -185,7 +190,8 @@ def prune(
     length = usual.seq_len if seq_len is None else seq_len
     check_sequences(count, length)
     if out is not None:
-        check_output(out, overwrite=overwrite)
+        read = source.source if isinstance(source, Loaded) else source
+        check_output(out, overwrite=overwrite, sources=[read, *data])
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy)
     _check_even(to, target, anatomy.source)
@@ -317,6 +323,10 @@ class _Settings:
         else:
             check_rounding(anatomy, target, options, self.round_to or 1)
             Selector(anatomy, target, options)
+        if self.rounds > ADAPT_ITERATIONS:  # counting what may leave takes seconds for the largest models
+            coupled = self.method == "efficientllm" and self.selection == "coupled"
+            events = (coupled_events if coupled else global_events)(anatomy, target, options, self.round_to or 1)
+            check_rounds(self.rounds, events, ADAPT_ITERATIONS)
 
     def job(
         self, prunable: Prunable, options: SelectionOptions, target: Target, windows: Tensor | None
@@ -352,7 +362,8 @@ class _Job:
         about = {"metric": how.metric, "second_order": how.second_order, "rounds": rounds, "seed": how.seed}
         about |= {"selection": how.selection} | asdict(self.options)
         events = [source_event(source, anatomy, about)]
-        for number in range(1, rounds + 1):
+        numbers = range(1, rounds + 1)
+        for number in track(numbers, "rounds", rounds) if rounds > 1 else numbers:
             found = calibrate(
                 self.prunable,
                 self.windows,
@@ -445,9 +456,11 @@ def _windows(
 def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at: int | str | None = None) -> Pruned:
     """Rebuild the architecture at any point of a ledger: the source's own weights, cut to the structure there.
 
-    Second-order updates, like training, are not in the ledger: only the written model has those.
+    Second-order updates, like training, are not in the ledger: only the written model has those. The result's own
+    ledger ends at that point, and says, as the card of ``save`` does, that it is a replay.
 
-    ``at`` is a number of events, a size (``"100M"``: the first point of at most that), or None for the end.
+    ``at`` is a number of events, a size (``"100M"``, ``"80%"``, ``"50%nonemb"``: the first point of at most that), or
+    None for the end.
     """
     events = read_ledger(ledger)
     loaded = source if isinstance(source, Loaded) else load(source)
@@ -458,7 +471,10 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
             f"ledger {ledger}: it begins at {events[0]['parameters']:,} parameters, {loaded.source} has "
             f"{before.total:,}: give the source that the ledger was written for"
         )
-    structure = replay_structure(anatomy.source, events, at)
+    if isinstance(at, str) and is_share(at):  # of the source, as in --to and milestones
+        at = str(parse_target(at, anatomy, "at").num_parameters)
+    events = ledger_until(events, at)
+    structure = replay_structure(anatomy.source, events)
     model = cut(loaded.model, anatomy, structure, anatomy.source)
     return Pruned(
         model=model,
@@ -468,5 +484,6 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
         source_sizes=sizes_of(anatomy.source),
         before=before,
         after=anatomy.count(structure),
-        ledger=events,
+        ledger=[events[0] | {"replayed": True}, *events[1:]],
+        inputs=(os.fspath(ledger),),
     )

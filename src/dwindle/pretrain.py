@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
 from dwindle.config import write_toml
-from dwindle.directories import NotWritten, atomic_directory, remove_abandoned
+from dwindle.directories import NotWritten, atomic_directory, refuse_place
 from dwindle.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.finite import finite
@@ -43,7 +43,7 @@ from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe import Recipe, load_recipe, resolve_recipe
-from dwindle.replaced import discard_replaced, forget_if_not_begun, put_aside, restore_replaced
+from dwindle.replaced import discard_replaced, forget_if_not_begun, put_aside, refuse_inputs, restore_replaced, tidy
 from dwindle.runlock import RunLock
 from dwindle.sizes import parse_count
 from dwindle.sources import load, load_config, load_tokenizer
@@ -54,7 +54,6 @@ from dwindle.training.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
     open_checkpoint,
-    remove_leftovers,
     write_failure,
 )
 from dwindle.training.checkpointwriter import CheckpointWriter
@@ -81,6 +80,7 @@ from dwindle.training.sourcetensors import from_main, source_tensors
 from dwindle.training.stop import StopSignal
 
 LOGS = ("metrics.jsonl", "ledger.jsonl")
+Results = dict[str, float | int | str]
 
 
 @dataclass(slots=True)
@@ -130,6 +130,7 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     restore_replaced(run)
     check_data(recipe)
     check_run_directory(run, overwrite=overwrite)
+    refuse_inputs(recipe, run)
     config = load_config(recipe.source.model)
     plan = plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
@@ -138,6 +139,7 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
     with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
         write_toml(recipe, folder / "recipe.toml")
+        RunLock(folder).path.touch()  # marks a run: a recipe.toml may be anyone's
 
 
 def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -153,9 +155,10 @@ def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> R
 
 def check_run_directory(run: Path, *, overwrite: bool) -> None:
     """Never write over another run unasked."""
+    refuse_place(run)
     if not run.exists() or (run.is_dir() and not any(run.iterdir())):
         return
-    if not (run / "recipe.toml").is_file():
+    if not (run / "recipe.toml").is_file() or not (RunLock(run).path.exists() or has_begun(run)):
         raise UserError(f"--out {run}: exists and is not a run: choose another directory")
     if not overwrite:
         again = f"dwindle resume {quote(str(run))}"
@@ -165,7 +168,7 @@ def check_run_directory(run: Path, *, overwrite: bool) -> None:
 def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callback]) -> RunResult:
     with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
         if world.is_main:
-            _tidy(run)
+            tidy(run)
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
@@ -173,15 +176,6 @@ def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callb
         result = job.finish(job.trainer.run())
         result.signal = stop.number if result.status == "stopped" else None
         return result
-
-
-def _tidy(run: Path) -> None:
-    """Remove what an attempt that was killed left half written or half deleted."""
-    for folder in (run, run / "milestones"):
-        remove_abandoned(folder)
-    remove_leftovers(run)
-    if has_begun(run):
-        discard_replaced(run)
 
 
 def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
@@ -278,7 +272,7 @@ class Job:
     def finish(self, status: str) -> RunResult:
         """The final model, exactly as small as it is alive."""
         trainer = self.trainer
-        written = self._save(self.run / "model") if status == "finished" else None
+        written = self._save(self.run / "model", self._results()) if status == "finished" else None
         return RunResult(
             run=self.run,
             status=status,
@@ -454,7 +448,8 @@ class Job:
         return self.anatomy.count(self.anatomy.source).total
 
     def _save_milestone(self, name: str) -> None:
-        self._save(self.run / "milestones" / name.replace("/", "-"))
+        """Without a validation loss: the last one is of an earlier step, and of a larger model."""
+        self._save(self.run / "milestones" / name.replace("/", "-"), {"training tokens": self.trainer.tokens})
 
     def _task_evaluator(self) -> Callback:
         from dwindle.evaluation.callback import TaskEvaluator, recipe_data
@@ -462,25 +457,25 @@ class Job:
         settings = self.recipe.validation
         return TaskEvaluator(recipe_data(settings), self.tokenizer, settings.every, batch=settings.batch)
 
-    def _results(self) -> dict[str, float | int | str]:
-        """What the card says about the training."""
-        found: dict[str, float | int | str] = {"training tokens": self.trainer.tokens}
+    def _results(self) -> Results:
+        """What the final card says about the training; the last step is always validated, after its events."""
+        found: Results = {"training tokens": self.trainer.tokens}
         if self.validator is not None and self.validator.last is not None:
             found["validation loss (nats per token)"] = round(self.validator.last, 4)
         return found
 
-    def _save(self, out: Path) -> Path:
+    def _save(self, out: Path, results: Results) -> Path:
         """All processes take part in gathering a sharded model; the main one writes, and the others wait for it."""
         model, structure = self.trainer.model, self.anatomy.source
         if self.pruner is not None or isinstance(self.engine, ShardedEngine):
             prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
             model, structure = prunable.compacted(), prunable.alive
         main = self.world.is_main
-        self.world.main_first(f"save {out}", lambda: self._write(model, structure, out) if main else None)
+        self.world.main_first(f"save {out}", lambda: self._write(model, structure, out, results) if main else None)
         self.world.barrier()  # or the main process, which tells that it is written, may end before all have heard
         return out
 
-    def _write(self, model: nn.Module, structure: Structure, out: Path) -> None:
+    def _write(self, model: nn.Module, structure: Structure, out: Path, results: Results) -> None:
         ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
         try:
             save_model(
@@ -491,7 +486,7 @@ class Job:
                 source=self.recipe.source.model,
                 ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
                 recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
-                results=self._results(),
+                results=results,
                 overwrite=True,
             )
         except NotWritten as failure:

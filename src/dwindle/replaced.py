@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dwindle.directories import refuse_place, refuse_sources, remove_abandoned
+from dwindle.recipe import Recipe
 from dwindle.runlock import RunLock
-from dwindle.training.checkpoint import has_begun
+from dwindle.training.checkpoint import has_begun, remove_leftovers
+from dwindle.training.data.readers import expand_inputs
 
 
 def _aside(run: Path) -> Path:
     real = run.resolve()  # a link stays where it is
-    return real.with_name(f".{real.name}.replaced")
+    return real.parent / f".{real.name}.replaced"
 
 
 @contextmanager
@@ -55,3 +58,25 @@ def forget_if_not_begun(run: Path, *, only_replacing: bool = False) -> None:
     restore_replaced(run)
     if run.is_symlink() and not run.exists():
         run.resolve().mkdir()  # a link to an empty directory, as it was
+
+
+def refuse_inputs(recipe: Recipe, run: Path) -> None:
+    """What the new run reads would be put aside with the old one, and be gone after a step; the texts must be there."""
+    data = recipe.data
+    texts = [path for source in data.named_sources().values() for path in source.paths] + data.valid
+    read = [recipe.source.model, recipe.distill.teacher, *expand_inputs(texts), *recipe.validation.data]
+    refuse_sources(run, read)
+
+
+def tidy(run: Path) -> None:
+    """Remove what an attempt that was killed left half written or half deleted.
+
+    Models that are written anew, where one was written before, must not hold the current folder by then.
+    """
+    for folder in (run / "model", *sorted(run.glob("milestones/*"))):
+        refuse_place(folder, "output")
+    for folder in (run, run / "milestones"):
+        remove_abandoned(folder)
+    remove_leftovers(run)
+    if has_begun(run):
+        discard_replaced(run)

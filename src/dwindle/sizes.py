@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from typing import Any
 
 from dwindle.errors import UserError
 
@@ -31,6 +33,27 @@ def check_sequences(num_sequences: int, seq_len: int) -> None:
     """Calibration text; in a sequence of one token there is nothing to predict."""
     at_least(1, num_sequences=num_sequences)
     at_least(2, seq_len=seq_len)
+
+
+class SizeWarning(UserWarning):
+    """A size that can be meant, but seldom is."""
+
+
+def beyond_positions(seq_len: int, config: Any, name: str = "seq_len") -> str:
+    """What to say of sequences longer than a model knows; nothing of others.
+
+    Rotations go on, so it can be meant; but the model never saw such positions, and the work grows with the square.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or seq_len <= positions:
+        return ""
+    return f"{name}: {seq_len:,} is more than the {positions:,} positions that the source was made for"
+
+
+def warn_beyond_positions(seq_len: int, config: Any) -> None:
+    """The same as a warning, for work that begins at once."""
+    if told := beyond_positions(seq_len, config):
+        warnings.warn(told, SizeWarning, stacklevel=2)
 
 
 def format_count(value: int | float) -> str:

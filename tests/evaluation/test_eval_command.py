@@ -220,6 +220,13 @@ def test_an_unfinished_run_is_named(dwindle: Command) -> None:
     assert "dwindle resume begun" in err
 
 
+def test_an_empty_folder_is_named_before_the_sets_are_looked_for(dwindle: Command) -> None:
+    Path("empty").mkdir()
+    code, _, err = dwindle("table", "empty")
+    assert code == 2
+    assert err.startswith("error: source empty: empty/config.json does not exist: give a directory")
+
+
 def test_eval_of_a_run_is_that_of_its_model(dwindle: Command, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     whole, model = (

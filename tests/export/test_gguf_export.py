@@ -272,6 +272,18 @@ def test_user_errors(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["there.gguf"]
 
 
+def test_the_file_that_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    export(tiny_loaded(), "gguf", tmp_path / "in" / "m.gguf", type_="f16", verify=False)
+    before = (tmp_path / "in" / "m.gguf").read_bytes()
+    for source in ("in/m.gguf", "in"):
+        with pytest.raises(UserError, match=r"--out in/m\.gguf is in/m\.gguf, which this is made from"):
+            export(source, "gguf", "in/m.gguf", type_="q8_0", verify=False, overwrite=True)
+    assert (tmp_path / "in" / "m.gguf").read_bytes() == before
+    for _ in range(2):
+        export("in/m.gguf", "gguf", "in/small.gguf", type_="q8_0", verify=False, overwrite=True)
+
+
 def test_stories260k_in_llamacpp(shared_data: Path, tmp_path: Path) -> None:
     """A sentencepiece vocabulary with byte fallback."""
     source = load(shared_data / "models" / "stories260K" / "stories260K.bin")

@@ -101,6 +101,12 @@ def test_an_existing_output_is_refused_and_replaced_only_when_asked(tmp_path: Pa
     (tmp_path / "notes" / "diary.txt").touch()
     with pytest.raises(UserError, match="left alone"):
         save(model, structure, tmp_path / "notes", overwrite=True)
+    (tmp_path / "notes" / "config.json").touch()  # of any Hugging Face model: no sign that dwindle wrote it
+    with pytest.raises(UserError, match=r"no structure\.json.* left alone"):
+        save(model, structure, tmp_path / "notes", overwrite=True)
+    with pytest.raises(UserError, match="already exists") as refused:
+        save(model, structure, tmp_path / "notes")
+    assert "--overwrite" not in str(refused.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", "out"]
 
 

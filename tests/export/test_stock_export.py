@@ -115,6 +115,19 @@ def test_a_plain_export_keeps_structure_ledger_and_dtype(tmp_path: Path) -> None
     assert export(tmp_path / "in", "hf", tmp_path / "half", type_="f16").type == "float16"
 
 
+def test_an_export_replaces_exports_and_never_its_source(tmp_path: Path) -> None:
+    dwindle.prune(tiny_loaded(), "90%", metric="magnitude", out=tmp_path / "run" / "model", dtype=torch.float32)
+    (tmp_path / "run" / "recipe.toml").touch()
+    before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    for kind in ("f16", "bf16"):
+        assert export(tmp_path / "run", "hf", tmp_path / "out", type_=kind, verify=False, overwrite=True).type
+    for source in (tmp_path / "run", tmp_path / "run" / "model", load(tmp_path / "run" / "model")):
+        for to in ("hf", "onnx"):
+            with pytest.raises(UserError, match="which this is made from"):
+                export(source, to, tmp_path / "run" / "model", overwrite=True)
+    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_live_model_of_16_bits_is_kept_so(family: str, tmp_path: Path) -> None:
     """``to`` rounds its rotary frequencies as well, which no file holds."""

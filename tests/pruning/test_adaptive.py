@@ -288,6 +288,14 @@ def test_bad_options_are_refused_before_work(directory: Path, options: dict[str,
         dwindle.prune(directory, **{"to": "70%", **options})
 
 
+def test_iterations_without_text_are_counted_too(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dwindle.progress._PLAIN_LINE_EVERY_S", 0)
+    dwindle.prune(directory, "70%", method="uniform", metric="magnitude", rounds=3)
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()][-1] == "pruning layers: 3/3"
+
+
 def test_uniform_refuses_layers_that_differ_already(directory: Path, tmp_path: Path) -> None:
     adapted = dwindle.prune(
         directory, "80%", out=tmp_path / "adapted", method="adapt", rounds=2, amplitude=0.2, num_sequences=2, seq_len=16

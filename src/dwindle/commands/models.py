@@ -23,21 +23,19 @@ def taken_model(name: str) -> str:
     return str(model)
 
 
-def say_odd_sizes(model: str | Path, remedy: str) -> None:
-    """Those who want a quantised file of what was just made should know before they measure it."""
+def say_odd_sizes(model: str | Path, remedy: str | None) -> None:
+    """Those who want a quantised file of what was just made should know before they measure it.
+
+    ``remedy`` is what would have made the sizes round; None for the methods that cannot.
+    """
     from dwindle.anatomy import Anatomy
     from dwindle.export.exporting import odd_sizes
     from dwindle.sources import load_config
 
-    structure = Anatomy.of_config(load_config(str(model))).source
-    if odd := odd_sizes(structure):
+    if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"
-        alike = len({len(layer.ffn) for layer in structure.layers}) == 1  # else no width can be asked for
-        ways = (
-            f"{remedy}, or padding by `dwindle export --round 32`,"
-            if alike
-            else "padding by `dwindle export --round 32`"
-        )
+        padding = "padding by `dwindle export --round 32`"
+        ways = padding if remedy is None else f"{remedy}, or {padding},"
         print(f"note: {what}; {ways} avoids it", file=sys.stderr)
 
 
@@ -101,7 +99,10 @@ def prune(
     balance: Annotated[
         str, typer.Option(help="With adapt, uniform: the weakest of a layer leaves (score), or equal shares (ratio).")
     ] = "score",
-    round_to: Annotated[int | None, typer.Option(help="Make the final widths multiples of this.")] = None,
+    round_to: Annotated[
+        int | None,
+        typer.Option(help="With efficientllm, coupled or global: make the final widths multiples of this."),
+    ] = None,
     min_heads: Annotated[int, typer.Option(help="Query heads that stay in every layer.")] = 1,
     min_ffn: Annotated[int, typer.Option(help="FFN channels that stay in every layer.")] = 8,
     min_hidden: Annotated[int, typer.Option(help="Hidden channels that stay.")] = 8,
@@ -155,4 +156,4 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
-    say_odd_sizes(out, "--round-to 32")
+    say_odd_sizes(out, "--round-to 32" if method == "efficientllm" else None)

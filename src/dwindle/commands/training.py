@@ -112,14 +112,15 @@ def tokenize(
         inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"
     )
     found = {"out": out, "tokens": files.num_tokens, "documents": files.num_documents}
-    print_result(
-        found if as_json else f"{out}: {files.num_tokens:,} tokens of {files.num_documents:,} documents", as_json
-    )
+    documents = f"{files.num_documents:,} document{'' if files.num_documents == 1 else 's'}"
+    print_result(found if as_json else f"{out}: {files.num_tokens:,} tokens of {documents}", as_json)
 
 
 def _print_run(result: Any, as_json: bool) -> None:
     """How a run ended, and the command that continues or uses it; of several processes the first says it."""
     from dataclasses import asdict
+
+    from dwindle.recipe import load_recipe
 
     if os.environ.get("RANK", "0") != "0":
         return
@@ -132,7 +133,8 @@ def _print_run(result: Any, as_json: bool) -> None:
         measured = (("loss", result.loss), ("validation", result.valid_loss))
         parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
         print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
-        say_odd_sizes(result.model, "prune.round_to=32")
+        prune = load_recipe(result.run / "recipe.toml").prune
+        say_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and prune.method != "adapt" else None)
     _exit(result)
 
 

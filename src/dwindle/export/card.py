@@ -22,6 +22,8 @@ KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden chann
 
 SETTINGS = ("method", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds")
 
+REPLAYED = "Its sizes were rebuilt from the ledger with the source's own weights: it was not trained at them."
+
 # Where the aliases of sources come from, as their publishers state it.
 KNOWN_SOURCES = {"smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
 
@@ -77,14 +79,15 @@ def model_card(
     prunes = [event for event in ledger if event.get("event") == "prune"]
     before = next((event.get("parameters") for event in ledger if event.get("event") == "source"), None)
     after = num_parameters or (prunes[-1].get("parameters") if prunes else before)
+    replayed = any(event.get("replayed") for event in ledger)
     parts = [
         _metadata(origin, custom_code, trained=recipe is not None),
         f"# {_line(name)}",
-        _introduction(origin, before, after, prunes),
+        _introduction(origin, before, after, prunes, replayed=replayed),
         _how_to_load(structure if custom_code else None),
         _architecture(structure, ledger, prunes),
         _stored_as(model_type, structure),
-        _how_made(ledger, prunes, recipe, origin.name),
+        _how_made(ledger, prunes, recipe, origin.name, replayed=replayed),
         _results(results),
         _licence(origin),
         f"Made with dwindle {__version__}. `structure.json` lists what was kept and `ledger.jsonl` what was removed "
@@ -104,13 +107,20 @@ def _metadata(origin: Origin, custom_code: bool, *, trained: bool) -> str:
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
-def _introduction(origin: Origin, before: Any, after: Any, prunes: Sequence[Mapping[str, Any]]) -> str:
+def _introduction(
+    origin: Origin, before: Any, after: Any, prunes: Sequence[Mapping[str, Any]], *, replayed: bool
+) -> str:
     linked = (
         f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else f"`{_line(origin.name)}`"
     )
     if not isinstance(before, int) or not isinstance(after, int) or not prunes:
         size = f", {format_count(after)} parameters" if isinstance(after, int) else ""
-        return f"A model made from {linked}{size}."
+        return f"A model made from {linked}{size}." + (f" {REPLAYED}" if replayed else "")
+    if replayed:
+        return (
+            f"{linked} cut smaller: {format_count(before)} parameters became {format_count(after)} "
+            f"({after / before:.1%}) by {len(prunes):,} prune events of a ledger. {REPLAYED}"
+        )
     tokens = prunes[-1].get("tokens")
     while_training = " while it kept training" if tokens else " after calibration, without training"
     return (
@@ -190,16 +200,26 @@ def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_go
 
 
 def _how_made(
-    ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]], recipe: str | None, source: str
+    ledger: Sequence[Mapping[str, Any]],
+    prunes: Sequence[Mapping[str, Any]],
+    recipe: str | None,
+    source: str,
+    *,
+    replayed: bool,
 ) -> str:
+    """Of a replay only how the groups were chosen holds: neither tokens nor updates of weights went into it."""
     options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
     options = options if isinstance(options, Mapping) else {}
     chosen = {key: options[key] for key in (*SETTINGS, *_own_settings(options)) if key in options}
+    if replayed:
+        chosen.pop("second_order", None)
     lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
-    if prunes and prunes[-1].get("tokens"):
+    if prunes and prunes[-1].get("tokens") and not replayed:
         lines.append(f"- last group removed after {format_count(prunes[-1]['tokens'])} tokens")
     if teacher := _teacher(recipe or "", source):
         lines.append(f"- {_line(teacher)}")
+    if replayed and lines:
+        lines = ["How the groups were chosen when the ledger was written:", "", *lines]
     text = "## How it was made\n\n" + "\n".join(lines) if lines else ""
     if recipe:
         shown = without_paths(recipe).rstrip()

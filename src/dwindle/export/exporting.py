@@ -99,7 +99,7 @@ def export(
         source = model_of_run(Path(source)) or source
     target = Path(out)
     kind = _chosen_type(to, type_)
-    _check_target(to, target, verify, overwrite)
+    _check_target(to, target, verify, overwrite, _files_read(source))
     # Padding the hidden width scales gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Job(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
@@ -121,19 +121,26 @@ def _chosen_type(to: str, type_: str | None) -> str:
     return chosen
 
 
-def _check_target(to: str, target: Path, verify: bool, overwrite: bool) -> None:
+def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
+    """The source, also of a live model, and the GGUF file that a directory may stand for."""
+    place = source.source if isinstance(source, Loaded) else os.fspath(source)
+    folder = Path(place).expanduser()
+    return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
+
+
+def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
     """Whatever would make the export fail in the end fails at once."""
     if to == "gguf":
         gguf_writer.import_gguf()
         if verify:
             require_xllamacpp()
-        refuse_existing_file(target, suffix=".gguf", overwrite=overwrite)
+        refuse_existing_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
     else:
         if to == "onnx":
             from dwindle.export.onnx_graph import import_onnx
 
             import_onnx()
-        check_output(target, overwrite=overwrite)
+        check_output(target, overwrite=overwrite, sources=sources)
 
 
 @dataclass(slots=True)

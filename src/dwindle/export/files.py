@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from os import PathLike
 from pathlib import Path
 
-from dwindle.directories import is_running, owner, why_unwritable
+from dwindle.directories import is_running, owner, refuse_sources, why_unwritable
 from dwindle.errors import UserError
 
 
-def refuse_existing_file(target: Path, *, suffix: str, overwrite: bool) -> None:
-    """Before long work: a wrong name, an existing file, or a place that cannot be written."""
+def refuse_existing_file(
+    target: Path, *, suffix: str, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()
+) -> None:
+    """Before long work: a wrong name, an existing file, one that is read, or a place that cannot be written."""
     if target.suffix != suffix:
         raise UserError(f"--out {target}: give a file name that ends in {suffix}")
     if target.is_dir():
         raise UserError(f"--out {target} is a directory: give a file name that ends in {suffix}")
+    refuse_sources(target, sources)
     if target.exists() and not overwrite:
         raise UserError(f"--out {target} already exists: choose another file or pass --overwrite")
     if why := why_unwritable(target):

@@ -19,13 +19,13 @@ from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
 from dwindle.training.metrics import json_line
 
-MARKER = "config.json"
-"""Only directories that hold it are ever replaced."""
+STRUCTURE = "structure.json"
+"""In every directory that is written here and, unlike ``config.json``, in no other: only those are ever replaced."""
 
 
-def check_output(out: str | PathLike[str], *, overwrite: bool) -> None:
-    """Refuse an existing output, and a place that cannot be written, before any work is done."""
-    refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
+def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
+    """Refuse an existing output, one that holds what is read, and a place that cannot be written, before any work."""
+    refuse_existing(Path(out), marker=STRUCTURE, overwrite=overwrite, sources=sources)
 
 
 class About(TypedDict):
@@ -70,7 +70,7 @@ def write_model(
     """
     structure = about["structure"].to_json(about["source"])
     structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
-    with atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
+    with atomic_directory(Path(out), marker=STRUCTURE, overwrite=overwrite) as folder:
         if weights:
             _save_quietly(model, folder)
         else:
@@ -81,7 +81,7 @@ def write_model(
             shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        (folder / "structure.json").write_text(json.dumps(structure) + "\n", encoding="utf-8")
+        (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
         (folder / "ledger.jsonl").write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
         card = model_card(
             name=title_of(Path(out)),

@@ -17,6 +17,7 @@ from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.saliency import LayerCurvature, Metric
 from dwindle.pruning.secondorder import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
+from dwindle.sizes import warn_beyond_positions
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens in one pass where windows need not be apart, and as long as their logits stay below ``_PASS_LOGITS``."""
@@ -60,6 +61,7 @@ def calibrate(
     if not metric.needs and not watched and layers is None:
         return found
     assert windows is not None, "this needs calibration text"
+    warn_beyond_positions(windows.shape[1], prunable.model.config)
     taps: InputTaps | None = None
     if watched:
         num_tokens = min(gram_tokens or windows.numel(), windows.numel())

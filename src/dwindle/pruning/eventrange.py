@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dwindle.anatomy import Anatomy, Layer, Structure
+from dwindle.errors import UserError
 from dwindle.pruning.pacing import Stages
 from dwindle.pruning.selection import (
     KvCount,
@@ -145,6 +146,15 @@ def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions, r
         most, room = most + taken, room - taken * size
     limit = int(most[excess > 0].max())
     return EventRange(min(fewest[left == 0].tolist(), default=limit), limit)
+
+
+def check_rounds(rounds: int, events: EventRange, few: int) -> None:
+    """Refuse rounds in most of which nothing could leave: each costs a calibration. Up to ``few`` always pass."""
+    if rounds > max(events.most, few):
+        raise UserError(
+            f"rounds {rounds:,}: at most {events.most:,} groups leave on the way to this target, and a round without "
+            f"one only takes time: give at most {max(events.most, few):,}"
+        )
 
 
 def staged_events(anatomy: Anatomy, stages: Stages, options: SelectionOptions) -> EventRange:

@@ -7,6 +7,7 @@
     {"event": "compact", …}
     {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
 
+A ledger that was cut by ``replay`` has ``"replayed": true`` in its first line: nothing was trained on the way.
 ``indices`` has one list for each layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is what is left.
 ``allocation`` comes before the groups that leave with it (method adapt): a number for each layer.
 """
@@ -80,22 +81,28 @@ def read_ledger(path: str | PathLike[str]) -> list[Event]:
     return events
 
 
-def replay_structure(source: Structure, events: Iterable[Event], at: int | str | None = None) -> Structure:
-    """The structure after ``at`` prune events, at the first point of at most a size (``"100M"``), or at the end."""
-    limit = at if isinstance(at, int) else None
-    size = parse_count(at, "at") if isinstance(at, str) else None
-    structure, done = source, 0
-    for event in events:
-        if event["event"] != "prune":
+def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[Event]:
+    """The lines that lead to a point: ``at`` prune events, the first point of at most a size (``"100M"``), the end."""
+    if at is None:
+        return list(events)
+    if isinstance(at, int) and at < 0:
+        raise UserError(f"at {at}: give a number of prune events of at least 0, or a size such as '100M'")
+    size, done = (None if isinstance(at, int) else parse_count(at, "at")), 0
+    for number, event in enumerate(events):
+        if event["event"] not in ("source", "prune"):
             continue
-        if limit is not None and done >= limit:
-            break
-        structure = structure.without(Group(event["type"], tuple(tuple(m) for m in event["indices"])))
-        done += 1
-        if size is not None and event["parameters"] <= size:
-            return structure
-    if limit is not None and done < limit:
-        raise UserError(f"at {limit}: the ledger has only {done} prune events")
-    if size is not None:
-        raise UserError(f"at {at}: the ledger never gets that small")
+        done += event["event"] == "prune"
+        if done == at if size is None else event["parameters"] <= size:
+            return list(events[: number + 1])
+    if size is None:
+        raise UserError(f"at {at}: the ledger has only {done} prune events")
+    raise UserError(f"at {at}: the ledger never gets that small")
+
+
+def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:
+    """The structure after all events of a ledger."""
+    structure = source
+    for event in events:
+        if event["event"] == "prune":
+            structure = structure.without(Group(event["type"], tuple(tuple(m) for m in event["indices"])))
     return structure

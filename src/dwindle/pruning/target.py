@@ -59,6 +59,11 @@ class Target:
     shape: Shape | None = None
 
 
+def is_share(text: str) -> bool:
+    """Whether a size is a share of the source: ``0.6``, ``60%``, ``50%nonemb``."""
+    return any(form.fullmatch(text.strip()) for form in (_SHARE, _FRACTION))
+
+
 def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
     """A target for a model; shares are of what is kept, of all parameters or of those outside the embeddings."""
     text = text.strip()

@@ -25,7 +25,7 @@ from dwindle.progress import track
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
-from dwindle.sizes import at_least, check_sequences, format_bytes
+from dwindle.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
 from dwindle.sources import Loaded, huggingface, needed_tokenizer
 from dwindle.sources import load as load_source
 from dwindle.training.data import calibration_windows, validation_windows
@@ -133,8 +133,10 @@ def quantize(
     check_sequences(num_sequences, seq_len)
     at_least(2, valid_seq_len=valid_seq_len)
     if out is not None:
-        refuse_existing(Path(out), marker=MARKER, overwrite=overwrite)
+        place = source.source if isinstance(source, Loaded) else source
+        refuse_existing(Path(out), marker=MARKER, overwrite=overwrite, sources=[place, *data, *valid])
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
+    warn_beyond_positions(seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     windows = calibration_windows(
         data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field

@@ -9,6 +9,7 @@ from dwindle.sources.loading import (
     load_tokenizer,
     model_of_run,
     needed_tokenizer,
+    origin_of,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "load_tokenizer",
     "model_of_run",
     "needed_tokenizer",
+    "origin_of",
 ]

@@ -36,6 +36,14 @@ def quiet_transformers() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+def config_reason(error: BaseException) -> str:
+    """Why transformers refuses a configuration: its own message names a validator, the error inside it the reason."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
 def build_model(
     config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
 ) -> PreTrainedModel:

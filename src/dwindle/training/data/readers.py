@@ -11,11 +11,13 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import lzma
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,6 +115,19 @@ class TextInput(ABC):
         if empty:
             raise self._error("contains no text: give a file with at least one document")
 
+    def beginning(self, num_chars: int) -> tuple[list[str], float]:
+        """Documents from the start, at least so many characters, and about which share of the whole they are."""
+        texts, seen = list[str](), 0
+        for text in self.documents():
+            texts.append(text)
+            seen += len(text)
+            if seen >= num_chars:
+                return texts, self._share_read()
+        return texts, 1.0
+
+    def _share_read(self) -> float:
+        return min(max(self.position, 1) / max(self.total, 1), 1.0)
+
     def _error(self, problem: str, line: int | None = None) -> UserError:
         place = self.name if line is None else f"{self.name}:{line}"
         return UserError(f"{self.option}: {place} {problem}")
@@ -185,6 +200,15 @@ class PlainTextInput(FileInput):
     def _texts(self) -> Iterator[str]:
         with self._open_text(self.compression) as file:
             yield file.read()
+
+    def beginning(self, num_chars: int) -> tuple[list[str], float]:
+        """Of a file that is one document only so much is read, however long it is."""
+        with self._open_text(self.compression) as file:
+            text = file.read(num_chars)
+            share = self._share_read() if file.read(1) else 1.0
+        if not text or text.isspace():
+            raise self._error("contains no text: give a file with at least one document")
+        return [text], share
 
 
 class JsonLinesInput(FileInput):
@@ -318,13 +342,29 @@ class HubInput(TextInput):
         except ImportError as error:
             raise self._error("needs the datasets package: pip install datasets") from error
         try:
-            stream = datasets.load_dataset(self.dataset, self.config or None, split=self.split, streaming=True)
-            splits = getattr(stream.info, "splits", None) or {}
-            self.total = getattr(splits.get(self.split), "num_examples", None) or 0
-            yield from stream
+            with _quiet_hub():
+                stream = datasets.load_dataset(self.dataset, self.config or None, split=self.split, streaming=True)
+                splits = getattr(stream.info, "splits", None) or {}
+                self.total = getattr(splits.get(self.split), "num_examples", None) or 0
+                records = iter(stream)
+                first = list(islice(records, 1))
+            yield from first
+            yield from records
         except Exception as error:  # the library raises many kinds: network, missing id, missing split
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise self._error(f"cannot be read ({reason}): check the id, its split and the network") from error
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Two lines for each of its retries would bury our one, which says the same; once text flows they are news."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _no_field(field: str, names: Any) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.directories import atomic_directory
+from dwindle.directories import atomic_directory, refuse_sources
 from dwindle.errors import UserError
 from dwindle.progress import Bar
 from dwindle.training.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
@@ -135,6 +135,7 @@ def write_token_files(
     ``max_tokens`` stops early, for inputs that are longer than anyone wants to train on.
     """
     names = expand_inputs(list(inputs), option)
+    refuse_sources(Path(out_dir).expanduser(), names)
     opened = [open_input(name, text_field=text_field, option=option) for name in names]
     return write_inputs(
         opened,
