@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -118,12 +119,15 @@ def refuse_place(target: Path, option: str = "--out") -> None:
 
 
 def refuse_sources(target: Path, sources: Sequence[str | PathLike[str]], option: str = "--out") -> None:
-    """Refuse a target that is, or holds, something that is read; names that are no paths here are passed over."""
+    """Refuse a target that is, or holds, something that is read, wildcards spelled out; other names are passed over."""
+    whole = target.resolve()
     for source in sources:
-        path = Path(source).expanduser()
-        if str(source) and path.exists() and path.resolve().is_relative_to(target.resolve()):
-            what = "is" if path.resolve() == target.resolve() else "holds"
-            raise UserError(f"{option} {target} {what} {source}, which this is made from: choose another place")
+        name = os.path.expanduser(source)
+        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        for path in (Path(one).resolve() for one in found):
+            if path.is_relative_to(whole):
+                what = "is" if path == whole else "holds"
+                raise UserError(f"{option} {target} {what} {source}, which this is made from: choose another place")
 
 
 def why_unwritable(target: Path) -> str:

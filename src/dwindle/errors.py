@@ -5,6 +5,12 @@ class UserError(Exception):
     """A message for a person: names the option, key or file, and says what to do."""
 
 
+def first_line(error: BaseException) -> str:
+    """What a library said, short enough for a message of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
 def install_hint(extra: str) -> str:
     """How to get optional packages; dwindle itself is installed from its checkout."""
     return f"run `pip install -c constraints.txt -e '.[{extra}]'` in dwindle's checkout"

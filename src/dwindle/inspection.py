@@ -12,12 +12,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dwindle.aliases import alias_of
 from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.anatomy.build import is_custom
 from dwindle.export.card import mistral_note
 from dwindle.quantization.quantize import OWN_METHOD
 from dwindle.sizes import format_count
-from dwindle.sources import load_config, model_of_run, origin_of
+from dwindle.sources import load_config, model_of_run
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 
@@ -138,7 +139,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
         source=str(source),
-        origin=origin_of(source),
+        origin=None if (alias := alias_of(source)) is None else alias.origin,
         model_type=config.model_type,
         stock=not is_custom(config) and not (quantization or "").startswith(OWN_METHOD),
         quantization=quantization,

@@ -12,7 +12,6 @@ from dwindle.directories import refuse_place, refuse_sources, remove_abandoned
 from dwindle.recipe import Recipe
 from dwindle.runlock import RunLock
 from dwindle.training.checkpoint import has_begun, remove_leftovers
-from dwindle.training.data.readers import expand_inputs
 
 
 def _aside(run: Path) -> Path:
@@ -61,11 +60,9 @@ def forget_if_not_begun(run: Path, *, only_replacing: bool = False) -> None:
 
 
 def refuse_inputs(recipe: Recipe, run: Path) -> None:
-    """What the new run reads would be put aside with the old one, and be gone after a step; the texts must be there."""
-    data = recipe.data
-    texts = [path for source in data.named_sources().values() for path in source.paths] + data.valid
-    read = [recipe.source.model, recipe.distill.teacher, *expand_inputs(texts), *recipe.validation.data]
-    refuse_sources(run, read)
+    """What the new run reads would be put aside with the old one, and be gone after a step."""
+    texts = [*recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
+    refuse_sources(run, [recipe.source.model, recipe.distill.teacher, *texts])
 
 
 def tidy(run: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.aliases import alias_of
 from dwindle.sizes import format_count
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
@@ -23,9 +24,6 @@ KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden chann
 SETTINGS = ("method", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds")
 
 REPLAYED = "Its sizes were rebuilt from the ledger with the source's own weights: it was not trained at them."
-
-# Where the aliases of sources come from, as their publishers state it.
-KNOWN_SOURCES = {"smollm2-135m": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")}
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:)?[/\\~](?:[^\"'\s,\]]*[/\\])?([^\"'\s,\]/\\]+)")
@@ -45,9 +43,8 @@ class Origin:
 
 def origin_of(source: str) -> Origin:
     """Looks at the name, and at the card beside a local source; never at the network."""
-    if source in KNOWN_SOURCES:
-        hub_id, licence = KNOWN_SOURCES[source]
-        return Origin(source, hub_id, licence)
+    if (alias := alias_of(source)) is not None:
+        return Origin(source, alias.hub_id, alias.licence)
     path = Path(source).expanduser()
     if path.exists():
         facts = _card_facts((path if path.is_dir() else path.parent) / "README.md")

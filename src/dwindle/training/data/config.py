@@ -49,6 +49,10 @@ class DataConfig:
         """The sources, whichever of the two ways they were given."""
         return self.sources or {"train": SourceConfig(paths=self.train)}
 
+    def trained_on(self) -> list[str]:
+        """The paths of all sources."""
+        return [path for source in self.named_sources().values() for path in source.paths]
+
     def check_values(self) -> None:
         """Refuse what cannot work whatever the files hold; looks at none, so a recipe can be read anywhere."""
         if self.train and self.sources:
@@ -68,7 +72,7 @@ class DataConfig:
                 raise UserError(f"data.sources.{name}.weight: must be above 0: remove the source instead")
             if source.max_tokens is not None:
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
-        trained = {path for source in self.named_sources().values() for path in source.paths}
+        trained = self.trained_on()
         for path in self.valid:
             if path in trained:
                 raise UserError(f"data.valid: {path} is also trained on: hold other text out")

@@ -21,8 +21,7 @@ _ENCODED_CHARS = 200_000
 
 def streamed_inputs(config: DataConfig) -> list[str]:
     """What comes from the network, to train on or to validate on."""
-    named = [path for source in config.named_sources().values() for path in source.paths]
-    return [name for name in [*named, *config.valid] if name.startswith(HUB_PREFIX)]
+    return [name for name in [*config.trained_on(), *config.valid] if name.startswith(HUB_PREFIX)]
 
 
 def estimated_epochs(

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dwindle.errors import UserError
+from dwindle.errors import UserError, first_line
 from dwindle.training.data.compression import COMPRESSIONS, CorruptError, open_compressed
 from dwindle.training.data.pydoc_text import pydoc_documents
 
@@ -270,7 +270,7 @@ class ParquetInput(FileInput):
                         if text is not None:
                             yield text
         except (pyarrow.ArrowException, OSError) as error:
-            raise self._error(f"is damaged or not Parquet ({_first_line(error)}): fetch it again") from error
+            raise self._error(f"is damaged or not Parquet ({first_line(error)}): fetch it again") from error
 
 
 class PydocInput(TextInput):
@@ -351,7 +351,7 @@ class HubInput(TextInput):
             yield from first
             yield from records
         except Exception as error:  # the library raises many kinds: network, missing id, missing split
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise self._error(f"cannot be read ({reason}): check the id, its split and the network") from error
 
 
@@ -370,10 +370,6 @@ def _quiet_hub() -> Iterator[None]:
 def _no_field(field: str, names: Any) -> str:
     found = ", ".join(map(str, names)) or "none"
     return f"has no field {field!r} (it has: {found}): set data.text_field or --text-field"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _without_lone_surrogates(text: str) -> str:
