@@ -22,8 +22,8 @@ import tables
 from common import DEVICE, commit
 
 import dwindle
+from dwindle.data import validation_windows
 from dwindle.evaluation.evaluate import write_text
-from dwindle.training.data import validation_windows
 from dwindle.training.loss import evaluate_loss
 
 

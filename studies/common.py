@@ -35,16 +35,16 @@ from jobs import Outcome, Place, jobs_around, locked, run_jobs
 
 import dwindle
 from dwindle.anatomy import Anatomy
-from dwindle.config import apply_overrides, from_dict
-from dwindle.errors import UserError
+from dwindle.core.config import apply_overrides, from_dict
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import parse_count
+from dwindle.data import DataConfig, validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
-from dwindle.plan import plan_pruning
-from dwindle.pretrain import RunResult, pretrain, resume
 from dwindle.pruning.ledger import read_ledger
-from dwindle.recipe import Recipe, resolve_recipe
-from dwindle.sizes import parse_count
+from dwindle.recipe.recipe import Recipe, resolve_recipe
+from dwindle.run.plan import plan_pruning
+from dwindle.run.pretrain import RunResult, pretrain, resume
 from dwindle.sources import load_config
-from dwindle.training.data import DataConfig, validation_windows
 from dwindle.training.loss import evaluate_loss
 
 Record = dict[str, Any]

@@ -16,7 +16,7 @@ from typing import Any
 
 from common import KEY
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.results import write_text
 
 

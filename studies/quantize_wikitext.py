@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dwindle.posttraining import DEFAULT_TEXT
+from dwindle.data import validation_windows
 from dwindle.quantization import SCHEMES, quantize
+from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import load
-from dwindle.training.data import validation_windows
 
 EVERYTHING = 10**12
 

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.figure import Figure, Panel, Series
 from dwindle.report.plots import write_figure
 

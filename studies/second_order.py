@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.compare import CompareOptions, compare
 from dwindle.pruning.gram import Downdate, Gram, Sample, removal_update, spread
+from dwindle.run.compare import CompareOptions, compare
 
 
 def arguments() -> argparse.Namespace:

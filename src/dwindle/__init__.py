@@ -12,7 +12,7 @@ dwindle.quantize("smaller", "w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 
-``dwindle.pretrain`` and ``dwindle.export`` are modules, so their functions are ``train`` and ``export_model`` here.
+``dwindle.run.pretrain`` and ``dwindle.export`` are modules, so their functions are ``train`` and ``export_model`` here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dwindle import export
-    from dwindle.errors import UserError
+    from dwindle.core.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
-    from dwindle.inspection import inspect
-    from dwindle.posttraining import prune, replay
-    from dwindle.pretrain import pretrain as train
-    from dwindle.pretrain import resume
     from dwindle.pruning.metrics import register_metric
     from dwindle.quantization.quantize import quantize
-    from dwindle.recipe import load_recipe
+    from dwindle.recipe.recipe import load_recipe
+    from dwindle.run.inspection import inspect
+    from dwindle.run.pretrain import pretrain as train
+    from dwindle.run.pretrain import resume
+    from dwindle.run.prune import prune, replay
     from dwindle.sources import load
 
 __version__ = "0.1.0"
@@ -53,18 +53,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "UserError": "dwindle.errors:UserError",
+    "UserError": "dwindle.core.errors:UserError",
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
-    "inspect": "dwindle.inspection:inspect",
+    "inspect": "dwindle.run.inspection:inspect",
     "load": "dwindle.sources:load",
-    "load_recipe": "dwindle.recipe:load_recipe",
-    "prune": "dwindle.posttraining:prune",
+    "load_recipe": "dwindle.recipe.recipe:load_recipe",
+    "prune": "dwindle.run.prune:prune",
     "quantize": "dwindle.quantization.quantize:quantize",
     "register_metric": "dwindle.pruning.metrics:register_metric",
-    "replay": "dwindle.posttraining:replay",
-    "resume": "dwindle.pretrain:resume",
-    "train": "dwindle.pretrain:pretrain",
+    "replay": "dwindle.run.prune:replay",
+    "resume": "dwindle.run.pretrain:resume",
+    "train": "dwindle.run.pretrain:pretrain",
 }
 
 

@@ -1,6 +1,6 @@
 """``python -m dwindle``, which is also what torchrun starts."""
 
-from dwindle.cli import main
+from dwindle.commands.main import main
 
 if __name__ == "__main__":
     main()

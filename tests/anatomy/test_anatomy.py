@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import dwindle.anatomy.families as tables
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import config_for, cut
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from tiny import FAMILIES, random_group, tiny_model, tokens
 
 

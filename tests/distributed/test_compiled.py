@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_ranks import choices, metrics, recipe
 
-from dwindle.pretrain import pretrain
 from dwindle.pruning.ledger import read_ledger
+from dwindle.run.pretrain import pretrain
 from dwindle.training.loss import _loss_and_gradient, chunked_cross_entropy
 from tiny import tiny_directory
 

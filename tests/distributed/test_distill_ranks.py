@@ -8,8 +8,8 @@ import pytest
 from processes import run_ranks
 from test_ranks import metrics, recipe
 
-from dwindle.pretrain import pretrain
-from dwindle.recipe import DistillConfig, Recipe
+from dwindle.recipe.recipe import DistillConfig, Recipe
+from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
 
 

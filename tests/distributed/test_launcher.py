@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from test_ranks import assert_same, recipe
 
-from dwindle.config import write_toml
-from dwindle.pretrain import pretrain, resume
+from dwindle.core.config import write_toml
+from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.checkpoint import list_checkpoints
 from tiny import tiny_directory
 

@@ -9,7 +9,7 @@ import pytest
 from processes import run_ranks
 from test_ranks import assert_same, recipe
 
-from dwindle.pretrain import pretrain
+from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
 
 METHODS: dict[str, dict[str, Any]] = {

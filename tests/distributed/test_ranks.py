@@ -16,18 +16,18 @@ import torch
 from processes import run_ranks, start_ranks, wait_ranks
 from safetensors.torch import load_file
 
-import dwindle.pretrain
-from dwindle.directories import NotWritten
-from dwindle.errors import UserError
-from dwindle.pretrain import pretrain, resume
+import dwindle.run.pretrain
+from dwindle.core.directories import NotWritten
+from dwindle.core.errors import UserError
+from dwindle.data import DataConfig
+from dwindle.distributed.engines import Parallel, World, choose_parallel, num_shards
 from dwindle.pruning.ledger import read_ledger
-from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
 from dwindle.report.run import open_run
 from dwindle.report.tables import cost_of
-from dwindle.training import checkpointwriter
+from dwindle.run.pretrain import pretrain, resume
+from dwindle.training import checkpoint_writer as checkpointwriter
 from dwindle.training.checkpoint import list_checkpoints
-from dwindle.training.data import DataConfig
-from dwindle.training.distributed import Parallel, World, choose_parallel, num_shards
 from dwindle.training.loop import Trainer
 from tiny import tiny_directory
 
@@ -193,7 +193,7 @@ def test_a_full_disk_is_reported_by_one_rank_and_ends_all(place: Path, capfd: py
         raise NotWritten("no", OSError(errno.ENOSPC, "No space left on device"))
 
     def task(rank: int) -> None:
-        dwindle.pretrain.save_model = full  # type: ignore[attr-defined]
+        dwindle.run.pretrain.save_model = full  # type: ignore[attr-defined]
         try:
             pretrain(recipe(place), place / "full")
         except UserError as error:
@@ -266,7 +266,7 @@ def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pyte
 
 def test_tensors_of_the_main_process_reach_all() -> None:
     def task(rank: int) -> None:
-        from dwindle.training.distributed import joined
+        from dwindle.distributed.engines import joined
 
         with joined("cpu") as world:
             for shape in ((3, 4), (5,), ()):
@@ -317,7 +317,7 @@ def test_the_main_process_chooses_the_micro_batch_for_all(place: Path) -> None:
     run = place / "settled"
 
     def task(rank: int) -> None:
-        dwindle.pretrain.micro_batch_of = lambda *_: 3 - 2 * rank  # type: ignore[attr-defined]
+        dwindle.run.pretrain.micro_batch_of = lambda *_: 3 - 2 * rank  # type: ignore[attr-defined]
         pretrain(recipe(place, micro_batch=0, tokens=4 * 168, prune={"enabled": False}), run)
 
     run_ranks(2, task)

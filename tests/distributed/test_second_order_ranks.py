@@ -11,7 +11,7 @@ from processes import run_ranks
 from safetensors.torch import load_file
 from test_ranks import choices, metrics, recipe
 
-from dwindle.pretrain import pretrain
+from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
 
 OPTIONS: dict[str, dict[str, Any]] = {

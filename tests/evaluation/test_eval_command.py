@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from eval_sets import write_sets
 
-from dwindle import cli
-from dwindle.errors import UserError
+from dwindle.commands import main as cli
+from dwindle.core.errors import UserError
 from dwindle.evaluation.evaluate import trained_tokens
 from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.results import EvalResult, read_result, write_text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from eval_sets import DOCUMENTS, PAGES, write_sets
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation import data as places
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import load_data

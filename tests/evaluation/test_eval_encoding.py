@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.encoding import Encoder, max_length_of, rolling_windows
 from tiny import tiny_model, tiny_tokenizer
 

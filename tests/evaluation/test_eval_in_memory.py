@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPTNeoConf
 from transformers import T5ForConditionalGeneration as T5
 
 import dwindle
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.scoring import Scorer
 from dwindle.evaluation.table import compare
 from dwindle.pruning.surgery import Prunable

@@ -11,11 +11,11 @@ import pytest
 from eval_sets import DOCUMENTS, write_sets
 
 import dwindle
+from dwindle.data import DataConfig
 from dwindle.evaluation import callback
-from dwindle.pretrain import pretrain, resume
-from dwindle.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.checkpoint import list_checkpoints
-from dwindle.training.data import DataConfig
 from tiny import tiny_directory
 
 NUM_STEPS = 8

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from dwindle.anatomy import Anatomy
 from dwindle.anatomy.build import config_for
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.encoding import Pair
 from dwindle.evaluation.scoring import Scorer, tree_row
 from dwindle.pruning.surgery import Prunable

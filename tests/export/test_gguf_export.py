@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dwindle.anatomy import Anatomy
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.export import gguf_writer, verification
 from dwindle.export.exporting import export
 from dwindle.export.gguf_vocabulary import vocabulary_of
@@ -317,7 +317,7 @@ def test_smollm2_greedy_continuations_are_equal(kind: str, stock: bool, architec
 
 @slow
 def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> None:
-    from dwindle.training.data import validation_windows
+    from dwindle.data import validation_windows
 
     loaded = load("smollm2-135m")
     path = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0").out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.export.exporting import export
 from dwindle.export.verification import Mismatch
 from edge_models import pruned_smollm2, slow, tiny_loaded

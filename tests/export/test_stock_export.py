@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dwindle
 from dwindle.anatomy import Anatomy
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.export import resize as resizing
 from dwindle.export.exporting import export
 from dwindle.export.resize import resize

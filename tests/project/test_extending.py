@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 import dwindle
-from dwindle import cli
+from dwindle.commands import main as cli
 from dwindle.pruning import metrics
 from dwindle.training.callbacks import Callback
 from evaluation.eval_sets import write_sets

@@ -9,10 +9,10 @@ from pathlib import Path
 import dwindle
 from dwindle.evaluation.evaluate import evaluate
 from dwindle.export.exporting import export
-from dwindle.pretrain import pretrain, resume
 from dwindle.pruning.metrics import register_metric
 from dwindle.quantization.quantize import quantize
-from dwindle.recipe import load_recipe
+from dwindle.recipe.recipe import load_recipe
+from dwindle.run.pretrain import pretrain, resume
 
 
 def test_names_are_the_functions_of_the_rooms() -> None:

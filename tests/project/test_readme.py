@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dwindle import cli
+from dwindle.commands import main as cli
 from tiny import tiny_directory
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dwindle.errors import UserError
-from dwindle.recipe import load_recipe
+from dwindle.core.errors import UserError
+from dwindle.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.errors import UserError
-from dwindle.training.data import validation_windows
+from dwindle.core.errors import UserError
+from dwindle.data import validation_windows
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
 

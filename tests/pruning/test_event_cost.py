@@ -12,13 +12,13 @@ from masked_steps import adamw, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dwindle.anatomy import Group, Layer, Structure
+from dwindle.distributed.async_copy import Fetched, sent
 from dwindle.pruning import saliency
 from dwindle.pruning.gram import finished, regression_from_gram
 from dwindle.pruning.pruner import AdamFisher
 from dwindle.pruning.saliency import Scores, begin_scores, metric_named
-from dwindle.pruning.secondorder import InputStatistics, InputTaps, repair, taps_of
+from dwindle.pruning.second_order import InputStatistics, InputTaps, repair, taps_of
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.transfer import Fetched, sent
 from tiny import random_group, tiny_model, tokens
 
 WAITS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item"}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import dwindle
-from dwindle.compare import CompareOptions, compare
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.pruning import metrics
 from dwindle.pruning.metrics import METRICS, known_metrics, metric_named
 from dwindle.pruning.saliency import begin_scores, score_model
 from dwindle.pruning.surgery import Prunable
-from dwindle.recipe import load_recipe
-from dwindle.reference import recipe_keys
+from dwindle.recipe.recipe import load_recipe
+from dwindle.recipe.reference import recipe_keys
+from dwindle.run.compare import CompareOptions, compare
 from tiny import random_group, tiny_directory, tiny_model
 
 RECIPE = """

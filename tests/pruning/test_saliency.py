@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dwindle.anatomy import Group
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.saliency import METRICS, ElementScores, Scores, metric_named, score_model
 from dwindle.pruning.surgery import Prunable

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 import dwindle
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.quantization import SCHEMES, load, quantize
 from dwindle.quantization.clipping import CLIPS_4, group_clips
 from dwindle.quantization.linear import (

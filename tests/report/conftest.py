@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from dwindle import cli
+from dwindle.commands import main as cli
 
 
 @pytest.fixture(scope="session")

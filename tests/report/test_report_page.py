@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.page import render_page, write_page
 from dwindle.report.run import open_run
 from dwindle.report.summary import summarise

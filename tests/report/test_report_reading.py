@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_runs import make_run, write_lines
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.architecture import find_architecture
 from dwindle.report.jsonlines import GrowingJsonLines
 from dwindle.report.logs import KINDS, LedgerLog, MetricsLog

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.run import Run
 from dwindle.report.server import ReportServer
 

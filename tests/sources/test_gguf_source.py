@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.sources.gguf_model import FAMILIES
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import dwindle
-from dwindle.compare import compare
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.evaluate import load_with_tokenizer
+from dwindle.run.compare import compare
 from dwindle.sources import huggingface, load, load_config, load_tokenizer
 from tiny import FAMILIES, tiny_model
 

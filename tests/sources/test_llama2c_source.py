@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.sources import load, load_config, load_tokenizer
 
 DIM, FFN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ = 32, 44, 3, 4, 2, 300, 64

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from dwindle.errors import UserError
-from dwindle.inspection import inspect
+from dwindle.core.errors import UserError
+from dwindle.run.inspection import inspect
 from dwindle.sources import ALIASES, load, load_config, load_tokenizer
 from tiny import tiny_directory
 

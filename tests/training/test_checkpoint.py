@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from tiny_run import tiny_llama
 from torch import Tensor
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.distributed import safetensors_stream as tensorfile
+from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
 from dwindle.training import checkpoint as module
-from dwindle.training import tensorfile
 from dwindle.training.checkpoint import (
     CheckpointWarning,
     checkpoints_dir,
@@ -33,7 +34,6 @@ from dwindle.training.checkpoint import (
 )
 from dwindle.training.optim import build_adamw
 from dwindle.training.rng import load_rng, rng_state, rng_tensors, seed_everything
-from dwindle.training.tensorfile import read_tensors, write_tensors
 
 
 def save(run: Path, step: int, **options: Any) -> Path:

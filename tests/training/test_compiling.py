@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dwindle.anatomy.modeling_dwindle import classes_for
-from dwindle.training import engine
+from dwindle.distributed import engine
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from tiny_run import VOCAB, RandomBatches, make_trainer, portable_bf16, tiny_llama
 
 from dwindle.anatomy import Group
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.pruning.surgery import Prunable
 from dwindle.training import display as display_module
 from dwindle.training.callbacks import Callback, Validator

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_run import tiny_llama
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.training.optim import LRSchedule, build_adamw, build_schedule
 
 

@@ -11,7 +11,7 @@ import torch
 from tiny_run import RandomBatches, make_trainer, tiny_llama
 from torch import Tensor
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
 from dwindle.training.checkpoint import CheckpointWarning, latest_checkpoint, list_checkpoints, open_checkpoint
 from dwindle.training.loop import Trainer

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.families import Family, family_of
 from dwindle.anatomy.structure import Layer, Structure
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 _LAYER_PREFIX = "model.layers."
 

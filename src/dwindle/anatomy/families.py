@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 CUSTOM_PREFIX = "dwindle_"
 """Model types that dwindle writes itself: ``dwindle_llama`` has the tensors of ``llama``."""

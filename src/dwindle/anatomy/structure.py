@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Kind = Literal["attn", "ffn", "stem"]
 KINDS: tuple[Kind, ...] = ("attn", "ffn", "stem")

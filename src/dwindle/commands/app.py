@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 API_NAMES = {"num_sequences": "sequences", "target": "to"}
 """Arguments of the Python API whose option has another name."""

@@ -44,7 +44,7 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Every metric at every size: held-out loss without training, and with the same training tokens."""
-    from dwindle.compare import compare, options_from
+    from dwindle.run.compare import compare, options_from
 
     options = options_from(
         groups=tuple(_parts(groups)),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, app, print_result
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 
 @app.command()
@@ -23,8 +23,8 @@ def demo(
 
     if not Path(recipe).is_file():
         raise UserError(f"--recipe {recipe}: does not exist here: run dwindle demo in dwindle's checkout, or name it")
-    from dwindle.demo import run_demo
-    from dwindle.recipe import load_recipe
+    from dwindle.recipe.recipe import load_recipe
+    from dwindle.run.demo import run_demo
 
     found = run_demo(load_recipe(recipe), Path(out), sequences=sequences, overwrite=overwrite)
     print_result(found.to_json() if as_json else found.render(), as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Tasks = Annotated[
     list[str] | None,

@@ -8,7 +8,7 @@ import typer
 
 from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
 from dwindle.commands.models import taken_model
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 bench = typer.Typer(help="Measure speed, always beside a baseline of the same run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
@@ -61,8 +61,8 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Round weights (and activations) to 8 or 4 bits, calibrated on text."""
-    from dwindle.posttraining import DEFAULT_TEXT
     from dwindle.quantization import quantize
+    from dwindle.run.prune import DEFAULT_TEXT
 
     found = quantize(
         taken_model(model),
@@ -97,7 +97,7 @@ def latency(
     as_json: Json = False,
 ) -> None:
     """Time prefill and decoding of models side by side, as ratios to the first."""
-    from dwindle.bench.latency import measure_latency
+    from dwindle.evaluation.latency import measure_latency
 
     try:
         counts = [int(part) for part in threads.split(",") if part.strip()]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import app, print_result
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 
 @app.command()
@@ -21,7 +21,7 @@ def keys(
     from rich.table import Table
     from rich.text import Text
 
-    from dwindle.reference import markdown, recipe_keys
+    from dwindle.recipe.reference import markdown, recipe_keys
 
     if as_markdown:
         if word or as_json:

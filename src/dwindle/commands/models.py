@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 
 def taken_model(name: str) -> str:
@@ -42,7 +42,7 @@ def say_odd_sizes(model: str | Path, remedy: str | None) -> None:
 @app.command()
 def inspect(model: Model, as_json: Json = False) -> None:
     """Show layers, heads, widths, parameters by part, and what a group of each type weighs."""
-    from dwindle.inspection import inspect
+    from dwindle.run.inspection import inspect
 
     found = inspect(taken_model(model))
     print_result(found.to_json() if as_json else found.render(), as_json)
@@ -122,7 +122,7 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Prune without training: in one go, or in rounds with new scores; every layer alike, or each by its importance."""
-    from dwindle.posttraining import DEFAULT_TEXT, prune
+    from dwindle.run.prune import DEFAULT_TEXT, prune
 
     if more_data and not data:
         raise UserError(f"unexpected argument {more_data[0]!r}: calibration files follow --data")

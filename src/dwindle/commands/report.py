@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, app, print_result
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 RunDirectory = Annotated[
     list[str],

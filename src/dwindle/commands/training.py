@@ -13,7 +13,7 @@ import typer
 
 from dwindle.commands.app import Json, TextField, app, print_result
 from dwindle.commands.models import say_odd_sizes
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -33,11 +33,11 @@ def pretrain(
     """Continue pretraining a model while it is pruned to a target size."""
     from pathlib import Path
 
-    from dwindle.recipe import load_recipe
+    from dwindle.recipe.recipe import load_recipe
 
     chosen = load_recipe(recipe, overrides or [])  # before the slow imports, so that mistakes are told at once
     if dry_run:
-        from dwindle.plan import make_plan
+        from dwindle.run.plan import make_plan
 
         plan = make_plan(chosen)
         print_result(plan.to_json() if as_json else plan.render(), as_json)
@@ -46,7 +46,7 @@ def pretrain(
     if nproc:
         _launch_new_run(chosen, run, nproc, overwrite, as_json)
         return
-    from dwindle.pretrain import pretrain
+    from dwindle.run.pretrain import pretrain
 
     _print_run(pretrain(chosen, run, overwrite=overwrite), as_json)
 
@@ -59,25 +59,25 @@ def resume(
     if nproc:
         from pathlib import Path
 
-        from dwindle.plan import check_processes
-        from dwindle.recipe import load_recipe
+        from dwindle.recipe.recipe import load_recipe
+        from dwindle.run.plan import check_processes
 
         if not (Path(run) / "recipe.toml").is_file():
             raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
         check_processes(load_recipe(Path(run) / "recipe.toml"), nproc)
         _launch(run, nproc, as_json)
         return
-    from dwindle.pretrain import resume
+    from dwindle.run.pretrain import resume
 
     _print_run(resume(run), as_json)
 
 
 def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json: bool) -> None:
     """Mistakes are found here, once, before any process is started."""
-    from dwindle.plan import check_processes
-    from dwindle.pretrain import begin_run
-    from dwindle.recipe import resolve_recipe
-    from dwindle.replaced import forget_if_not_begun
+    from dwindle.recipe.recipe import resolve_recipe
+    from dwindle.run.overwrite import forget_if_not_begun
+    from dwindle.run.plan import check_processes
+    from dwindle.run.pretrain import begin_run
 
     check_processes(recipe, nproc)
     begin_run(resolve_recipe(recipe), run, overwrite=overwrite)
@@ -88,7 +88,7 @@ def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json:
 
 
 def _launch(run: str, nproc: int, as_json: bool) -> None:
-    from dwindle.training.launch import launch
+    from dwindle.distributed.launch import launch
 
     code = launch(nproc, ["resume", run, *(["--json"] if as_json else [])])
     if code:
@@ -105,8 +105,8 @@ def tokenize(
     as_json: Json = False,
 ) -> None:
     """Write text as memory-mapped token files, which recipes can name in place of the text."""
+    from dwindle.data import write_token_files
     from dwindle.sources import load_tokenizer
-    from dwindle.training.data import write_token_files
 
     files = write_token_files(
         inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"
@@ -120,7 +120,7 @@ def _print_run(result: Any, as_json: bool) -> None:
     """How a run ended, and the command that continues or uses it; of several processes the first says it."""
     from dataclasses import asdict
 
-    from dwindle.recipe import load_recipe
+    from dwindle.recipe.recipe import load_recipe
 
     if os.environ.get("RANK", "0") != "0":
         return

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from dwindle.recipe import ValidationConfig
+    from dwindle.recipe.recipe import ValidationConfig
     from dwindle.training.loop import Trainer
 
 

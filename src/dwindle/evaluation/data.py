@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
 from dwindle.evaluation.tasks import BrokenItem, Item, Origin, Task, make_item
-from dwindle.training.data.compression import COMPRESSIONS, CorruptError, open_compressed
 
 HUB = "hub"
 WHEEL = "wheel"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Tokens = list[int]
 Pair = tuple[Tokens, Tokens]

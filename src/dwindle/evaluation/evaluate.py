@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from dwindle.anatomy import Anatomy
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import Engine, OwnEngine

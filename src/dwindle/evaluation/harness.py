@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.data import TaskData
 from dwindle.evaluation.encoding import Pair
 from dwindle.evaluation.engines import Scored

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.sources import Loaded
 
 _WANTED = "give a path, what dwindle.load returns, or a pair (model, tokenizer)"

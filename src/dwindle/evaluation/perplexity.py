@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.core.names import told_apart
+from dwindle.data.readers import read_documents
 from dwindle.evaluation.data import HUB, find_file, hub_documents, json_lines, read_text
 from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
-from dwindle.names import told_apart
-from dwindle.training.data.readers import read_documents
 
 _HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
 _PAGES = ("wikitext.test.jsonl", "wikitext-2-raw.test.jsonl")

@@ -14,11 +14,11 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
-from dwindle.directories import why_unwritable
-from dwindle.errors import UserError
+from dwindle.core.directories import why_unwritable
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
-from dwindle.finite import finite
-from dwindle.sizes import format_count
 
 FORMAT = "dwindle-eval-1"
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.evaluation.encoding import Pair, Tokens
 from dwindle.training.loss import Precision, autocast_for
 

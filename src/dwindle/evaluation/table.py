@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+from dwindle.core.sizes import format_count
 from dwindle.evaluation.evaluate import (
     EngineName,
     EvalData,
@@ -21,9 +23,7 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.finite import finite
 from dwindle.report.runs import MISSED, list_runs
-from dwindle.sizes import format_count
 from dwindle.sources import check_source, model_of_run
 
 MEASURED = "measured"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Document = Mapping[str, Any]
 Metric = Literal["acc", "acc_norm"]

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
-from dwindle.aliases import alias_of
-from dwindle.sizes import format_count
+from dwindle.core.sizes import format_count
+from dwindle.sources.aliases import alias_of
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 

@@ -15,7 +15,8 @@ import torch
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import is_custom
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import at_least, format_bytes
 from dwindle.export import gguf_writer, verification
 from dwindle.export.files import atomic_file, refuse_existing_file
 from dwindle.export.gguf_vocabulary import vocabulary_of
@@ -24,7 +25,6 @@ from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.resize import Resized, refuse_custom, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
-from dwindle.sizes import at_least, format_bytes
 from dwindle.sources import Loaded, load, model_of_run
 
 FORMATS = ("hf", "gguf", "onnx")

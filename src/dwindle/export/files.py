@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
-from dwindle.directories import is_running, owner, refuse_sources, why_unwritable
-from dwindle.errors import UserError
+from dwindle.core.directories import is_running, owner, refuse_sources, why_unwritable
+from dwindle.core.errors import UserError
 
 
 def refuse_existing_file(

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.sources import needed_tokenizer
 from dwindle.sources.tokenizers_built import pre_tokenizer_named, split_named
 

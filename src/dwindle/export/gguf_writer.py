@@ -13,9 +13,9 @@ import torch
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.families import CUSTOM_PREFIX
-from dwindle.errors import UserError, install_hint
+from dwindle.core.errors import UserError, install_hint
+from dwindle.core.progress import Bar
 from dwindle.export.gguf_vocabulary import Vocabulary
-from dwindle.progress import Bar
 from dwindle.sources.gguf_model import FAMILIES as SOURCE_FAMILIES
 from dwindle.sources.gguf_model import STEM_NAMES
 

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from dwindle.anatomy import Anatomy, Structure, modeling_dwindle
 from dwindle.anatomy.build import is_custom
-from dwindle.directories import atomic_directory, refuse_existing
+from dwindle.core.directories import atomic_directory, refuse_existing
 from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
 from dwindle.training.metrics import json_line

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.request import Request, urlopen
 
-from dwindle.errors import UserError, install_hint
+from dwindle.core.errors import UserError, install_hint
 
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "samplers": ["top_k"], "top_k": 1}
 _FORCED = 1e6

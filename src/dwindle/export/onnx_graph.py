@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from dwindle.anatomy import Anatomy, Layer
-from dwindle.errors import UserError, install_hint
-from dwindle.progress import track
+from dwindle.core.errors import UserError, install_hint
+from dwindle.core.progress import track
 
 OPSET = 18
 _IR_VERSION = 10

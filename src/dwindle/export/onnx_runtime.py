@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.errors import UserError, first_line, install_hint
+from dwindle.core.errors import UserError, first_line, install_hint
 
 NUM_DECODED = 16
 TOLERANCE = 1e-4

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 ENGINES = {
     "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
     "llamacpp-default": "dwindle.export.llamacpp:DefaultLlamaCppEngine",
     "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
-    "torch": "dwindle.bench.torch_engine:TorchEngine",
+    "torch": "dwindle.evaluation.torch_engine:TorchEngine",
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy, Row, Structure
 from dwindle.anatomy.build import build, config_for, is_custom
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 NOTHING = -1
 """A place that is filled with zeros."""

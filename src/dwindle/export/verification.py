@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.export.gguf_vocabulary import PROBES
 from dwindle.export.gguf_writer import BLOCK
 from dwindle.export.process import RuntimeFailure, RuntimeProcess

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy import KINDS, Kind
-from dwindle.errors import UserError
-from dwindle.progress import Bar
+from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
+from dwindle.core.sizes import warn_beyond_positions
 from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.saliency import LayerCurvature, Metric
-from dwindle.pruning.secondorder import InputStatistics, InputTaps, taps_of, units_to_watch
+from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
-from dwindle.sizes import warn_beyond_positions
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens in one pass where windows need not be apart, and as long as their logits stay below ``_PASS_LOGITS``."""

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dwindle.pruning.exchange import Exchange
+from dwindle.distributed.collectives import Exchange
 
 DEFAULT_DAMPING = 0.01
 """λ as a share of the mean diagonal of H over living inputs, when tokens are plenty."""

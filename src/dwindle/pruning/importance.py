@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dwindle.errors import UserError
-from dwindle.training.shards import is_idle, local, several_processes
+from dwindle.core.errors import UserError
+from dwindle.distributed.shards import is_idle, local, several_processes
 
 Distance = Literal["cosine", "euclidean", "manhattan"]
 DISTANCES: tuple[Distance, ...] = get_args(Distance)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.anatomy import KINDS, Anatomy, Group, Structure
-from dwindle.errors import UserError
-from dwindle.pruning.selection import Choice
-from dwindle.sizes import parse_count
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import parse_count
+from dwindle.pruning.strategies.coupled import Choice
 
 FORMAT = 1
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 Curvature = Literal["diagonal", "inverse"]

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy import Structure
-from dwindle.pruning.allocation import DEFAULT_AMPLITUDE, AllocationOptions
-from dwindle.pruning.bucketing import bucketed
-from dwindle.pruning.choosing import ChooserKind, make_chooser
+from dwindle.core.sizes import format_count
+from dwindle.distributed.shards import local
+from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.gram import DEFAULT_DAMPING
 from dwindle.pruning.importance import Distance
-from dwindle.pruning.layerplan import Balance
 from dwindle.pruning.ledger import prune_event, source_event
 from dwindle.pruning.pacing import Horizon, Pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
-from dwindle.pruning.secondorder import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
-from dwindle.pruning.selection import Choice, SelectionOptions, final_count
+from dwindle.pruning.second_order import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
+from dwindle.pruning.strategies.adapt import DEFAULT_AMPLITUDE, AllocationOptions
+from dwindle.pruning.strategies.choosing import ChooserKind, make_chooser
+from dwindle.pruning.strategies.coupled import Choice, SelectionOptions, final_count
+from dwindle.pruning.strategies.layer_plan import Balance
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, sizes_of
-from dwindle.sizes import format_count
 from dwindle.training.callbacks import Callback
 from dwindle.training.metrics import JsonLinesFile
-from dwindle.training.shards import local
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dwindle.anatomy import KINDS, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import places
-from dwindle.pruning.exchange import Exchange, exchange_here
+from dwindle.distributed.async_copy import Fetched
+from dwindle.distributed.collectives import Exchange, exchange_here
+from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.gram import Inputs
 from dwindle.pruning.metrics import METRICS, Metric, Score, metric_named
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.transfer import Fetched
-from dwindle.training.shards import local, row_range, same_everywhere
 
 __all__ = [
     "METRICS",

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import Leaving
 from dwindle.anatomy.build import build, build_on_meta, config_for, cut
+from dwindle.distributed.async_copy import sent
+from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
-from dwindle.pruning.transfer import sent
-from dwindle.training.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, replace
 
 from dwindle.anatomy import Anatomy, Structure
-from dwindle.errors import UserError
-from dwindle.recipe_checks import SHAPE_KEYS
-from dwindle.sizes import format_count, parse_count
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_count, parse_count
+from dwindle.recipe.checks import SHAPE_KEYS
 
 _SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?")
 _FRACTION = re.compile(r"\d*\.\d+|\d+\.")

@@ -18,17 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dwindle.anatomy.build import build_on_meta
-from dwindle.directories import atomic_directory, refuse_existing
-from dwindle.errors import UserError
-from dwindle.posttraining import DEFAULT_TEXT
-from dwindle.progress import track
+from dwindle.core.directories import atomic_directory, refuse_existing
+from dwindle.core.errors import UserError
+from dwindle.core.progress import track
+from dwindle.core.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
+from dwindle.data import calibration_windows, validation_windows
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
-from dwindle.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
+from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import Loaded, huggingface, needed_tokenizer
 from dwindle.sources import load as load_source
-from dwindle.training.data import calibration_windows, validation_windows
 
 FORMAT = 1
 MARKER = "quantization.json"

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy, Layer
-from dwindle.errors import UserError
-from dwindle.progress import track
+from dwindle.core.errors import UserError
+from dwindle.core.progress import track
 from dwindle.quantization.linear import quantize_rows, quantize_tokens
 
 ALPHAS = tuple(step / 10 for step in range(1, 10))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dwindle.errors import UserError
-from dwindle.names import told_apart
+from dwindle.core.errors import UserError
+from dwindle.core.names import told_apart
 from dwindle.report.figure import Figure, Panel, Series
 from dwindle.report.figures import SMOOTH_SHARE, line, size_steps
 from dwindle.report.run import Run

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.summary import encode, fingerprint
 
 SCRIPTS = ("charts.js", "architecture.js", "page.js")

@@ -10,15 +10,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dwindle.directories import atomic_directory
-from dwindle.errors import UserError, install_hint
-from dwindle.progress import track
+from dwindle.core.directories import atomic_directory
+from dwindle.core.errors import UserError, install_hint
+from dwindle.core.progress import track
+from dwindle.core.sizes import format_count
 from dwindle.report.architecture import ArchitectureView, LayerView
 from dwindle.report.figure import Figure, Panel, Series, plain
 from dwindle.report.figures import build_figures
 from dwindle.report.overlay import overlay
 from dwindle.report.run import Run
-from dwindle.sizes import format_count
 
 MARKER = "figures.json"
 WIDTH_IN = 6.4

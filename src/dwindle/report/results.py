@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.sizes import format_bytes, format_count
 from dwindle.report.jsonlines import number, read_json
 from dwindle.report.run import Run
 from dwindle.report.tables import Table
-from dwindle.sizes import format_bytes, format_count
 
 MAX_ROWS = 60
 MAX_COLUMNS = 14

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.architecture import ArchitectureView, find_architecture
 from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog, MetricsLog

@@ -12,12 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_count
 from dwindle.report.jsonlines import Record, number
 from dwindle.report.run import is_run, parse_recipe, read_structure, setting, short_name, status_of
 from dwindle.report.settings import Settings, different_settings, settings_of, short_settings
 from dwindle.report.target import target_missed
-from dwindle.sizes import format_count
 
 MAX_DEPTH = 4
 MISSED = "target missed"

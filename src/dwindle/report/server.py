@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.page import render_page
 from dwindle.report.run import Run
 from dwindle.report.summary import encode, fingerprint, summarise

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.sizes import format_count
 from dwindle.report.architecture import ArchitectureView
 from dwindle.report.figure import plain
 from dwindle.report.figures import NAMES, build_figures
@@ -14,7 +15,6 @@ from dwindle.report.results import result_tables
 from dwindle.report.run import Run
 from dwindle.report.tables import cost_of, cost_table
 from dwindle.report.target import target_count
-from dwindle.sizes import format_count
 
 
 def summarise(run: Run) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dwindle.core.sizes import format_count
 from dwindle.report.clock import running_clock
 from dwindle.report.run import Run
-from dwindle.sizes import format_count
 
 
 @dataclass(slots=True)

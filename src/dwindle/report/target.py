@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.report.jsonlines import Record, number
 
 
@@ -19,7 +19,7 @@ def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
     written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
     if written is not None and written > 0:
         return int(written)
-    from dwindle.recipe_checks import parse_size  # the only thing here that may load torch, and rarely asked
+    from dwindle.recipe.checks import parse_size  # the only thing here that may load torch, and rarely asked
 
     total = number(source.get("parameters"))
     try:

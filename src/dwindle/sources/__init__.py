@@ -1,6 +1,6 @@
 """Where models come from: Hugging Face directories and hub ids, GGUF files, llama2.c files, short aliases."""
 
-from dwindle.aliases import ALIASES
+from dwindle.sources.aliases import ALIASES
 from dwindle.sources.loading import (
     Loaded,
     check_source,

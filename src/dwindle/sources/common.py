@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.modeling_dwindle import classes_for
-from dwindle.errors import UserError, first_line
+from dwindle.core.errors import UserError, first_line
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 """Buffers that earlier versions of transformers stored and later ones compute."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.errors import UserError, install_hint
+from dwindle.core.errors import UserError, install_hint
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -20,8 +20,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from dwindle.anatomy import Structure
 from dwindle.anatomy.build import config_for
 from dwindle.anatomy.modeling_dwindle import layer_shapes
-from dwindle.errors import UserError
-from dwindle.progress import track
+from dwindle.core.errors import UserError
+from dwindle.core.progress import track
 from dwindle.sources.common import config_reason, interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
 

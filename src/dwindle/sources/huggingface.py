@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dwindle.errors import UserError, first_line
+from dwindle.core.errors import UserError, first_line
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

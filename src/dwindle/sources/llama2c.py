@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 from dwindle.sources.common import interleaved_to_halves
 from dwindle.sources.tokenizers_built import finish, sentencepiece
 

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dwindle.aliases import ALIASES
-from dwindle.errors import UserError
-from dwindle.progress import status
+from dwindle.core.errors import UserError
+from dwindle.core.progress import status
 from dwindle.sources import huggingface, llama2c
+from dwindle.sources.aliases import ALIASES
 from dwindle.sources.common import build_model, check_finite, parse_dtype
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 _SPACE = "▁"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from dwindle.errors import UserError
-from dwindle.finite import finite
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
 from dwindle.training.checkpoint import sync_directory, write_checkpoint
 
 if TYPE_CHECKING:
-    from dwindle.training.checkpointwriter import CheckpointWriter
+    from dwindle.training.checkpoint_writer import CheckpointWriter
     from dwindle.training.loop import Trainer
 
 

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.errors import UserError
-from dwindle.sizes import format_bytes
-from dwindle.training.pieces import TensorPieces, files_of
-from dwindle.training.shards import is_sharded, local, row_range
-from dwindle.training.tensorfile import read_tensors, write_tensors
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_bytes
+from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
+from dwindle.distributed.sharded_safetensors import TensorPieces, files_of
+from dwindle.distributed.shards import is_sharded, local, row_range
 
 STATE_FILE = "state.json"
 CHECKSUMS_FILE = "checksums.json"

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from dwindle.sizes import format_count
+from dwindle.core.sizes import format_count
 from dwindle.training.callbacks import Callback
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from dwindle.errors import UserError
-from dwindle.finite import finite
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+from dwindle.distributed.engine import Engine
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
@@ -21,7 +22,6 @@ from dwindle.training.checkpoint import (
     optimizer_tensors,
 )
 from dwindle.training.distill import Teacher
-from dwindle.training.engine import Engine
 from dwindle.training.loss import Precision, weights_dtype
 from dwindle.training.optim import LRSchedule
 from dwindle.training.rng import load_rng, rng_state, rng_tensors

@@ -15,8 +15,8 @@ from weakref import ref
 from torch import nn
 
 from dwindle.anatomy import Anatomy
-from dwindle.errors import UserError
-from dwindle.finite import finite
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import how_to_go_on
 from dwindle.training.flops import flops_per_token, peak_flops

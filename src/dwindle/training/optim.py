@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from dwindle.errors import UserError
+from dwindle.core.errors import UserError
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 

@@ -1,0 +1,284 @@
+"""What the rows of the training benchmark share: shapes, batches, the clock, trainers and pruners."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy import KINDS, Anatomy, Kind, Structure
+from dwindle.core.errors import UserError
+from dwindle.distributed.engine import compile_blocks
+from dwindle.pruning.pacing import Pacing
+from dwindle.pruning.pruner import Pruner, PrunerOptions
+from dwindle.pruning.second_order import DEFAULT_TOKENS
+from dwindle.pruning.strategies.coupled import DEFAULT_MIN_WIDTH, SelectionOptions, smallest
+from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import Shape, Target
+from dwindle.training.callbacks import Callback
+from dwindle.training.flops import PEAK_FLOPS, flops_per_token
+from dwindle.training.loop import Trainer, TrainerOptions
+from dwindle.training.loss import Precision
+from dwindle.training.optim import LRSchedule, build_adamw
+
+SHAPES: dict[str, dict[str, Any]] = {
+    name: {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    }
+    for name, vocab, layers, hidden, heads, kv_heads, ffn in (
+        ("smollm-1.7b", 49152, 24, 2048, 32, 32, 8192),
+        ("smollm2-360m", 49152, 32, 960, 15, 5, 2560),
+        ("smollm2-135m", 49152, 30, 576, 9, 3, 1536),
+        ("tiny", 512, 3, 64, 4, 4, 192),
+    )
+}
+"""Llama shapes by name."""
+ROWS = ("baseline", "off", "pruning", "compacted", *KINDS)
+"""Those named after a type of group are the second-order update, one event every nine steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBench:
+    """What to measure, and the levers."""
+
+    shape: str = "smollm-1.7b"
+    rows: Sequence[str] = ROWS
+    batch: int = 16
+    seq_len: int = 2048
+    steps: int = 20
+    warmup: int = 4
+    device: str = "cuda"
+    precision: Precision = "bf16"
+    compile: bool = True
+    mode: str | None = None
+    """Of torch.compile, such as ``max-autotune-no-cudagraphs``."""
+    chunk_tokens: int = 4096
+    fused_loss: bool = True
+    bf16_residual: bool = False
+    attention: str = "auto"
+    """``flash``, ``cudnn``, or what torch chooses."""
+    multiples: Sequence[int] = (64,)
+    """Row compacted: the shape is rounded up to multiples of each of these."""
+    rounded: int = 0
+    """Row compacted: also a target whose widths are themselves the nearest multiples of this."""
+    compacted_batches: Sequence[int] = ()
+    """Row compacted: sequences per step, one row for each; as many as in the other rows by default."""
+    gram_tokens: int = DEFAULT_TOKENS
+    """Rows with the second-order update: tokens of a step from which inputs are watched."""
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise UserError(f"--shape: {self.shape!r} is unknown: choose {', '.join(SHAPES)}")
+        for option, value, allowed in (
+            ("--device", self.device, ("cuda", "cpu")),
+            ("--precision", self.precision, ("bf16", "fp32")),
+        ):
+            if value not in allowed:
+                raise UserError(f"{option}: {value!r} is unknown: choose {' or '.join(allowed)}")
+        if "pruning" in self.rows and self.steps < 3:
+            raise UserError(f"--steps: {self.steps} is too few for the row pruning, which takes turns: use at least 3")
+        for row in self.rows:
+            if row not in ROWS:
+                raise UserError(f"--rows: {row!r} is unknown: choose from {', '.join(ROWS)}")
+
+
+@dataclass(slots=True)
+class TrainRow:
+    """One line of the table."""
+
+    name: str
+    parameters: int
+    tokens_per_s: float
+    step_ms: float
+    utilisation: float
+    """Model FLOPs (6 per parameter and token, and attention's 12·L·H·d·T) over 989 TFLOP/s."""
+    peak_bytes: int
+    compile_s: float
+    """The first step, compiling included."""
+    loss: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class RandomTokens:
+    """The same kind of batches for every row; made once, on the host, as real data is."""
+
+    def __init__(self, bench: TrainBench, vocab: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, vocab, (4, bench.batch, bench.seq_len + 1), generator=generator)
+        self._tokens = tokens.pin_memory() if bench.device == "cuda" else tokens
+        self.tokens_per_step = bench.batch * bench.seq_len
+        self._step = 0
+
+    def next_step(self) -> list[Tensor]:
+        self._step += 1
+        return [self._tokens[self._step % len(self._tokens)]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class Clock(Callback):
+    """Seconds of every step, the device waited for."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.seconds: list[float] = []
+        self._last = 0.0
+
+    def on_start(self, trainer: Trainer) -> None:
+        self._last = self._now()
+
+    def after_step(self, trainer: Trainer) -> None:
+        now = self._now()
+        self.seconds.append(now - self._last)
+        self._last = now
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter()
+
+
+def build_model(bench: TrainBench) -> Any:
+    """Random weights in fp32, made on the device."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(**SHAPES[bench.shape])
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.train()
+
+
+def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
+    if bench.compile:
+        compile_blocks(model, mode=bench.mode)
+    return build_adamw(model, lr=1e-4)
+
+
+def make_trainer(
+    bench: TrainBench, model: Any, optimizer: torch.optim.Optimizer, callbacks: list[Callback], turns: int = 1
+) -> Trainer:
+    steps = bench.warmup + turns * bench.steps
+    return Trainer(
+        model,
+        optimizer,
+        LRSchedule(kind="constant", lr=1e-4, num_steps=10**6),
+        RandomTokens(bench, model.config.vocab_size),
+        options=TrainerOptions(
+            num_steps=steps,
+            ce_chunk_tokens=bench.chunk_tokens,
+            precision=bench.precision,
+            fused_loss=bench.fused_loss and bench.compile,
+            bf16_residual=bench.bf16_residual,
+            device=bench.device,
+        ),
+        callbacks=callbacks,
+    )
+
+
+def make_pruner(
+    bench: TrainBench,
+    prunable: Prunable,
+    pacing: Pacing,
+    folder: Path,
+    *,
+    groups: tuple[Kind, ...] = KINDS,
+    second_order: bool = False,
+) -> Pruner:
+    """Towards the smallest model there is, which no benchmark reaches; never compacts by itself."""
+    anatomy = prunable.anatomy
+    full = Shape.of(anatomy.source)
+    least = Shape(
+        DEFAULT_MIN_WIDTH if "stem" in groups else full.hidden,
+        1 if "attn" in groups else full.heads,
+        DEFAULT_MIN_WIDTH if "ffn" in groups else full.ffn,
+    )
+    return Pruner(
+        prunable,
+        Target(anatomy.count(smallest(anatomy.source, least)).total),
+        pacing,
+        selection=SelectionOptions(groups=groups),
+        options=PrunerOptions(compact_threshold=1.0, second_order=second_order, gram_tokens=bench.gram_tokens),
+        ledger=folder / "ledger.jsonl",
+        source=bench.shape,
+        rebuild=lambda fresh: prepare(bench, fresh),
+    )
+
+
+def make_row(
+    name: str,
+    bench: TrainBench,
+    anatomy: Anatomy,
+    structure: Structure,
+    seconds: list[float],
+    loss: float,
+    batch: int | None = None,
+) -> TrainRow:
+    """``seconds`` of all steps, the warm-up's first."""
+    per_step = median(seconds[bench.warmup :])
+    tokens_per_s = (batch or bench.batch) * bench.seq_len / per_step
+    peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
+    return TrainRow(
+        name=name,
+        parameters=anatomy.count(structure).total,
+        tokens_per_s=tokens_per_s,
+        step_ms=1000 * per_step,
+        utilisation=tokens_per_s * flops_per_token(anatomy, structure, bench.seq_len) / PEAK_FLOPS["H200"],
+        peak_bytes=peak,
+        compile_s=seconds[0],
+        loss=loss,
+    )
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def reset_peak(device: str) -> None:
+    gc.collect()  # the model of the row before refers to itself through its hooks
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def set_attention(kind: str) -> None:
+    """Leave torch only one fast kernel to choose from."""
+    if kind == "auto":
+        return
+    if kind not in ("flash", "cudnn"):
+        raise UserError(f"--attention: {kind!r} is unknown: choose auto, flash or cudnn")
+    torch.backends.cuda.enable_flash_sdp(kind == "flash")
+    torch.backends.cuda.enable_cudnn_sdp(kind == "cudnn")
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}

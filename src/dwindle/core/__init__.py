@@ -1,0 +1,1 @@
+"""Errors, files, sizes, progress and configuration: what every room uses, and nothing about models."""

@@ -1,0 +1,33 @@
+"""Training data: read text, tokenize it once, and give every rank its samples in an order that one integer names."""
+
+from dwindle.data.batches import BatchStream
+from dwindle.data.config import DataConfig, SourceConfig, check_inputs
+from dwindle.data.mixture import Mixture, PackedDataset
+from dwindle.data.readers import read_documents
+from dwindle.data.sources import TrainingData, open_stream, open_training_data, refuse_shared_text
+from dwindle.data.textwindows import calibration_windows, validation_windows
+from dwindle.data.tokenfiles import TokenFiles, open_token_files, write_token_files
+from dwindle.data.tokenizing import DocumentEncoder, tokenizer_fingerprint
+from dwindle.data.tokenstream import TokenStream
+
+__all__ = [
+    "BatchStream",
+    "DataConfig",
+    "DocumentEncoder",
+    "Mixture",
+    "PackedDataset",
+    "SourceConfig",
+    "TokenFiles",
+    "TokenStream",
+    "TrainingData",
+    "calibration_windows",
+    "check_inputs",
+    "open_stream",
+    "open_token_files",
+    "open_training_data",
+    "read_documents",
+    "refuse_shared_text",
+    "tokenizer_fingerprint",
+    "validation_windows",
+    "write_token_files",
+]

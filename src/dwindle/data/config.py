@@ -1,0 +1,112 @@
+"""The ``[data]`` table of a recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import parse_count
+from dwindle.data.readers import HUB_PREFIX, PYDOC_IDS, expand_inputs, open_input
+from dwindle.data.tokenfiles import is_token_files
+
+
+@dataclass(kw_only=True, slots=True)
+class SourceConfig:
+    """One named source of a mixture: ``[data.sources.books] paths = ["books.jsonl.xz"] weight = 0.7``."""
+
+    paths: list[str] = field(default_factory=list)
+    """Files, wildcards, ``hf:`` ids, ``pydoc`` or directories of token files; read one after the other."""
+    weight: float = 1.0
+    """Share of the training tokens, relative to the weights of the other sources."""
+    max_tokens: int | str | None = None
+    """Use at most this many tokens of each path (``"2B"``); needed for streamed datasets that are endless."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """What to train on, what to validate on, and in which order."""
+
+    train: list[str] = field(default_factory=list)
+    """Training text or token files, as one source; use ``sources`` instead for a weighted mixture."""
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Named sources with weights that are true token ratios."""
+    valid: list[str] = field(default_factory=list)
+    """Validation text or token files; refused if it is also trained on. Empty: no validation."""
+    seq_len: int = 1024
+    """Tokens per training sequence."""
+    text_field: str = "text"
+    """Field of JSON lines, or column of Parquet, that holds the text."""
+    seed: int | None = None
+    """Seed of the sample order; not set takes ``training.seed``."""
+    cache_dir: str | None = None
+    """Where text is kept once tokenized; not set puts it in the run's directory."""
+    valid_tokens: int | str = "256k"
+    """Validate on at most this many tokens, spread evenly over the validation text."""
+
+    def named_sources(self) -> dict[str, SourceConfig]:
+        """The sources, whichever of the two ways they were given."""
+        return self.sources or {"train": SourceConfig(paths=self.train)}
+
+    def trained_on(self) -> list[str]:
+        """The paths of all sources."""
+        return [path for source in self.named_sources().values() for path in source.paths]
+
+    def check_values(self) -> None:
+        """Refuse what cannot work whatever the files hold; looks at none, so a recipe can be read anywhere."""
+        if self.train and self.sources:
+            raise UserError("data.train: cannot be combined with data.sources: make it one more source")
+        if not self.train and not self.sources:
+            raise UserError('data.train: missing: name the training text, for example train = ["books.jsonl"]')
+        if self.seq_len < 2:
+            raise UserError(f"data.seq_len: {self.seq_len} is too short: use at least 2")
+        if not self.text_field:
+            raise UserError("data.text_field: must not be empty: the usual name is text")
+        if parse_count(self.valid_tokens, "data.valid_tokens") < self.seq_len:
+            raise UserError(f"data.valid_tokens: must be at least data.seq_len ({self.seq_len})")
+        for name, source in self.named_sources().items():
+            if not source.paths:
+                raise UserError(f"{self.option_of(name)}: is empty: list at least one file")
+            if not (math.isfinite(source.weight) and source.weight > 0):
+                raise UserError(f"data.sources.{name}.weight: must be above 0: remove the source instead")
+            if source.max_tokens is not None:
+                parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
+        trained = self.trained_on()
+        for path in self.valid:
+            if path in trained:
+                raise UserError(f"data.valid: {path} is also trained on: hold other text out")
+
+    def check(self) -> None:
+        """The same, and files that do not exist, before anything expensive starts."""
+        self.check_values()
+        for name, source in self.named_sources().items():
+            check_inputs(source.paths, self.option_of(name))
+        if self.valid:
+            check_inputs(self.valid, "data.valid")
+
+    def option_of(self, source_name: str) -> str:
+        """How messages call a source's paths."""
+        return f"data.sources.{source_name}.paths" if self.sources else "data.train"
+
+    def make_paths_absolute(self, base: Path) -> None:
+        """So that a saved recipe means the same files wherever it is resumed from."""
+        self.train = [_absolute(path, base) for path in self.train]
+        self.valid = [_absolute(path, base) for path in self.valid]
+        for source in self.sources.values():
+            source.paths = [_absolute(path, base) for path in source.paths]
+        if self.cache_dir is not None:
+            self.cache_dir = _absolute(self.cache_dir, base)
+
+
+def check_inputs(paths: list[str], option: str) -> None:
+    """Refuse missing files and unknown kinds without reading any."""
+    for name in expand_inputs(paths, option):
+        if not is_token_files(name):
+            open_input(name, option=option)
+
+
+def _absolute(path: str, base: Path) -> str:
+    if path in PYDOC_IDS or path.startswith(HUB_PREFIX):
+        return path
+    return str(base.resolve() / Path(path).expanduser())

@@ -1,0 +1,68 @@
+"""About how many tokens a text has, from a look at its beginning: for plans, which read nothing whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dwindle.core.sizes import parse_count
+from dwindle.data.config import DataConfig
+from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
+from dwindle.data.tokenfiles import is_token_files, open_token_files
+from dwindle.data.tokenizing import DocumentEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_READ_FILES = 8
+_READ_CHARS = 4_000_000
+_ENCODED_CHARS = 200_000
+
+
+def streamed_inputs(config: DataConfig) -> list[str]:
+    """What comes from the network, to train on or to validate on."""
+    return [name for name in [*config.trained_on(), *config.valid] if name.startswith(HUB_PREFIX)]
+
+
+def estimated_epochs(
+    config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> Callable[[int], dict[str, float]]:
+    """How often each source has been seen after so many samples, like ``Mixture.epochs``, but before it is tokenized.
+
+    Sources of the network, whose size is not known, are left out; ``tokenizer`` is called only if others are there.
+    """
+    sources = config.named_sources()
+    total = sum(source.weight for source in sources.values())
+    encoder: DocumentEncoder | None = None
+    tokens: dict[str, float] = {}
+    for name, source in sources.items():
+        if any(path.startswith(HUB_PREFIX) for path in source.paths):
+            continue
+        encoder = encoder or DocumentEncoder(tokenizer())
+        option = config.option_of(name)
+        most = float("inf") if source.max_tokens is None else parse_count(source.max_tokens)
+        paths = expand_inputs(source.paths, option)
+        few = paths[:: -(-len(paths) // _READ_FILES)]  # of hundreds of shards some, spread evenly
+        found = [min(_tokens(path, encoder, config.text_field, option), most) for path in few]
+        tokens[name] = sum(found) * len(paths) / len(few)
+
+    def epochs(samples: int) -> dict[str, float]:
+        seen = {name: samples * config.seq_len * sources[name].weight / total for name in tokens}
+        return {name: seen[name] / max(tokens[name], 1) for name in tokens}
+
+    return epochs
+
+
+def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:
+    """Exact for token files; of text the beginning is tokenized and the rest taken to be like it."""
+    if is_token_files(name):
+        return open_token_files(name).num_tokens
+    texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)
+    sample, left = list[str](), _ENCODED_CHARS
+    for text in texts:
+        if left <= 0:
+            break
+        sample.append(text[:left])
+        left -= len(text)
+    num_tokens = sum(len(piece.ids) for piece in encoder.encode(sample))
+    return num_tokens / sum(map(len, sample)) * sum(map(len, texts)) / share

@@ -1,0 +1,381 @@
+"""Documents out of files: text, JSON lines and Parquet, compressed or not, Hugging Face datasets, and ``pydoc``.
+
+Each reader knows how far it has come, so that tokenizing can show progress, and what it has read (size and
+SHA-256), so that token files can say where they come from. Every fault is one line that names the file.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import io
+import json
+import logging
+import lzma
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dwindle.core.errors import UserError, first_line
+from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
+from dwindle.data.pydoc_text import pydoc_documents
+
+HUB_PREFIX = "hf:"
+PYDOC_IDS = {"pydoc": None, "pydoc:train": "train", "pydoc:valid": "valid"}
+ACCEPTED = ".txt, .jsonl (each also .gz, .xz, .zst), .parquet, hf:org/name, pydoc"
+INDEX_NAME = "index.json"
+
+_SPLIT_NAMES = ("train", "validation", "valid", "dev", "test")
+_HASH_BLOCK_BYTES = 1 << 20
+
+
+def read_documents(path_or_id: str, *, text_field: str = "text", option: str = "data") -> Iterator[str]:
+    """The documents of one input, in order, blank ones left out; ``option`` is the name used in error messages."""
+    return open_input(path_or_id, text_field=text_field, option=option).documents()
+
+
+def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data") -> TextInput:
+    """The right reader for a file name or id; refuses what does not exist before anything is read."""
+    if path_or_id in PYDOC_IDS:
+        return PydocInput(path_or_id, option)
+    if path_or_id.startswith(HUB_PREFIX):
+        return HubInput(path_or_id, text_field, option)
+    path = Path(path_or_id).expanduser()
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else None
+    kind = suffixes[-1] if suffixes else ""
+    if path.is_dir():
+        raise UserError(
+            f"{option}: {path_or_id} is a directory without {INDEX_NAME}: name the files in it, "
+            "or a directory written by dwindle tokenize"
+        )
+    if not path.is_file():
+        raise UserError(f"{option}: {path_or_id} does not exist: check the path")
+    if kind == ".parquet" and compression is None:
+        return ParquetInput(path, text_field, option)
+    if kind == ".jsonl":
+        return JsonLinesInput(path, compression, text_field, option)
+    if kind == ".txt":
+        return PlainTextInput(path, compression, option)
+    raise UserError(f"{option}: {path_or_id} has no known kind: accepted are {ACCEPTED}")
+
+
+def expand_inputs(paths: list[str], option: str = "data") -> list[str]:
+    """Wildcards spelled out (sorted), everything else as it is; refuses an empty list and an empty wildcard."""
+    if not paths:
+        raise UserError(f"{option}: no files given: name at least one of {ACCEPTED}")
+    expanded: list[str] = []
+    for name in paths:
+        is_pattern = glob.has_magic(name) and not name.startswith(HUB_PREFIX)
+        if is_pattern and not Path(name).expanduser().exists():
+            found = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
+            if not found:
+                raise UserError(f"{option}: no file matches {name}: check the pattern")
+            expanded += found
+        else:
+            expanded.append(name)
+    return expanded
+
+
+class TextInput(ABC):
+    """One input; ``position`` of ``total`` (in ``unit``) moves while ``documents()`` is iterated."""
+
+    unit = "kB"
+
+    def __init__(self, name: str, option: str) -> None:
+        self.name = name
+        self.option = option
+        self.position = 0
+        self.total = 0
+
+    @abstractmethod
+    def _texts(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def digest(self) -> tuple[int, str]:
+        """Bytes and SHA-256 of the input."""
+
+    @property
+    def cache_key(self) -> str:
+        """What decides whether text tokenized earlier is still the same text."""
+        return self.digest()[1]
+
+    def documents(self) -> Iterator[str]:
+        """Every document that is not blank; refuses an input without any."""
+        empty = True
+        for text in self._texts():
+            if text and not text.isspace():
+                empty = False
+                yield text
+        if empty:
+            raise self._error("contains no text: give a file with at least one document")
+
+    def beginning(self, num_chars: int) -> tuple[list[str], float]:
+        """Documents from the start, at least so many characters, and about which share of the whole they are."""
+        texts, seen = list[str](), 0
+        for text in self.documents():
+            texts.append(text)
+            seen += len(text)
+            if seen >= num_chars:
+                return texts, self._share_read()
+        return texts, 1.0
+
+    def _share_read(self) -> float:
+        return min(max(self.position, 1) / max(self.total, 1), 1.0)
+
+    def _error(self, problem: str, line: int | None = None) -> UserError:
+        place = self.name if line is None else f"{self.name}:{line}"
+        return UserError(f"{self.option}: {place} {problem}")
+
+
+class FileInput(TextInput):
+    """What all inputs on disk share: progress in bytes of the file, its digest, and faults as one line."""
+
+    def __init__(self, path: Path, option: str) -> None:
+        super().__init__(str(path), option)
+        self.path = path
+        self.total = path.stat().st_size // 1000
+        self._digest: tuple[int, str] | None = None
+
+    def digest(self) -> tuple[int, str]:
+        if self._digest is None:
+            sha, size = hashlib.sha256(), 0
+            with self._faults_named(), self.path.open("rb") as file:
+                while block := file.read(_HASH_BLOCK_BYTES):
+                    sha.update(block)
+                    size += len(block)
+            self._digest = size, sha.hexdigest()
+        return self._digest
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, CorruptError) as error:
+            raise self._error(f"is damaged or cut short ({error}): fetch it again") from error
+        except UnicodeDecodeError as error:
+            raise self._error("is not UTF-8 text: convert it, for example with iconv -t utf-8") from error
+        except OSError as error:
+            raise self._error(f"cannot be read ({error.strerror or error})") from error
+
+    @contextmanager
+    def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:
+        with self._faults_named(), self.path.open("rb") as raw:
+            binary = open_compressed(self._counted(raw), compression, f"{self.option}: {self.name}")
+            yield io.TextIOWrapper(binary, encoding="utf-8-sig")
+
+    def _counted(self, raw: BinaryIO) -> io.BufferedReader:
+        return io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
+
+
+class _Counted(io.RawIOBase):
+    """Bytes of a file, with the reader's position moved along."""
+
+    def __init__(self, raw: BinaryIO, owner: FileInput) -> None:
+        self._raw = raw
+        self._owner = owner
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._raw.read(len(buffer))
+        buffer[: len(block)] = block
+        self._owner.position = self._raw.tell() // 1000
+        return len(block)
+
+
+class PlainTextInput(FileInput):
+    """A whole file is one document."""
+
+    def __init__(self, path: Path, compression: str | None, option: str) -> None:
+        super().__init__(path, option)
+        self.compression = compression
+
+    def _texts(self) -> Iterator[str]:
+        with self._open_text(self.compression) as file:
+            yield file.read()
+
+    def beginning(self, num_chars: int) -> tuple[list[str], float]:
+        """Of a file that is one document only so much is read, however long it is."""
+        with self._open_text(self.compression) as file:
+            text = file.read(num_chars)
+            share = self._share_read() if file.read(1) else 1.0
+        if not text or text.isspace():
+            raise self._error("contains no text: give a file with at least one document")
+        return [text], share
+
+
+class JsonLinesInput(FileInput):
+    """One JSON object per line, the document in one of its fields."""
+
+    def __init__(self, path: Path, compression: str | None, text_field: str, option: str) -> None:
+        super().__init__(path, option)
+        self.compression = compression
+        self.text_field = text_field
+
+    def _texts(self) -> Iterator[str]:
+        with self._open_text(self.compression) as file:
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    yield self._text_of(line, number)
+
+    def _text_of(self, line: str, number: int) -> str:
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise self._error(f"is not valid JSON ({error}): fix or remove the line", number) from error
+        if not isinstance(record, dict):
+            raise self._error('is not a JSON object: each line must look like {"text": …}', number)
+        if self.text_field not in record:
+            raise self._error(_no_field(self.text_field, record), number)
+        text = record[self.text_field]
+        if not isinstance(text, str):
+            raise self._error(f"has a field {self.text_field!r} that is not text", number)
+        return _without_lone_surrogates(text)
+
+
+class ParquetInput(FileInput):
+    """One row per document; only the text column is read, a batch of rows at a time."""
+
+    unit = "rows"
+
+    def __init__(self, path: Path, text_field: str, option: str) -> None:
+        super().__init__(path, option)
+        self.text_field = text_field
+
+    def _texts(self) -> Iterator[str]:
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError as error:
+            raise self._error("needs the pyarrow package: pip install pyarrow") from error
+        try:
+            with pyarrow.parquet.ParquetFile(self.path) as file:
+                columns = file.schema_arrow.names
+                if self.text_field not in columns:
+                    raise self._error(_no_field(self.text_field, columns))
+                kind = file.schema_arrow.field(self.text_field).type
+                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                    raise self._error(f"has a column {self.text_field!r} of {kind}, not text")
+                self.total = file.metadata.num_rows
+                for batch in file.iter_batches(batch_size=1024, columns=[self.text_field]):
+                    for text in batch.column(0).to_pylist():
+                        self.position += 1
+                        if text is not None:
+                            yield text
+        except (pyarrow.ArrowException, OSError) as error:
+            raise self._error(f"is damaged or not Parquet ({first_line(error)}): fetch it again") from error
+
+
+class PydocInput(TextInput):
+    """CPython's own language reference, whole or one side of its fixed split."""
+
+    unit = "topics"
+
+    def __init__(self, name: str, option: str) -> None:
+        super().__init__(name, option)
+        self._documents = pydoc_documents(PYDOC_IDS[name])
+        self.total = len(self._documents)
+
+    def _texts(self) -> Iterator[str]:
+        for text in self._documents:
+            yield text
+            self.position += 1
+
+    def digest(self) -> tuple[int, str]:
+        content = "\0".join(self._documents).encode()
+        return len(content), hashlib.sha256(content).hexdigest()
+
+
+class HubInput(TextInput):
+    """``hf:org/name[:config][:split]``, streamed, so that nothing is downloaded that is not read.
+
+    Its cache key is the id alone: a resumed run must map the tokens of the first one even if the hub has
+    changed or cannot be reached.
+    """
+
+    unit = "documents"
+
+    def __init__(self, name: str, text_field: str, option: str) -> None:
+        super().__init__(name, option)
+        self.text_field = text_field
+        self._sha = hashlib.sha256()
+        self._bytes = 0
+        parts = name.removeprefix(HUB_PREFIX).split(":")
+        if not parts[0] or len(parts) > 3 or not all(parts):
+            raise self._error("is not of the form hf:org/name[:config][:split]")
+        if len(parts) == 2 and parts[1] in _SPLIT_NAMES:
+            parts.insert(1, "")
+        self.dataset, self.config, self.split = [*parts, "", ""][:3]
+        self.split = self.split or "train"
+
+    @property
+    def cache_key(self) -> str:
+        return self.name
+
+    def digest(self) -> tuple[int, str]:
+        """Of the text read so far: a stream has no size of its own."""
+        return self._bytes, self._sha.hexdigest()
+
+    def _texts(self) -> Iterator[str]:
+        for record in self._records():
+            if self.text_field not in record:
+                raise self._error(_no_field(self.text_field, record))
+            text = record[self.text_field]
+            if not isinstance(text, str):
+                raise self._error(f"has a field {self.text_field!r} that is not text")
+            encoded = _without_lone_surrogates(text).encode()
+            self._sha.update(encoded + b"\0")
+            self._bytes += len(encoded)
+            self.position += 1
+            yield encoded.decode()
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        try:
+            import datasets
+        except ImportError as error:
+            raise self._error("needs the datasets package: pip install datasets") from error
+        try:
+            with _quiet_hub():
+                stream = datasets.load_dataset(self.dataset, self.config or None, split=self.split, streaming=True)
+                splits = getattr(stream.info, "splits", None) or {}
+                self.total = getattr(splits.get(self.split), "num_examples", None) or 0
+                records = iter(stream)
+                first = list(islice(records, 1))
+            yield from first
+            yield from records
+        except Exception as error:  # the library raises many kinds: network, missing id, missing split
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise self._error(f"cannot be read ({reason}): check the id, its split and the network") from error
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Two lines for each of its retries would bury our one, which says the same; once text flows they are news."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _no_field(field: str, names: Any) -> str:
+    found = ", ".join(map(str, names)) or "none"
+    return f"has no field {field!r} (it has: {found}): set data.text_field or --text-field"
+
+
+def _without_lone_surrogates(text: str) -> str:
+    """JSON may carry half a surrogate pair, which no tokenizer accepts; it becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,108 @@
+"""Windows straight from text, for work on a single model: pruning without training, perplexity."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dwindle.core.errors import UserError
+from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
+from dwindle.data.sources import open_stream
+from dwindle.data.tokenfiles import is_token_files
+from dwindle.data.tokenizing import DocumentEncoder, split_text
+from dwindle.data.tokenstream import MemoryTokens, TokenPart, TokenStream
+from dwindle.data.windows import random_windows, spread_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PASSAGE_CHARS = 20_000
+_CHARS_PER_TOKEN = 8
+_STREAMED_PASSAGES_FACTOR = 4
+
+
+def validation_windows(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_len: int,
+    max_tokens: int,
+    *,
+    cache_dir: Path | None = None,
+    text_field: str = "text",
+    option: str = "data.valid",
+) -> Tensor:
+    """int64 [n, seq_len + 1]: the same windows every time, in the order of the text, never shuffled.
+
+    Above ``max_tokens`` the windows are spread evenly over the text, so that the last file counts as much as the
+    first; of a Hugging Face dataset only the beginning is read. With ``cache_dir`` the text is tokenized once.
+    """
+    encoder = DocumentEncoder(tokenizer)
+    parts: list[TokenPart] = []
+    for name in expand_inputs(list(files), option):
+        limit = max_tokens + 1 if name.startswith(HUB_PREFIX) else None
+        stream = open_stream(
+            [name], encoder, cache_dir=cache_dir, text_field=text_field, max_tokens=limit, option=option
+        )
+        parts += stream.parts
+    return spread_windows(TokenStream(parts), seq_len, max_tokens, option)
+
+
+def calibration_windows(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_sequences: int,
+    seq_len: int,
+    seed: int,
+    text_field: str = "text",
+    option: str = "--data",
+) -> Tensor:
+    """int64 [num_sequences, seq_len]: random windows of the packed text, the same for the same seed.
+
+    Only a random sample of passages is tokenized, so a large text costs little more than reading it.
+    """
+    for name, value in (("num_sequences", num_sequences), ("seq_len", seq_len)):
+        if value < 1:
+            raise UserError(f"calibration {name}: {value} must be at least 1")
+    encoder = DocumentEncoder(tokenizer)
+    names = expand_inputs(list(paths), option)
+    token_dirs = [name for name in names if is_token_files(name)]
+    texts = [name for name in names if name not in token_dirs]
+    parts: list[TokenPart] = list(open_stream(token_dirs, encoder, option=option).parts) if token_dirs else []
+    if texts:
+        num_chars = num_sequences * (seq_len + 1) * _CHARS_PER_TOKEN
+        passages = _sample_passages(texts, num_chars, seed, text_field, option)
+        parts.append(MemoryTokens.encode(", ".join(texts), encoder, passages))
+    return random_windows(TokenStream(parts), num_sequences, seq_len, seed, option)
+
+
+def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str, option: str) -> list[str]:
+    """A random sample of passages, in their order, with at least ``num_chars`` characters if there are as many.
+
+    Every passage draws a number from the seed and its position; the lowest are kept. One pass, bounded memory.
+    """
+    kept: list[tuple[int, int, str]] = []
+    kept_chars = 0
+    for position, text in enumerate(_passages(names, num_chars, text_field, option)):
+        draw = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+        heapq.heappush(kept, (-int.from_bytes(draw, "little"), position, text))
+        kept_chars += len(text)
+        while kept_chars - len(kept[0][2]) >= num_chars:
+            kept_chars -= len(heapq.heappop(kept)[2])
+    return [text for _, _, text in sorted(kept, key=lambda item: item[1])]
+
+
+def _passages(names: Sequence[str], num_chars: int, text_field: str, option: str) -> Iterator[str]:
+    """Documents, long ones cut; of a Hugging Face dataset only a few times what is needed."""
+    for name in names:
+        read_chars = 0
+        for document in open_input(name, text_field=text_field, option=option).documents():
+            yield from split_text(document, _PASSAGE_CHARS)
+            read_chars += len(document)
+            if name.startswith(HUB_PREFIX) and read_chars > _STREAMED_PASSAGES_FACTOR * num_chars:
+                break

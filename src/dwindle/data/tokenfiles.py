@@ -1,0 +1,351 @@
+"""Token files: a directory of memory-mapped shards that is written once and read by any number of runs.
+
+    index.json          what this is: dtype, shards with SHA-256, tokenizer fingerprint, inputs, separator
+    tokens-00000.bin    little-endian uint16 (vocabulary up to 65536) or uint32, documents back to back
+    documents.bin       little-endian uint64, where each document starts
+
+Documents run across shard borders: the shards are one stream that happens to be cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from dwindle.core.directories import atomic_directory, refuse_sources
+from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
+from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens, tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1
+DEFAULT_SHARD_TOKENS = 1 << 28
+
+_KIND = "dwindle-tokens"
+_DOCUMENTS_NAME = "documents.bin"
+_DTYPES = {"uint16": "<u2", "uint32": "<u4"}
+_HASH_BLOCK_BYTES = 1 << 20
+
+
+class TokenFiles:
+    """Token files on disk, memory-mapped; sizes are checked when opened, contents by ``verify()``."""
+
+    def __init__(self, directory: Path, index: dict[str, Any]) -> None:
+        self.directory = directory
+        self.index = index
+        self.num_tokens: int = index["tokens"]
+        self.num_documents: int = index["documents"]["count"]
+        self.end_of_text: int = index["end_of_text"]
+        self.tokenizer_fingerprint: str = index["tokenizer"]
+        self.fingerprint: str = index["sha256"]
+        dtype = np.dtype(_DTYPES[index["dtype"]])
+        self._shards = [np.memmap(directory / shard["file"], dtype=dtype, mode="r") for shard in index["shards"]]
+        self._ends = list(accumulate(len(shard) for shard in self._shards))
+        self._starts = np.memmap(directory / _DOCUMENTS_NAME, dtype="<u8", mode="r")
+
+    @property
+    def label(self) -> str:
+        return str(self.directory)
+
+    @property
+    def document_starts(self) -> npt.NDArray[np.uint64]:
+        return self._starts
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Token ids [start, stop): a view of the map, or a copy where the range crosses shards."""
+        first, last = bisect_right(self._ends, start), bisect_right(self._ends, max(start, stop - 1))
+        if first == last:
+            offset = self._ends[first] - len(self._shards[first])
+            return self._shards[first][start - offset : stop - offset]
+        border = self._ends[first]
+        return np.concatenate([self.read(start, border), self.read(border, stop)])
+
+    def verify(self) -> None:
+        """Read everything once and compare with the SHA-256 of the index; names the file that differs."""
+        entries = [*self.index["shards"], {"file": _DOCUMENTS_NAME, **self.index["documents"]}]
+        total = sum((self.directory / entry["file"]).stat().st_size for entry in entries)
+        with Bar(f"checking {self.directory.name} (kB)", max(total // 1000, 1)) as bar:
+            for entry in entries:
+                if _sha256_of(self.directory / entry["file"], bar) != entry["sha256"]:
+                    raise _damaged(self.directory / entry["file"], "its content differs from its checksum")
+
+    def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
+        """Refuse ids that mean something else to this model."""
+        if fingerprint != self.tokenizer_fingerprint:
+            raise UserError(
+                f"{option}: the tokenizer of {self.directory} does not match the model's: "
+                "run dwindle tokenize again with --model set to this model"
+            )
+
+
+def is_token_files(path: str) -> bool:
+    """Whether a path names a directory with an index, and so token files and not text."""
+    return (Path(path).expanduser() / INDEX_NAME).is_file()
+
+
+def open_token_files(directory: str | Path) -> TokenFiles:
+    """Map token files; refuses what is missing, of another format or of the wrong size."""
+    folder = Path(directory).expanduser()
+    index_path = folder / INDEX_NAME
+    if not index_path.is_file():
+        raise UserError(f"{folder} has no {INDEX_NAME}: give a directory written by dwindle tokenize")
+    try:
+        index = json.loads(index_path.read_text(encoding="utf-8"))
+        is_ours = index["kind"] == _KIND
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(index_path, "it is not an index of token files") from error
+    if not is_ours or index.get("format") != FORMAT:
+        raise UserError(
+            f"{index_path} has format {index.get('format')!r}, this version reads {FORMAT}: run dwindle tokenize again"
+        )
+    try:
+        _check_sizes(folder, index)
+        return TokenFiles(folder, index)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(index_path, f"an entry is missing or wrong ({error})") from error
+    except OSError as error:
+        raise _damaged(folder, f"a file cannot be mapped ({error.strerror or error})") from error
+
+
+def write_token_files(
+    inputs: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    out_dir: str | Path,
+    *,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    text_field: str = "text",
+    max_tokens: int | None = None,
+    overwrite: bool = False,
+    option: str = "data",
+) -> TokenFiles:
+    """Tokenize every input, in order, into one directory, which appears only when it is complete.
+
+    ``max_tokens`` stops early, for inputs that are longer than anyone wants to train on.
+    """
+    names = expand_inputs(list(inputs), option)
+    refuse_sources(Path(out_dir).expanduser(), names)
+    opened = [open_input(name, text_field=text_field, option=option) for name in names]
+    return write_inputs(
+        opened,
+        DocumentEncoder(tokenizer),
+        Path(out_dir).expanduser(),
+        shard_tokens=shard_tokens,
+        max_tokens=max_tokens,
+        overwrite=overwrite,
+    )
+
+
+def write_inputs(
+    inputs: Sequence[TextInput],
+    encoder: DocumentEncoder,
+    out_dir: Path,
+    *,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    max_tokens: int | None = None,
+    overwrite: bool = False,
+    keep_existing: bool = False,
+    out_option: str = "--out",
+) -> TokenFiles:
+    """As ``write_token_files``, for readers and an encoder that are already there.
+
+    ``keep_existing`` is for caches: where another process was faster, its equal result is used. ``out_option`` is what
+    chose the place.
+    """
+    if shard_tokens < 1:
+        raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"max_tokens: {max_tokens} must be at least 1")
+    with atomic_directory(
+        out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
+    ) as folder:
+        with _ShardWriter(folder, encoder.dtype, shard_tokens, max_tokens) as writer:
+            entries = [_write_input(source, encoder, writer) for source in inputs if not writer.is_full]
+        index = {
+            "kind": _KIND,
+            "format": FORMAT,
+            "dtype": encoder.dtype.name,
+            "tokens": writer.num_tokens,
+            "sha256": writer.sha256,
+            "shards": writer.shards,
+            "documents": writer.write_document_starts(),
+            "tokenizer": encoder.fingerprint,
+            "end_of_text": encoder.end_of_text,
+            "beginning_of_text": encoder.beginning_of_text,
+            "inputs": entries,
+        }
+        _write_synced(folder / INDEX_NAME, (json.dumps(index, indent=1) + "\n").encode())
+    return open_token_files(out_dir)
+
+
+class _ShardWriter:
+    """Appends ids to shards of a fixed number of tokens, hashing on the way."""
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any], shard_tokens: int, max_tokens: int | None) -> None:
+        self.num_tokens = 0
+        self.shards: list[dict[str, Any]] = []
+        self._folder = folder
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self._max_tokens = max_tokens
+        self._stream_hash = hashlib.sha256()
+        self._starts: list[npt.NDArray[np.uint64]] = []
+        self._new_starts: list[int] = []
+        self._file: BinaryIO | None = None
+        self._shard_hash = hashlib.sha256()
+        self._in_shard = 0
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._close_shard()
+        elif self._file is not None:
+            self._file.close()
+
+    @property
+    def is_full(self) -> bool:
+        return self._max_tokens is not None and self.num_tokens >= self._max_tokens
+
+    @property
+    def sha256(self) -> str:
+        return self._stream_hash.hexdigest()
+
+    def append(self, piece: EncodedPiece) -> None:
+        if piece.starts_document:
+            self._new_starts.append(self.num_tokens)
+            if len(self._new_starts) >= 1 << 16:
+                self._fold_starts()
+        room = None if self._max_tokens is None else self._max_tokens - self.num_tokens
+        ids = piece.ids[:room]
+        self.num_tokens += len(ids)
+        while len(ids):
+            part = ids[: self._shard_tokens - self._in_shard]
+            self._write(part)
+            ids = ids[len(part) :]
+
+    def write_document_starts(self) -> dict[str, Any]:
+        self._fold_starts()
+        starts = np.concatenate(self._starts)
+        content = starts.astype("<u8").tobytes()
+        _write_synced(self._folder / _DOCUMENTS_NAME, content)
+        return {"count": len(starts), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def _fold_starts(self) -> None:
+        self._starts.append(np.array(self._new_starts, dtype=np.uint64))
+        self._new_starts = []
+
+    def _write(self, part: Tokens) -> None:
+        if self._file is None:
+            self._file = (self._folder / f"tokens-{len(self.shards):05d}.bin").open("wb")
+            self._shard_hash = hashlib.sha256()
+            self._in_shard = 0
+        content = part.astype(self._dtype, copy=False).tobytes()
+        self._file.write(content)
+        self._shard_hash.update(content)
+        self._stream_hash.update(content)
+        self._in_shard += len(part)
+        if self._in_shard == self._shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._file is None:
+            return
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self.shards.append(
+            {
+                "file": f"tokens-{len(self.shards):05d}.bin",
+                "tokens": self._in_shard,
+                "sha256": self._shard_hash.hexdigest(),
+            }
+        )
+        self._file = None
+        self._in_shard = 0
+
+
+def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWriter) -> dict[str, Any]:
+    tokens_before = writer.num_tokens
+    for piece in _with_progress(source, encoder):
+        writer.append(piece)
+        if writer.is_full:
+            break
+    size, sha256 = source.digest()
+    tokens = writer.num_tokens - tokens_before
+    return {"name": Path(source.name).name, "bytes": size, "sha256": sha256, "tokens": tokens}
+
+
+def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[EncodedPiece]:
+    pieces = encoder.encode(source.documents())
+    first = next(pieces)  # some readers know how much there is only once they have started
+    yield first
+    shown = 0
+    name = Path(source.name).name
+    with Bar(f"tokenizing {name} ({source.unit})", max(source.total, source.position, 1)) as bar:
+        for piece in pieces:
+            bar.advance(source.position - shown)
+            shown = source.position
+            yield piece
+
+
+def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
+    if sum(shard["tokens"] for shard in index["shards"]) != index["tokens"]:
+        raise ValueError("token counts do not add up")
+    item_bytes = np.dtype(_DTYPES[index["dtype"]]).itemsize
+    expected = {shard["file"]: shard["tokens"] * item_bytes for shard in index["shards"]}
+    expected[_DOCUMENTS_NAME] = index["documents"]["count"] * 8
+    for name, size in expected.items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is not a plain file name")
+        path = folder / name
+        if not path.is_file():
+            raise _damaged(path, "it is missing")
+        if path.stat().st_size != size:
+            raise _damaged(path, f"it has {path.stat().st_size} bytes, the index says {size}")
+
+
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(
+        f"{path} is damaged ({problem}): delete the directory {path if path.is_dir() else path.parent} "
+        "and tokenize again"
+    )
+
+
+def _sha256_of(path: Path, bar: Bar) -> str:
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            sha.update(block)
+            bar.advance(len(block) // 1000)
+    return sha.hexdigest()
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+__all__ = [
+    "DEFAULT_SHARD_TOKENS",
+    "TokenFiles",
+    "is_token_files",
+    "open_token_files",
+    "tokenizer_fingerprint",
+    "write_inputs",
+    "write_token_files",
+]

@@ -1,0 +1,157 @@
+"""From documents to token ids: which tokenizer this is, how documents are separated, and fast batch encoding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dwindle.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = npt.NDArray[np.generic]
+
+_SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>")
+_BATCH_CHARS = 2_000_000
+_PIECE_CHARS = 500_000
+
+
+class EncodedPiece(NamedTuple):
+    """Token ids of a document, or of a part of a very long one."""
+
+    ids: Tokens
+    starts_document: bool
+
+
+class DocumentEncoder:
+    """Encodes documents the way they are packed for training.
+
+    Every document is followed by the end-of-text token: a token literally named ``<|endoftext|>`` or
+    ``<|end_of_text|>`` where the vocabulary has one (chat models name another token as ``eos``, but were
+    pretrained with that separator), else ``eos``, else ``bos``. A document starts with ``bos`` only where the
+    tokenizer itself puts one (Llama-2, Llama-3, llama2.c), and not where ``bos`` is the end-of-text token, which
+    already stands before the document. No other special token is added; those spelled out in the text are
+    recognised, as the tokenizer normally does.
+
+    Documents above half a million characters are encoded in pieces cut at line ends, so that memory stays
+    bounded; only the token at a cut can differ from encoding the whole.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self.end_of_text = end_of_text_id(tokenizer)
+        self.beginning_of_text = beginning_of_text_id(tokenizer, self.end_of_text)
+        self.dtype = np.dtype("<u2" if _largest_id(tokenizer) < 2**16 else "<u4")
+        self._tokenizer = tokenizer
+        self._backend = _private_backend(tokenizer)
+
+    @property
+    def identity(self) -> str:
+        """Everything that decides which ids a text becomes."""
+        return f"{self.fingerprint}/{self.end_of_text}/{self.beginning_of_text}/{self.dtype.str}"
+
+    def encode(self, documents: Iterable[str]) -> Iterator[EncodedPiece]:
+        """All documents in order, batched so that the tokenizer can use every core."""
+        texts: list[str] = []
+        edges: list[tuple[bool, bool]] = []
+        num_chars = 0
+        for document in documents:
+            pieces = list(split_text(document, _PIECE_CHARS))
+            for number, piece in enumerate(pieces):
+                texts.append(piece)
+                edges.append((number == 0, number == len(pieces) - 1))
+                num_chars += len(piece)
+                if num_chars >= _BATCH_CHARS:
+                    yield from self._encode_batch(texts, edges)
+                    texts, edges, num_chars = [], [], 0
+        yield from self._encode_batch(texts, edges)
+
+    def _encode_batch(self, texts: list[str], edges: list[tuple[bool, bool]]) -> Iterator[EncodedPiece]:
+        for ids, (is_first, is_last) in zip(self._ids(texts), edges, strict=True):
+            if is_first and self.beginning_of_text is not None:
+                ids.insert(0, self.beginning_of_text)
+            if is_last:
+                ids.append(self.end_of_text)
+            yield EncodedPiece(np.array(ids, dtype=self.dtype), is_first)
+
+    def _ids(self, texts: list[str]) -> Iterator[list[int]]:
+        if self._backend is not None:
+            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+                yield encoding.ids
+        else:
+            for text in texts:
+                yield list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over what decides how text becomes ids: vocabulary, merges, normalizer, pre-tokenizer, added tokens.
+
+    Left out is what a mere call changes (padding, truncation) and what only matters for prompts and decoding, so
+    that the fingerprint survives saving, loading and use.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        content: dict[str, Any] = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab()}
+    else:
+        everything = json.loads(backend.to_str())
+        content = {key: everything[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token between documents (see DocumentEncoder)."""
+    vocabulary = tokenizer.get_vocab()
+    for name in _SEPARATOR_NAMES:
+        if name in vocabulary:
+            return int(vocabulary[name])
+    for candidate in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    raise UserError(
+        "tokenizer: it has no end-of-text, eos or bos token to put between documents: set eos_token in its files"
+    )
+
+
+def beginning_of_text_id(tokenizer: PreTrainedTokenizerBase, end_of_text: int) -> int | None:
+    """``bos`` where the tokenizer itself starts a text with it; None otherwise (see DocumentEncoder)."""
+    bos = tokenizer.bos_token_id
+    if bos is None or bos == end_of_text:
+        return None
+    ids = list(tokenizer("a")["input_ids"])
+    return int(bos) if ids and ids[0] == bos else None
+
+
+def split_text(text: str, max_chars: int) -> Iterator[str]:
+    """``text`` in pieces of at most ``max_chars``, cut after a line end, else after a space, else anywhere."""
+    start = 0
+    while len(text) - start > max_chars:
+        stop = start + max_chars
+        cut = text.rfind("\n", start, stop)
+        if cut < 0:
+            cut = text.rfind(" ", start, stop)
+        end = stop if cut < 0 else cut + 1
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(max(tokenizer.get_vocab().values(), default=0), len(tokenizer) - 1)
+
+
+def _private_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """A copy of the fast tokenizer without truncation and padding, which earlier calls may have left switched on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    copy = type(backend).from_str(backend.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy

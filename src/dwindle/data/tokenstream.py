@@ -1,0 +1,150 @@
+"""One long sequence of token ids, in memory or on disk, from one input or several."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dwindle.data.tokenizing import DocumentEncoder, Tokens
+
+_MAX_COMPARED_DOCUMENTS = 200_000
+
+
+class TokenPart(Protocol):
+    """What a stream is made of: token files, or text tokenized in memory."""
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the token ids: equal content, equal fingerprint."""
+
+    @property
+    def document_starts(self) -> npt.NDArray[np.uint64]:
+        """Position of the first token of every document."""
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Token ids [start, stop)."""
+
+    def verify(self) -> None:
+        """Raise UserError unless the content is what it was when it was written."""
+
+
+class MemoryTokens:
+    """Tokens of a text that is not worth a file: calibration, validation of a single model."""
+
+    def __init__(self, label: str, ids: Tokens, document_starts: npt.NDArray[np.uint64]) -> None:
+        self.label = label
+        self.document_starts = document_starts
+        self.fingerprint = hashlib.sha256(np.ascontiguousarray(ids).tobytes()).hexdigest()
+        self._ids = ids
+
+    @classmethod
+    def encode(
+        cls, label: str, encoder: DocumentEncoder, documents: Iterable[str], max_tokens: int | None = None
+    ) -> MemoryTokens:
+        """Tokenize now; used where the documents are few enough to hold."""
+        pieces, starts, num_tokens = [], [], 0
+        for piece in encoder.encode(documents):
+            if piece.starts_document:
+                starts.append(num_tokens)
+            pieces.append(piece.ids)
+            num_tokens += len(piece.ids)
+            if max_tokens is not None and num_tokens >= max_tokens:
+                break
+        ids = np.concatenate(pieces)[:max_tokens]
+        kept = [start for start in starts if start < len(ids)]
+        return cls(label, ids, np.array(kept, dtype=np.uint64))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        return self._ids[start:stop]
+
+    def verify(self) -> None:
+        """Memory needs no check."""
+
+
+class TokenStream:
+    """Parts one after the other, read as if they were one."""
+
+    def __init__(self, parts: Sequence[TokenPart]) -> None:
+        assert parts
+        self.parts = list(parts)
+        self._ends = list(accumulate(part.num_tokens for part in self.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """One part keeps its own; several are hashed together, in order."""
+        if len(self.parts) == 1:
+            return self.parts[0].fingerprint
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Token ids [start, stop) as int64, across parts where needed."""
+        assert 0 <= start <= stop <= len(self), (start, stop, len(self))
+        out = np.empty(stop - start, dtype=np.int64)
+        at = start
+        while at < stop:
+            number = bisect_right(self._ends, at)
+            offset = self._ends[number] - self.parts[number].num_tokens
+            end = min(stop, self._ends[number])
+            out[at - start : end - start] = self.parts[number].read(at - offset, end - offset)
+            at = end
+        return out
+
+    def verify(self) -> None:
+        for part in self.parts:
+            part.verify()
+
+
+def shared_token_count(train: TokenStream, valid: TokenStream) -> int:
+    """How many tokens of ``valid`` lie in documents that ``train`` contains word for word.
+
+    Documents are compared only where their lengths agree, and at most 200,000 of those per part (spread
+    evenly), so that the check stays cheap next to any training set.
+    """
+    wanted: dict[bytes, int] = {}
+    lengths: set[int] = set()
+    for part in valid.parts:
+        starts, sizes = _documents(part)
+        for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
+            key = _document_key(part, start, size)
+            wanted[key] = wanted.get(key, 0) + size
+            lengths.add(size)
+    known = np.fromiter(lengths, dtype=np.int64)
+    found: set[bytes] = set()
+    for part in train.parts:
+        starts, sizes = _documents(part)
+        candidates = np.flatnonzero(np.isin(sizes, known))
+        step = -(-len(candidates) // _MAX_COMPARED_DOCUMENTS) or 1
+        for index in candidates[::step].tolist():
+            key = _document_key(part, int(starts[index]), int(sizes[index]))
+            if key in wanted:
+                found.add(key)
+    return sum(wanted[key] for key in found)
+
+
+def _documents(part: TokenPart) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    starts = part.document_starts.astype(np.int64)
+    return starts, np.diff(starts, append=part.num_tokens)
+
+
+def _document_key(part: TokenPart, start: int, size: int) -> bytes:
+    return hashlib.sha256(part.read(start, start + size).astype("<u4").tobytes()).digest()

@@ -1,0 +1,45 @@
+"""Fixed sets of windows: for validation in the order of the text, for calibration at random from a seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dwindle.core.errors import UserError
+from dwindle.data.mixture import num_windows
+from dwindle.data.permutation import Permutation
+from dwindle.data.tokenstream import TokenStream
+
+
+def spread_windows(stream: TokenStream, seq_len: int, max_tokens: int, option: str) -> Tensor:
+    """int64 [n, seq_len + 1]: all windows in order, or, above ``max_tokens``, as many spread evenly over the text."""
+    available = num_windows(stream, seq_len, option)
+    wanted = min(available, max_tokens // seq_len)
+    if wanted < 1:
+        raise UserError(f"{option}: {max_tokens} tokens are less than one sequence of {seq_len}: allow more")
+    windows = np.empty((wanted, seq_len + 1), dtype=np.int64)
+    for row in range(wanted):
+        start = row * available // wanted * seq_len
+        windows[row] = stream.read(start, start + seq_len + 1)
+    return torch.from_numpy(windows)
+
+
+def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, option: str) -> Tensor:
+    """int64 [num_sequences, seq_len]: disjoint windows in random order; a short text gives evenly spread, overlapping
+    ones instead."""
+    available = len(stream) // seq_len
+    if available < 1:
+        raise UserError(
+            f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or shorter sequences"
+        )
+    order = Permutation(max(available, num_sequences), f"{seed}/calibration")
+    last_start = len(stream) - seq_len
+    windows = np.empty((num_sequences, seq_len), dtype=np.int64)
+    for row in range(num_sequences):
+        if available >= num_sequences:
+            start = order(row) * seq_len
+        else:
+            start = order(row) * last_start // max(num_sequences - 1, 1)
+        windows[row] = stream.read(start, start + seq_len)
+    return torch.from_numpy(windows)

@@ -1,0 +1,103 @@
+"""Who solves a layer's problem when there are several processes, and how its inputs and its result travel.
+
+Problem ``number`` belongs to one process, the next to the next one: Grams are added up (or sampled tokens collected)
+there, and only the small result goes back to all.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dwindle.distributed.shards import several_processes
+
+
+class Exchange(Protocol):
+    """All processes call the same methods in the same order."""
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this process solves problem ``number``."""
+
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        """How many tokens each process has seen, this one ``own``: the same in all problems of one exchange."""
+
+    def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        """The sum over processes, at the owner; what the others get is not used."""
+
+    def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        """The rows of all processes, at the owner; how many each has may differ."""
+
+    def from_owner(self, number: int, tensor: Tensor) -> Tensor:
+        """The owner's tensor, everywhere; the others pass one of its shape."""
+
+
+class Alone:
+    """One process owns everything."""
+
+    def is_mine(self, number: int) -> bool:
+        return True
+
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        return [own]
+
+    def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def from_owner(self, number: int, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Together:
+    """The processes of the default group take turns as owners."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._counts: list[int] = []
+
+    def is_mine(self, number: int) -> bool:
+        return number % self.size == self.rank
+
+    def counts(self, own: int, device: torch.device) -> list[int]:
+        """Asked once: every layer sees the same tokens, and asking means waiting for the device."""
+        if not self._counts:
+            every = torch.zeros(self.size, dtype=torch.int64, device=device)
+            every[self.rank] = own
+            dist.all_reduce(every)
+            self._counts = every.tolist()
+        assert self._counts[self.rank] == own, "layers saw different numbers of tokens"
+        return self._counts
+
+    def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.reduce(total, dst=number % self.size)
+        return total
+
+    def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        counts = self.counts(len(tensor), tensor.device)
+        most = max(counts)
+        padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
+        mine = self.is_mine(number)
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if mine else None
+        dist.gather(padded.contiguous(), parts, dst=number % self.size)
+        if parts is None:
+            return tensor
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def from_owner(self, number: int, tensor: Tensor) -> Tensor:
+        dist.broadcast(tensor, src=number % self.size)
+        return tensor
+
+
+def exchange_here() -> Exchange:
+    """For this process as it was started."""
+    return Together() if several_processes() else Alone()
+
+
+def num_processes() -> int:
+    return dist.get_world_size() if several_processes() else 1

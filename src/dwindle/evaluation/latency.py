@@ -1,0 +1,432 @@
+"""Prefill and decoding time of several models side by side: interleaved, repeated, as ratios to the first one.
+
+Models take turns within every repetition, so that whatever else the machine does falls on all of them alike; the
+median is reported with the quartiles around it. How much of a token's time lies outside the layers (embedding,
+head, sampling, which pruning leaves alone) is measured too: a copy of the model with one layer is timed in the same
+turns, and ``outside = t₁ − (t_L − t₁) / (L − 1)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+
+from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
+from dwindle.core.sizes import format_bytes, format_count
+from dwindle.evaluation.torch_engine import TorchEngine, one_layer
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.sources import Loaded, load
+
+RUNTIMES = ("torch", "llamacpp", "onnx")
+ROUND = 64
+"""Widths that are a multiple of this are what kernels like."""
+
+Timed = Callable[[list[int], int], tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Median, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def __format__(self, spec: str) -> str:
+        """The quartiles on a line of their own, so that columns stay narrow."""
+        return f"{self.median:{spec}}\n{self.low:{spec}}–{self.high:{spec}}"
+
+    def to_json(self) -> dict[str, float]:
+        return {"median": self.median, "low": self.low, "high": self.high}
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """One model in one runtime on one number of threads."""
+
+    name: str
+    runtime: str
+    threads: int
+    parameters: int
+    num_bytes: int
+    prefill_ms: Spread
+    """Per token of the prompt."""
+    decode_ms: Spread
+    """Per generated token."""
+    outside_share: float | None
+    """Share of a generated token's time that is not spent in the layers."""
+    peak_memory: int | None
+    odd_sizes: str
+    """Widths that kernels do not like."""
+    prefill_speedup: float = 1.0
+    decode_speedup: float = 1.0
+    """Median over repetitions of baseline / this one."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 / self.decode_ms.median
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.name,
+            "runtime": self.runtime,
+            "threads": self.threads,
+            "parameters": self.parameters,
+            "bytes": self.num_bytes,
+            "prefill_ms_per_token": self.prefill_ms.to_json(),
+            "decode_ms_per_token": self.decode_ms.to_json(),
+            "tokens_per_second": self.tokens_per_second,
+            "outside_layers_share": self.outside_share,
+            "peak_memory_bytes": self.peak_memory,
+            "odd_sizes": self.odd_sizes,
+            "prefill_speedup": self.prefill_speedup,
+            "decode_speedup": self.decode_speedup,
+        }
+
+
+@dataclass(slots=True)
+class LatencyTable:
+    """All rows of one run; the first model of each runtime and thread count is the baseline."""
+
+    rows: list[Latency] = field(default_factory=list)
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    repeats: int = 0
+    type: str = ""
+
+    def row(self, name: str, runtime: str = "torch", threads: int | None = None) -> Latency:
+        return next(r for r in self.rows if r.name == name and r.runtime == runtime and threads in (None, r.threads))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": self.new_tokens,
+            "repeats": self.repeats,
+            "gguf_type": self.type,
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+    def notes(self) -> list[str]:
+        """Why a smaller model is not faster, where it is not."""
+        found = []
+        for row in self.rows:
+            base = next(r for r in self.rows if (r.runtime, r.threads) == (row.runtime, row.threads))
+            expected = base.parameters / row.parameters
+            if row.parameters >= base.parameters or row.decode_speedup >= 1 + 0.5 * (expected - 1):
+                continue
+            why = [f"{row.outside_share:.0%} of its time lies outside the layers"] if row.outside_share else []
+            if row.odd_sizes:
+                why.append(f"odd sizes ({row.odd_sizes}): export it with --round {ROUND}")
+            found.append(
+                f"{row.name} ({row.runtime}, threads: {row.threads}) has {1 / expected:.0%} of the parameters but "
+                f"decodes only {row.decode_speedup:.2f} × as fast" + (f": {'; '.join(why)}" if why else "")
+            )
+        return found
+
+    def render(self) -> Group:
+        """Two tables, of time and of size, each narrow enough for 80 columns; then what there is to explain."""
+        time = _table("prefill\nms/token", "decode\nms/token", "prefill\n×", "decode\n×")
+        size = _table("tokens/s", "params", "file", "outside\nlayers", "peak\nmemory")
+        for row in self.rows:
+            which = (row.name, f"{row.runtime}, {row.threads}")
+            ratios = (f"{row.prefill_speedup:.2f}", f"{row.decode_speedup:.2f}")
+            time.add_row(*which, f"{row.prefill_ms:.2f}", f"{row.decode_ms:.2f}", *ratios)
+            size.add_row(
+                *which,
+                f"{row.tokens_per_second:.1f}",
+                format_count(row.parameters),
+                format_bytes(row.num_bytes),
+                f"{row.outside_share:.0%}" if row.outside_share is not None else "-",
+                format_bytes(row.peak_memory) if row.peak_memory else "-",
+            )
+        title = (
+            f"latency: prompt of {self.prompt_tokens}, {self.new_tokens} new tokens, batch 1; median of {self.repeats} "
+            "interleaved repetitions, the quartiles below it"
+        )
+        return Group(title, "", time, "", size, *(["", *self.notes()] if self.notes() else []))
+
+
+def _table(*columns: str) -> Table:
+    """Columns after those that say whose row it is; only the name may be broken."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("model", overflow="fold")
+    table.add_column("runtime,\nthreads", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+@dataclass(slots=True)
+class _Runner:
+    """One model ready to be timed, and its copy with a single layer."""
+
+    name: str
+    timed: Timed
+    timed_one_layer: Timed | None
+    parameters: int
+    num_layers: int
+    vocab_size: int
+    num_bytes: int
+    odd_sizes: str
+    process: RuntimeProcess | None = None
+
+
+def measure_latency(
+    models: Mapping[str, Any] | Sequence[str | os.PathLike[str]],
+    *,
+    runtime: str | Sequence[str] = "torch",
+    threads: int | Sequence[int] = 1,
+    prompt_tokens: int = 64,
+    new_tokens: int = 32,
+    repeats: int = 5,
+    type_: str = "f16",
+    round_to: int | None = None,
+) -> LatencyTable:
+    """Time models beside each other; the first one is the baseline of every ratio.
+
+    ``models`` maps names to live models or to anything that ``dwindle.load`` reads. Live models run in this process
+    under torch; everything else runs in a process of its own, whose peak memory is reported. For llama.cpp and ONNX
+    they are exported to a temporary folder first (GGUF in ``type_``; ``round_to`` pads odd sizes).
+    """
+    runtimes = [runtime] if isinstance(runtime, str) else list(runtime)
+    counts = [threads] if isinstance(threads, int) else list(threads)
+    named = dict(models) if isinstance(models, Mapping) else _named(models)
+    _check(named, runtimes, counts, prompt_tokens, new_tokens, repeats)
+    table = LatencyTable([], prompt_tokens, new_tokens, repeats, type_)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dwindle-latency-")))
+        steps = len(runtimes) * len(counts) * (repeats + 1) * len(named)
+        bar = stack.enter_context(Bar("measuring latency", steps))
+        sources = {
+            name: _Source(name, number, given, work, type_, round_to)
+            for number, (name, given) in enumerate(named.items())
+        }
+        for which in runtimes:
+            for count in counts:
+                with ExitStack() as running:
+                    context = prompt_tokens + new_tokens + 8
+                    runners = [source.runner(which, count, context, running) for source in sources.values()]
+                    table.rows += _compare(runners, which, count, prompt_tokens, new_tokens, repeats, bar)
+    return table
+
+
+def _compare(
+    runners: list[_Runner], runtime: str, threads: int, prompt_tokens: int, new_tokens: int, repeats: int, bar: Bar
+) -> list[Latency]:
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = min(runner.vocab_size for runner in runners)
+    prompt = torch.randint(vocab_size, (prompt_tokens,), generator=generator).tolist()
+    prefill: dict[str, list[float]] = {r.name: [] for r in runners}
+    decode: dict[str, list[float]] = {r.name: [] for r in runners}
+    single: dict[str, list[float]] = {r.name: [] for r in runners}
+    for turn in range(repeats + 1):
+        for runner in runners if turn % 2 else reversed(runners):
+            first, then = runner.timed(prompt, new_tokens)
+            alone = runner.timed_one_layer(prompt, new_tokens)[1] if runner.timed_one_layer else None
+            bar.advance()
+            if turn == 0:  # the first turn loads pages and warms caches
+                continue
+            prefill[runner.name].append(first / prompt_tokens)
+            decode[runner.name].append(then)
+            single[runner.name] += [alone] if alone is not None else []
+    base = runners[0].name
+    return [
+        Latency(
+            name=runner.name,
+            runtime=runtime,
+            threads=threads,
+            parameters=runner.parameters,
+            num_bytes=runner.num_bytes,
+            prefill_ms=Spread.of(prefill[runner.name]),
+            decode_ms=Spread.of(decode[runner.name]),
+            outside_share=_outside(decode[runner.name], single[runner.name], runner.num_layers),
+            peak_memory=_peak_memory(runner),
+            odd_sizes=runner.odd_sizes,
+            prefill_speedup=_ratio(prefill[base], prefill[runner.name]),
+            decode_speedup=_ratio(decode[base], decode[runner.name]),
+        )
+        for runner in runners
+    ]
+
+
+def _peak_memory(runner: _Runner) -> int | None:
+    if runner.process is None:
+        return None
+    with _run_of(runner.name):
+        return int(runner.process.call("peak_memory")) or None
+
+
+@contextmanager
+def _run_of(name: str) -> Iterator[None]:
+    """A runtime that refuses a model or dies says so in one line."""
+    try:
+        yield
+    except RuntimeFailure as error:
+        raise UserError(
+            f"bench latency: {name} cannot be run ({error}): check the file, or choose another --runtime"
+        ) from error
+
+
+def _ratio(baseline: list[float], values: list[float]) -> float:
+    """The median of ratios within a turn: drift of the machine cancels."""
+    return statistics.median(b / v for b, v in zip(baseline, values, strict=True))
+
+
+def _outside(whole: list[float], single: list[float], num_layers: int) -> float | None:
+    if not single or num_layers < 2:
+        return None
+    full, one = statistics.median(whole), statistics.median(single)
+    return min(1.0, max(0.0, (one - (full - one) / (num_layers - 1)) / full))
+
+
+def _named(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+    """Short names where they are enough to tell the models apart; one given again, to see the noise, is numbered."""
+    paths = [os.fspath(model) for model in models]
+    short = [Path(path).name or path for path in paths]
+    names = short if len(set(short)) == len(set(paths)) else paths
+    named: dict[str, Any] = {}
+    for name, path in zip(names, paths, strict=True):
+        numbered = (f"{name} ({number})" for number in itertools.count(2))
+        named[next(key for key in itertools.chain([name], numbered) if key not in named)] = path
+    return named
+
+
+def _check(
+    models: dict[str, Any], runtimes: list[str], threads: list[int], prompt_tokens: int, new_tokens: int, repeats: int
+) -> None:
+    if not models:
+        raise UserError("bench latency: give at least one model")
+    for runtime in runtimes:
+        if runtime not in RUNTIMES:
+            raise UserError(f"--runtime {runtime!r}: give one or more of {', '.join(RUNTIMES)}")
+    available = os.cpu_count() or 1
+    for count in threads:
+        if not 1 <= count <= available:
+            raise UserError(f"--threads {count}: this machine has {available} CPUs: give 1 to {available}")
+    for name, value in (("--prompt", prompt_tokens), ("--new", new_tokens), ("--repeats", repeats)):
+        if value < 1:
+            raise UserError(f"{name} {value}: give at least 1")
+
+
+@dataclass(slots=True)
+class _Source:
+    """One model in the forms that the runtimes want, made when they are first asked for."""
+
+    name: str
+    number: int
+    given: Any
+    work: Path
+    type: str
+    round_to: int | None
+    _loaded: Loaded | None = None
+    _files: dict[str, tuple[Path, Path | None]] = field(default_factory=dict)
+
+    def runner(self, runtime: str, threads: int, context: int, running: ExitStack) -> _Runner:
+        model = self.loaded().model
+        facts = {
+            "name": self.name,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "num_layers": int(model.config.num_hidden_layers),
+            "vocab_size": int(model.config.vocab_size),
+            "odd_sizes": odd_sizes(model, 1 if runtime == "torch" else self.round_to or 1),
+        }
+        if runtime == "torch" and not isinstance(self.given, (str, os.PathLike)):
+            live = TorchEngine(model, threads=threads)
+            size = sum(p.nbytes for p in model.parameters())
+            return _Runner(timed=live.timed, timed_one_layer=live.timed_one_layer, num_bytes=size, **facts)
+        path, single = self.files(runtime)
+        engine = "llamacpp-default" if runtime == "llamacpp" else runtime
+        with _run_of(self.name):
+            process = running.enter_context(RuntimeProcess(engine, path, threads=threads, context=context))
+            one_timed = _remote(self.name, process, "timed_one_layer") if runtime == "torch" else None
+            if single is not None:
+                other = running.enter_context(RuntimeProcess(engine, single, threads=threads, context=context))
+                one_timed = _remote(self.name, other)
+        size = _file_size(path) or sum(p.nbytes for p in model.parameters())
+        timed = _remote(self.name, process)
+        return _Runner(timed=timed, timed_one_layer=one_timed, num_bytes=size, process=process, **facts)
+
+    def loaded(self) -> Loaded:
+        if self._loaded is None:
+            if isinstance(self.given, Loaded):
+                self._loaded = self.given
+            elif isinstance(self.given, (str, os.PathLike)):
+                self._loaded = load(self.given)
+            else:
+                self._loaded = Loaded(self.given, None, self.name, "huggingface")
+        return self._loaded
+
+    def files(self, runtime: str) -> tuple[Path, Path | None]:
+        """The model in the runtime's own format, and its copy with one layer where that is another file."""
+        if runtime not in self._files:
+            whole = self.loaded()
+            given = Path(whole.source)
+            if runtime == "torch":
+                self._files[runtime] = given, None
+            elif runtime == "llamacpp" and isinstance(self.given, (str, os.PathLike)) and given.suffix == ".gguf":
+                self._files[runtime] = given, None  # measured as it is, in the type it has
+            else:
+                # Not under the source's own name: its directory's structure and ledger describe all of its layers.
+                single = Loaded(one_layer(whole.model), whole.tokenizer, f"{self.name}, one layer", whole.kind)
+                self._files[runtime] = self._write(runtime, "whole", whole), self._write(runtime, "one", single)
+        return self._files[runtime]
+
+    def _write(self, runtime: str, which: str, loaded: Loaded) -> Path:
+        from dwindle.export.exporting import export
+
+        to = "gguf" if runtime == "llamacpp" else "onnx"
+        target = self.work / f"{self.number}-{which}{'.gguf' if to == 'gguf' else ''}"
+        type_ = self.type if to == "gguf" else None
+        out = export(loaded, to, target, type_=type_, round_to=self.round_to, verify=False).out
+        return out / "model.onnx" if to == "onnx" else out
+
+
+def _remote(name: str, process: RuntimeProcess, method: str = "timed") -> Timed:
+    def timed(ids: list[int], new_tokens: int) -> tuple[float, float]:
+        with _run_of(name):
+            first, then = process.call(method, ids=ids, new_tokens=new_tokens)
+        return float(first), float(then)
+
+    return timed
+
+
+def odd_sizes(model: Any, round_to: int = 1) -> str:
+    """The widths that are no multiple of 64, once they are padded to ``round_to``."""
+    from dwindle.anatomy import Anatomy
+
+    structure = Anatomy.of(model).source
+    widths = {"hidden": [len(structure.hidden)], "FFN": sorted({len(la.ffn) for la in structure.layers})}
+    padded = {name: sorted({-(-size // round_to) * round_to for size in sizes}) for name, sizes in widths.items()}
+    odd = {name: [size for size in sizes if size % ROUND] for name, sizes in padded.items()}
+    return ", ".join(
+        f"{name} {sizes[0]}" + (f"…{sizes[-1]}" if len(sizes) > 1 else "") for name, sizes in odd.items() if sizes
+    )
+
+
+def _file_size(path: Path) -> int | None:
+    """None for aliases and hub ids, which are no path."""
+    if not path.exists():
+        return None
+    if path.is_dir():
+        return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    data = path.with_name(f"{path.name}.data")
+    return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)

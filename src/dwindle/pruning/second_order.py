@@ -1,0 +1,354 @@
+"""The life cycle of the second-order update (EfficientLLM-B): watch inputs, regress, repair what remains.
+
+``InputTaps`` listens at the linear layers whose input columns can leave: ``o`` and ``down``, and the readers of every
+norm's output for the stem. ``repair`` then changes the columns that stay, before the others are zeroed.
+
+- Tied embeddings: the head is the embedding table; repairing it would change what every token *enters* with, so a
+  tied head is not repaired (its tensor is not a reader in the anatomy). An untied head is.
+- Norms: they divide by the living width, so when hidden channels leave, what they put out is scaled by a factor c that
+  is nearly the same for all tokens; the gain of every norm in front of readers is divided by it.
+- Adam's moments stay. The gradient of a kept column is (dL/dy)·x_kept; the update is made so that y, and with it
+  dL/dy, hardly changes, and x is not touched at all. So the moments describe the new weights as well as the old.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dwindle.anatomy import Anatomy, Kind, Row, Structure
+from dwindle.anatomy.anatomy import Leaving
+from dwindle.data.batches import BatchStream
+from dwindle.distributed.async_copy import sent
+from dwindle.distributed.collectives import Exchange, exchange_here, num_processes
+from dwindle.distributed.shards import gathered, is_idle, local
+from dwindle.pruning.gram import (
+    DEFAULT_DAMPING,
+    Gram,
+    Inputs,
+    Regression,
+    Sample,
+    finished,
+    removal_update,
+    spread,
+)
+from dwindle.pruning.saliency import Metric
+from dwindle.pruning.surgery import Prunable
+
+DEFAULT_TOKENS = 4096
+"""Tokens from which a layer's Gram is made."""
+
+Sink = Callable[[str, Tensor], None]
+
+
+def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool) -> tuple[str, ...]:
+    """The kinds of columns whose inputs are needed: those that can leave, and those that the metric scores."""
+    of = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
+    units = [of[kind] for kind in groups] if second_order else []
+    return tuple(dict.fromkeys([*(("query", "ffn") if "inputs" in metric.needs else ()), *units]))
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """One input, and the matrices that read it (their columns leave together)."""
+
+    key: str
+    """The module that is listened to."""
+    rows: tuple[Row, ...]
+    unit: str
+    """What the columns count: ``query``, ``ffn`` or ``hidden``."""
+    at_output: bool = False
+    """Whether the input is that module's output (the head is not always called as a module)."""
+    norm: str | None = None
+    """The gain of the norm that makes this input; None where readers see the stream itself (OLMo 2)."""
+
+    @property
+    def layer(self) -> int | None:
+        """Where its columns are counted: one layer's, or (hidden) those of all."""
+        return None if self.unit == "hidden" else self.rows[0].layer
+
+
+def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden")) -> list[Tap]:
+    """Every input of the model that can lose columns, from the anatomy table alone."""
+    readers: dict[tuple[str, str], list[Row]] = {}
+    for row in anatomy.rows:
+        if row.layer is not None and len(row.axes) == 2 and row.axes[1][0] in units:
+            parent = row.module.rpartition(".")[0]
+            readers.setdefault((parent, row.axes[1][0]), []).append(row)
+    names = {row.name for row in anatomy.rows}
+    taps = [
+        Tap(rows[0].module, tuple(rows), unit, norm=_norm_before(parent, names) if unit == "hidden" else None)
+        for (parent, unit), rows in readers.items()
+    ]
+    if "hidden" in units:
+        heads = tuple(row for row in anatomy.rows if row.name == "lm_head.weight")  # none where it is tied
+        taps.append(Tap("model.norm", heads, "hidden", at_output=True, norm="model.norm.weight"))
+    return taps
+
+
+def _norm_before(parent: str, names: set[str]) -> str | None:
+    """Families with an input norm have one before the attention and one before the FFN."""
+    layer, _, part = parent.rpartition(".")
+    if f"{layer}.input_layernorm.weight" not in names:
+        return None
+    return f"{layer}.{'input' if part == 'self_attn' else 'post_attention'}_layernorm.weight"
+
+
+class InputTaps:
+    """Hands samples of layer inputs to ``sink`` while open.
+
+    The hooks stay in place for good and look at a plain attribute, and what they see is stored on the module: so
+    they work inside compiled layers, where hooks that come and go would be ignored. They stay open during the
+    backward pass, so that recomputed activations meet the same graph.
+    """
+
+    def __init__(self, model: Any, taps: list[Tap], sink: Sink, *, only_in_training: bool = False) -> None:
+        self.taps, self.sink, self.only_in_training = taps, sink, only_in_training
+        self._left = 0
+        self._shares: list[int] = []
+        """Tokens that each of the next passes may give, the next one last."""
+        self._is_placeholder = False
+        """A batch of nothing but token 0: an idle process among several takes part with one, and it must not count."""
+        backbone: nn.Module = model.model
+        self._modules: list[Any] = [model.get_submodule(tap.key) for tap in taps]
+        self._handles: list[RemovableHandle] = []
+        for tap, module in zip(taps, self._modules, strict=True):
+            module.tap_stride = 0
+            module.tapped = None
+            listen = module.register_forward_hook(_keep_output) if tap.at_output else None
+            self._handles.append(listen or module.register_forward_pre_hook(_keep_input))
+        self._handles.append(backbone.register_forward_pre_hook(self._before, with_kwargs=True))
+        self._handles.append(backbone.register_forward_hook(self._after))
+
+    def open(self, num_tokens: int, num_passes: int = 1) -> None:
+        """From the next forward pass on, until this many tokens were seen: as many in each of so many passes."""
+        self._left = num_tokens
+        self._shares = _shares(num_tokens, num_passes)[::-1]
+
+    def close(self) -> None:
+        self._left = 0
+        self._set_stride(0)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            del module.tap_stride, module.tapped
+
+    def _set_stride(self, stride: int) -> None:
+        for module in self._modules:
+            module.tap_stride = stride
+            module.tapped = None
+
+    def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tokens are taken at even distances over the batch: its share, or as many as are still wanted."""
+        given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        batch, length = (given or args)[0].shape[:2]
+        wanted = 0
+        if self._left > 0 and (backbone.training or not self.only_in_training):
+            wanted = min(self._shares.pop(), self._left) if self._shares else self._left
+        self._set_stride(-(-batch * length // wanted) if wanted else 0)
+        self._is_placeholder = is_idle(backbone)
+
+    def _after(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen = 0
+        for tap, module in zip(self.taps, self._modules, strict=True):
+            if module.tapped is not None:
+                x_TN = module.tapped[:0] if self._is_placeholder else module.tapped
+                seen = len(x_TN)
+                self.sink(tap.key, x_TN)
+                module.tapped = None
+        self._left -= seen
+
+
+def _shares(num_tokens: int, num_passes: int) -> list[int]:
+    """Equal ones, so that compiled layers need one graph; of passes that are more than tokens, evenly spread ones."""
+    if num_tokens >= num_passes:
+        return [num_tokens // num_passes] * num_passes
+    return [num_tokens * (n + 1) // num_passes - num_tokens * n // num_passes for n in range(num_passes)]
+
+
+def _keep_input(module: Any, args: tuple[Tensor, ...]) -> None:
+    if module.tap_stride:
+        module.tapped = _thinned(args[0], module.tap_stride)
+
+
+def _keep_output(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+    if module.tap_stride:
+        module.tapped = _thinned(output, module.tap_stride)
+
+
+def _thinned(x_BLN: Tensor, stride: int) -> Tensor:
+    """Every so many tokens, in the precision that the layer computes in."""
+    x_TN = x_BLN.detach().flatten(0, -2)[::stride]
+    device = x_TN.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TN.dtype
+    return x_TN.to(dtype, copy=True)  # a view would keep all activations alive
+
+
+class InputStatistics(Mapping[str, Inputs]):
+    """Inputs by tap, as Grams or as samples, whichever is smaller."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._by_key: dict[str, Inputs] = {}
+
+    def add(self, key: str, x_TN: Tensor) -> None:
+        if key not in self._by_key:
+            is_wide = 4 * x_TN.shape[1] >= x_TN.element_size() * self.num_tokens
+            self._by_key[key] = Sample() if is_wide else Gram()
+        self._by_key[key].add(x_TN)
+
+    def clear(self) -> None:
+        self._by_key.clear()
+
+    def __getitem__(self, key: str) -> Inputs:
+        return self._by_key[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_key)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+
+class InputWatch:
+    """Watches the inputs of a model in training, for one step at a time; follows it through compactions."""
+
+    def __init__(self, units: tuple[str, ...], num_tokens: int) -> None:
+        self._units = units
+        self._quota = -(-num_tokens // num_processes())
+        self.inputs = InputStatistics(self._quota)
+        self._taps: InputTaps | None = None
+        self._model: object = None
+
+    def attach(self, prunable: Prunable) -> None:
+        """To the model as it is now, before its first step: a layer that is already compiled sees no new hooks."""
+        if prunable.model is not self._model:
+            taps = taps_of(prunable.anatomy, self._units)
+            self._taps = InputTaps(prunable.model, taps, self.inputs.add, only_in_training=True)
+            self._model = prunable.model
+
+    def listen(self, batches: object) -> None:
+        """In the next step of these batches: tokens from all its micro-batches, or all tokens if that many are wanted.
+
+        Batches that do not say how many micro-batches a step has give what is wanted as early as they can.
+        """
+        assert self._taps is not None
+        num_passes = 1
+        if isinstance(batches, BatchStream):
+            sequences = -(-batches.sequences_per_step // batches.world_size)
+            if sequences * batches.seq_len > self._quota:
+                num_passes = batches.num_micro_batches
+        self._taps.open(self._quota, num_passes)
+
+    def forget(self) -> None:
+        """After the step: free what was kept."""
+        self.inputs.clear()
+        if self._taps is not None:
+            self._taps.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One input that loses columns; the tensors are on the device."""
+
+    number: int
+    tap: Tap
+    gone_P: Tensor
+    kept_R: Tensor
+
+
+@torch.no_grad()
+def repair(
+    prunable: Prunable,
+    keep: Structure,
+    inputs: Mapping[str, Inputs],
+    *,
+    damping: float = DEFAULT_DAMPING,
+    exchange: Exchange | None = None,
+) -> None:
+    """Change the columns that stay so that every layer's output moves least when ``keep`` becomes all that is alive.
+
+    Call it before ``Prunable.kill(keep)``. Rows that are dead, or die with the same event, stay or become zero.
+
+    All problems are given to the device before the first result is looked at.
+    """
+    exchange = exchange or exchange_here()
+    problems = _problems(prunable, keep)
+    factors: dict[int, Tensor] = {}
+    regressions: dict[int, Regression] = {}
+    for problem in problems:
+        number, tap = problem.number, problem.tap
+        gain = None if tap.norm is None else gathered(prunable.parameters[tap.norm])
+        seen = inputs[tap.key].at_owner(number, exchange)
+        if exchange.is_mine(number):
+            if gain is not None:
+                factors[number] = norm_factor(seen.mean_square(), gain, problem.gone_P, len(problem.kept_R))
+            if tap.rows:
+                regressions[number] = seen.regression(problem.gone_P, problem.kept_R, damping)
+    found = dict(zip(regressions, finished(list(regressions.values())), strict=True))
+    for problem in problems:
+        _apply(prunable, problem, found.get(problem.number), factors.get(problem.number), exchange)
+
+
+def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
+    """Every input that loses columns now; what is known of them on the host is sent to the device at once."""
+    leaving = prunable.anatomy.leaving(prunable.alive, keep, prunable.physical)
+    units = tuple(dict.fromkeys(unit for unit, _ in leaving if unit != "kv"))
+    taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in leaving]
+    one_each = {(tap.unit, tap.layer): tap for tap in taps}
+    places = {key: columns(prunable, tap, leaving) for key, tap in one_each.items()}
+    device = next(iter(prunable.parameters.values())).device
+    there = iter(sent([part for pair in places.values() for part in pair], device))
+    on_device = {key: (next(there), next(there)) for key in places}
+    return [_Problem(number, tap, *on_device[tap.unit, tap.layer]) for number, tap in enumerate(taps)]
+
+
+def _apply(
+    prunable: Prunable, problem: _Problem, a_PR: Tensor | None, factor: Tensor | None, exchange: Exchange
+) -> None:
+    """The owner's result, to all readers of the input and to the norm before it."""
+    parameters, tap, gone_P = prunable.parameters, problem.tap, problem.gone_P
+    weights = [local(parameters[row.name]) for row in tap.rows]
+    gain = None if tap.norm is None else local(parameters[tap.norm])
+    if weights:
+        width = weights[0].shape[1]
+        a_PN = weights[0].new_zeros(len(gone_P), width)
+        if a_PR is not None:
+            a_PN = spread(a_PR.to(a_PN.dtype), problem.kept_R, width)
+        a_PN = exchange.from_owner(problem.number, a_PN)
+        for weight in weights:
+            removal_update(weight, gone_P, a_PN)
+    if gain is not None:
+        factor = gain.new_zeros(()) if factor is None else factor.to(gain.dtype)
+        gain.div_(exchange.from_owner(problem.number, factor))
+
+
+def norm_factor(mean_square_N: Tensor, gain_N: Tensor, gone_P: Tensor, num_kept: int) -> Tensor:
+    """c = √((kept/all) / (1 − e)): what dividing by the living width does to a norm's output when channels leave.
+
+    e is their mean share of the squared length of what the norm reads: (x/gain)² averages to 1 over all channels.
+    """
+    num_all = num_kept + len(gone_P)
+    gain_P = gain_N[gone_P].to(mean_square_N.dtype)
+    share = torch.where(gain_P == 0, 1.0, mean_square_N[gone_P] / gain_P.square()).sum() / num_all
+    return (num_kept / num_all / (1 - share.clamp(0.0, 0.9))).sqrt()
+
+
+def columns(prunable: Prunable, tap: Tap, leaving: Leaving) -> tuple[Tensor, Tensor]:
+    """Where the columns that leave and that stay lie in the tensors as they are now."""
+    kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
+    stays = ~prunable.dead[kinds[tap.unit]][tap.layer or 0]
+    gone = torch.tensor(leaving[tap.unit, tap.layer])
+    stays[gone] = False
+    stretch = prunable.anatomy.stretch(tap.unit)
+    both = (gone, stays.nonzero()[:, 0])
+    gone_P, kept_R = ((where[:, None] * stretch + torch.arange(stretch)).flatten() for where in both)
+    return gone_P, kept_R

@@ -1,0 +1,1 @@
+"""What is removed next: coupled groups, the global mixture, layer-adaptive sizes."""

@@ -1,0 +1,1 @@
+"""Where the rooms meet: plans, runs and the functions behind the commands."""

@@ -1,0 +1,466 @@
+"""Every metric at every size, on the same text: without training, and with the same number of training tokens.
+
+The table of the paper's author feedback ("LLM-Pruner, SparseGPT and Wanda metrics") in miniature. All metrics are
+scored from one calibration, so that they differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from dwindle.anatomy import KINDS, Anatomy, Kind
+from dwindle.core.directories import atomic_directory, refuse_existing
+from dwindle.core.errors import UserError, install_hint
+from dwindle.core.json_safe import finite
+from dwindle.core.progress import Bar
+from dwindle.core.sizes import check_sequences, format_count, parse_count
+from dwindle.data import DataConfig, calibration_windows, check_inputs, validation_windows
+from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
+from dwindle.pruning.calibration import Calibration, calibrate
+from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
+from dwindle.pruning.second_order import repair
+from dwindle.pruning.strategies.coupled import SelectionOptions, Selector
+from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import Shape, Target, parse_target
+from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
+from dwindle.run.pretrain import pretrain
+from dwindle.run.prune import DEFAULT_TEXT, choose_groups
+from dwindle.sources import Loaded, load, load_config, needed_tokenizer
+from dwindle.training.loss import evaluate_loss
+
+FILE = "compare.json"
+FORMAT = "dwindle-compare-1"
+DEFAULT_METRICS = ("taylor", "obd", "wanda", "obc", "magnitude", "random")
+DEFAULT_RATIOS = ("10%", "36%", "51%", "74%")
+
+
+@dataclass(slots=True)
+class Cell:
+    """One metric at one size; losses in nats per token on the held-out text."""
+
+    metric: str
+    second_order: bool
+    ratio: str
+    removed: float
+    """The share of all parameters that left."""
+    parameters: int
+    shape: dict[str, int]
+    loss: float
+    """Without training."""
+    trained_loss: float | None = None
+    """Pruned to the same size while training."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """Accuracies without training."""
+    trained_tasks: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric} + second order" if self.second_order else self.metric
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All cells, and the untouched source beside them."""
+
+    model: str
+    parameters: int
+    loss: float
+    tasks: dict[str, float]
+    calibration_tokens: int
+    valid_tokens: int
+    training_tokens: int
+    seed: int
+    cells: list[Cell]
+    complete: bool = True
+    """False where it was interrupted: the other cells are missing."""
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = finite({"format": FORMAT, **asdict(self)})
+        return found
+
+    def render(self) -> Table:
+        """One row for each metric, one column for each size; with training, ``before → after``."""
+        ratios = list(dict.fromkeys(cell.ratio for cell in self.cells))
+        title = f"{self.model}: nats per token on held-out text; untouched {self.loss:.3f}"
+        if self.training_tokens:
+            title += f"; without training → with {format_count(self.training_tokens)} tokens"
+        if self.tasks:
+            title += f"; below it {_task_words(self.tasks)}, untouched {_average(self.tasks):.1%}"
+        table = Table("removed", title=title, title_justify="left")
+        by_place = {(cell.name, cell.ratio): cell for cell in self.cells}
+        for ratio in ratios:
+            sizes = {cell.parameters for cell in self.cells if cell.ratio == ratio}
+            table.add_column(f"{ratio}\n{format_count(max(sizes))} left", justify="right")
+        for name in dict.fromkeys(cell.name for cell in self.cells):
+            label = f"{name}\n  {_task_words(self.tasks)}" if self.tasks else name
+            table.add_row(label, *(_text(by_place.get((name, ratio))) for ratio in ratios))
+        return table
+
+
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    text = f"{cell.loss:.3f}"
+    if cell.trained_loss is not None:
+        text += f" → {cell.trained_loss:.3f}"
+    if cell.tasks:
+        text += f"\n{_average(cell.tasks):.1%}"
+        text += f" → {_average(cell.trained_tasks):.1%}" if cell.trained_tasks else ""
+    return text
+
+
+def _average(tasks: dict[str, float]) -> float:
+    return sum(tasks.values()) / len(tasks)
+
+
+def _task_words(tasks: dict[str, float]) -> str:
+    return next(iter(tasks)) if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareOptions:
+    """What every cell has in common."""
+
+    groups: tuple[Kind, ...] = KINDS
+    attention: Literal["cluster", "regular"] = "regular"
+    num_sequences: int = 64
+    seq_len: int = 256
+    valid_tokens: int = 16384
+    text_field: str = "text"
+    """Field of JSON lines, or column of Parquet, that holds the text."""
+    damping: float = DEFAULT_DAMPING
+    tokens: int = 0
+    """Training tokens of every cell; 0: no training."""
+    tokens_per_step: int = 8192
+    lr: float = 6e-4
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def selection(self) -> SelectionOptions:
+        return SelectionOptions(groups=self.groups, attention=self.attention)
+
+
+def compare(
+    source: str | PathLike[str],
+    *,
+    metrics: Sequence[str] = DEFAULT_METRICS,
+    to: Sequence[str] = DEFAULT_RATIOS,
+    second_order: bool = False,
+    data: Sequence[str] = (),
+    valid: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    task_data: Sequence[str] = (),
+    task_limit: int | None = None,
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    options: CompareOptions | None = None,
+) -> Comparison:
+    """Prune with every metric to every size and measure; ``second_order`` adds a second row for each metric.
+
+    ``to`` lists what is **removed**, as in the paper's table (``"10%"``, ``"10%nonemb"``), or sizes (``"100M"``).
+    Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
+    An interrupted comparison leaves the cells that are done in ``out``.
+    """
+    options = options or CompareOptions()
+    check_sequences(options.num_sequences, options.seq_len)
+    names = list(dict.fromkeys(metrics))
+    if not names:
+        raise UserError("metrics: none given: name some, such as taylor,wanda,random")
+    needs = frozenset().union(*(metric_named(name).needs for name in names))
+    targets = _targets(source, to, options)
+    data, valid = _texts(data, valid, options)
+    if out is not None:
+        _check_output(Path(out), overwrite, [source, *data, *valid])
+    questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
+    loaded = load(source, device=options.device)
+    needed_tokenizer(loaded.tokenizer, loaded.source)
+    windows, held_out = _windows(loaded, data, valid, options)
+    work = _Work(loaded, Prunable(loaded.model), options, held_out, questions, list(data), list(valid))
+    found = calibrate(work.base, windows, Metric(_no_score, needs), second_order=second_order)
+    result = work.untouched(windows.numel())
+    try:
+        work.fill(result, found, names, targets, (False, True) if second_order else (False,))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*_keep_finished(result, out, overwrite)) from None
+    if out is not None:
+        write_comparison(result, Path(out), overwrite=overwrite)
+    return result
+
+
+def _keep_finished(result: Comparison, out: str | PathLike[str] | None, overwrite: bool) -> tuple[str, ...]:
+    """Write the cells of an interrupted comparison; what to say about it."""
+    result.complete = False
+    if out is None or not result.cells:
+        return ()
+    write_comparison(result, Path(out), overwrite=overwrite)
+    return (f"cells that are done and in {out}: {len(result.cells)}; begin anew with --overwrite",)
+
+
+def removal_target(text: str) -> str:
+    """``10%`` and ``0.1`` mean that much leaves, in the words of ``--to`` of prune, which says what stays."""
+    share = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?\s*", text)
+    plain = re.fullmatch(r"\s*(0?\.\d+)\s*", text)
+    if share is None and plain is None:
+        return text.strip()
+    removed = float(share[1]) if share is not None else 100 * float(plain[1])  # type: ignore[index]
+    if not 0 < removed < 100:
+        raise UserError(f"--to {text.strip()}: is what leaves, and must lie between 0% and 100%")
+    return f"{100 - removed:.10g}%{(share[2] or '') if share is not None else ''}"
+
+
+def _targets(source: str | PathLike[str], to: Sequence[str], options: CompareOptions) -> dict[str, Target]:
+    """All sizes, refused before anything is loaded if one cannot be reached."""
+    if not to:
+        raise UserError("--to: no size given: list what to remove, such as 10%,36%,51%,74%")
+    anatomy = Anatomy.of_config(load_config(source))
+    found = {text.strip(): parse_target(removal_target(text), anatomy) for text in to}
+    for target in found.values():
+        Selector(anatomy, target, options.selection)
+    return found
+
+
+def _texts(data: Sequence[str], valid: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], Sequence[str]]:
+    if not data:
+        data, valid = [f"{DEFAULT_TEXT}:train"], valid or [f"{DEFAULT_TEXT}:valid"]
+    check_inputs(list(data), "--data")
+    if valid:
+        check_inputs(list(valid), "--valid")
+    elif options.tokens:
+        raise UserError("--tokens: training on --data needs other text to measure on: name it with --valid")
+    if options.tokens and options.tokens < options.tokens_per_step:
+        raise UserError(f"--tokens {options.tokens}: is less than one step of {options.tokens_per_step}: give more")
+    return data, valid
+
+
+def _windows(
+    loaded: Loaded, data: Sequence[str], valid: Sequence[str], options: CompareOptions
+) -> tuple[Tensor, Tensor]:
+    """Text to calibrate on and text to measure on, never the same windows."""
+    length, count = options.seq_len, options.num_sequences
+    held = 0 if valid else max(options.valid_tokens // length, 1)
+    all_windows = _sample(loaded, data, count + held, length, options)
+    if not valid:
+        _refuse_overlap(loaded, data, held, options)
+        return all_windows[:count], all_windows[count:]
+    measured = validation_windows(
+        list(valid),
+        loaded.tokenizer,
+        length,
+        options.valid_tokens,
+        text_field=options.text_field,
+        option="--valid",
+    )
+    return all_windows, measured
+
+
+def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, options: CompareOptions) -> Tensor:
+    seed, text_field = options.seed, options.text_field
+    return calibration_windows(
+        data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
+    )
+
+
+def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: CompareOptions) -> None:
+    """Windows of a short text overlap; one as long as all of them together exists only if they do not."""
+    length, count = options.seq_len, options.num_sequences
+    tokens = (count + held) * length
+    try:
+        _sample(loaded, data, 1, tokens, options)
+    except UserError:
+        raise UserError(
+            f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
+            "on would overlap: give more text, other text with --valid, or smaller --sequences or --valid-tokens"
+        ) from None
+
+
+@dataclass(slots=True)
+class _Work:
+    loaded: Loaded
+    base: Prunable
+    options: CompareOptions
+    held_out: Tensor
+    questions: EvalData | None
+    data: list[str]
+    valid: list[str]
+
+    def untouched(self, calibration_tokens: int) -> Comparison:
+        loss, tasks = self.measure(self.base.model)
+        return Comparison(
+            model=self.loaded.source,
+            parameters=self.base.num_parameters,
+            loss=loss,
+            tasks=tasks,
+            calibration_tokens=calibration_tokens,
+            valid_tokens=self.held_out.shape[0] * (self.held_out.shape[1] - 1),
+            training_tokens=self.options.tokens,
+            seed=self.options.seed,
+            cells=[],
+        )
+
+    def fill(
+        self,
+        result: Comparison,
+        found: Calibration,
+        names: list[str],
+        targets: dict[str, Target],
+        variants: tuple[bool, ...],
+    ) -> None:
+        with Bar("comparing", len(names) * len(targets) * len(variants)) as bar:
+            for name in names:
+                for ratio, target in targets.items():
+                    for cell in self.cells(found, name, ratio, target, variants):
+                        result.cells.append(cell)
+                        bar.advance()
+
+    def cells(
+        self,
+        found: Calibration,
+        name: str,
+        ratio: str,
+        target: Target,
+        variants: tuple[bool, ...],
+    ) -> Iterator[Cell]:
+        """The same groups leave with and without the second-order update; a metric that draws begins anew."""
+        base, metric = self.base, metric_named(name, seed=self.options.seed * 1000 + 1)
+        if metric.curvature is not None:
+            assert found.inputs is not None
+            found = replace(found, fishers=LayerCurvature(base, found.inputs, metric, self.options.damping))
+        choices = choose_groups(base, target, found, metric, self.options.selection)
+        keep = choices[-1].rest if choices else base.alive
+        for second_order in variants:
+            pruned = Prunable(deepcopy(base.model), base.anatomy)
+            if second_order:
+                assert found.inputs is not None
+                repair(pruned, keep, found.inputs, damping=self.options.damping)
+            pruned.kill(keep)
+            loss, tasks = self.measure(pruned.compacted())
+            cell = Cell(
+                metric=name,
+                second_order=second_order,
+                ratio=ratio,
+                removed=1 - pruned.num_parameters / base.num_parameters,
+                parameters=pruned.num_parameters,
+                shape=asdict(Shape.of(keep)),
+                loss=loss,
+                tasks=tasks,
+            )
+            if self.options.tokens:
+                cell.trained_loss, cell.trained_tasks = self.measure(self.trained(name, second_order, target))
+            yield cell
+
+    def measure(self, model: Any) -> tuple[float, dict[str, float]]:
+        """(Validation loss, accuracies.)"""
+        loss = evaluate_loss(model, self.held_out, batch=4)
+        if self.questions is None:
+            return loss, {}
+        found = evaluate_model(model, self.loaded.tokenizer, self.questions, quiet=True)
+        return loss, {task.task: task.value for task in found.tasks}
+
+    def trained(self, metric: str, second_order: bool, target: Target) -> Any:
+        """Pruning-aware pretraining from the source to the same target."""
+        options, shape = self.options, target.shape
+        size = f"hidden={shape.hidden},heads={shape.heads},ffn={shape.ffn}" if shape else str(target.num_parameters)
+        with tempfile.TemporaryDirectory(prefix="dwindle-compare-") as folder:
+            recipe = Recipe(
+                source=ModelConfig(model=self.loaded.source, device=options.device),  # type: ignore[arg-type]
+                data=DataConfig(
+                    train=self.data,
+                    valid=self.valid,
+                    text_field=options.text_field,
+                    seq_len=options.seq_len,
+                    valid_tokens=max(options.valid_tokens, options.seq_len),
+                ),
+                training=TrainingConfig(
+                    tokens=options.tokens, tokens_per_step=options.tokens_per_step, lr=options.lr, seed=options.seed
+                ),
+                prune=PruneConfig(
+                    target=size,
+                    metric=metric,
+                    second_order=second_order,
+                    damping=options.damping,
+                    groups=list(options.groups),
+                    attention=options.attention,
+                ),
+                checkpoint=CheckpointConfig(every=0),
+            )
+            result = pretrain(recipe, Path(folder) / "run")
+            if result.model is None:
+                raise KeyboardInterrupt
+            return load(result.model, device=options.device).model
+
+
+def _no_score(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    raise AssertionError("collects for other metrics only")
+
+
+def _check_output(out: Path, overwrite: bool, sources: Sequence[str | PathLike[str]]) -> None:
+    refuse_existing(out, marker=FILE, overwrite=overwrite, sources=sources)
+    _pyplot()
+
+
+def write_comparison(result: Comparison, out: Path, *, overwrite: bool = False) -> None:
+    """``compare.json``, and the figure as PNG and SVG."""
+    with atomic_directory(out, marker=FILE, overwrite=overwrite) as folder:
+        (folder / FILE).write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        drawn = _draw(result)
+        for suffix in ("png", "svg"):
+            drawn.savefig(folder / f"compare.{suffix}", dpi=150, bbox_inches="tight")
+        _pyplot().close(drawn)
+
+
+def _pyplot() -> Any:
+    try:
+        matplotlib = import_module("matplotlib")
+        matplotlib.use("Agg")
+        return import_module("matplotlib.pyplot")
+    except ImportError:
+        raise UserError(f"--out: the figure needs matplotlib: {install_hint('plots')}") from None
+
+
+def _draw(result: Comparison) -> Any:
+    """Loss over what was removed, one line for each metric; the second order dashed; with training a second panel."""
+    kinds = ["loss", "trained_loss"] if result.training_tokens else ["loss"]
+    titles = {"loss": "without training", "trained_loss": f"with {format_count(result.training_tokens)} tokens"}
+    figure, axes = _pyplot().subplots(1, len(kinds), figsize=(5.2 * len(kinds), 3.8), squeeze=False)
+    metrics = list(dict.fromkeys(cell.metric for cell in result.cells))
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        axis.axhline(result.loss, color="#8f8b83", linewidth=0.8, linestyle=":")
+        for name in dict.fromkeys(cell.name for cell in result.cells):
+            cells = sorted((c for c in result.cells if c.name == name), key=lambda c: c.removed)
+            axis.plot(
+                [100 * cell.removed for cell in cells],
+                [getattr(cell, kind) for cell in cells],
+                marker="o",
+                markersize=3,
+                color=f"C{metrics.index(cells[0].metric)}",
+                linestyle="--" if cells[0].second_order else "-",
+                label=name,
+            )
+        axis.set(title=titles[kind], xlabel="parameters removed, %", ylabel="nats per token, held-out text")
+    axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    figure.suptitle(result.model if result.complete else f"{result.model} (interrupted)")
+    return figure
+
+
+def options_from(**given: Any) -> CompareOptions:
+    """From the command line, where counts may be written as 64k."""
+    for name in ("tokens", "tokens_per_step", "valid_tokens"):
+        given[name] = parse_count(given[name], f"--{name.replace('_', '-')}")
+    if given["device"].startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device: cuda is not available on this machine: use cpu")
+    return CompareOptions(**given)

@@ -1,0 +1,178 @@
+"""What a model is made of, and what a group of each type weighs (``dwindle inspect``)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dwindle.anatomy import Anatomy, Group, Structure
+from dwindle.anatomy.build import is_custom
+from dwindle.core.sizes import format_count
+from dwindle.export.card import mistral_note
+from dwindle.quantization.quantize import OWN_METHOD
+from dwindle.sources import load_config, model_of_run
+from dwindle.sources.aliases import alias_of
+
+PARTS = ("embedding", "attention", "ffn", "norms")
+
+
+@dataclass(slots=True)
+class Inspection:
+    """A model's sizes, from its configuration alone."""
+
+    source: str
+    origin: str | None
+    """What an alias stands for, such as an instruct model dequantised from 4 bits; None where the source is a path."""
+    model_type: str
+    stock: bool
+    """Whether plain transformers loads it."""
+    quantization: str | None
+    """What its weights were rounded by, such as ``dwindle-w8a8`` or ``gptq``; None: they were not."""
+    hidden: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    layers: list[dict[str, int]]
+    """For each layer: query_heads, kv_heads, ffn, parameters."""
+    parameters: dict[str, int]
+    """total, embedding, non_embedding, and by part."""
+    groups: dict[str, int]
+    """Parameters that leave with one group of each type."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self) -> RenderableType:
+        """Tables for a terminal."""
+        note = mistral_note(self.model_type, self.hidden, self.layers[0]["query_heads"])
+        origin = f"{self.source} is {self.origin}" if self.origin else ""
+        notes = [Text(text) for text in (origin, note) if text]
+        return Stack(self._sizes(), *notes, self._parts(), self._groups())
+
+    def _sizes(self) -> Table:
+        table = Table(title=f"{self.source}: {self.model_type}, {self._kind()}", title_justify="left")
+        for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
+            table.add_column(column, justify="right")
+        for first, last in self._runs():
+            layer = self.layers[first]
+            name = f"{first}" if first == last else f"{first}-{last}"
+            sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
+            table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
+        return table
+
+    def _kind(self) -> str:
+        if self.quantization is None:
+            return "stock transformers" if self.stock else "needs its modelling file"
+        if self.quantization.startswith(OWN_METHOD):
+            scheme = self.quantization.removeprefix(OWN_METHOD)
+            return f"{scheme} weights of dwindle quantize, which dwindle eval reads and transformers does not"
+        return f"{self.quantization} quantised weights, which dwindle does not read"
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """First and last of every stretch of equal layers."""
+        runs: list[tuple[int, int]] = []
+        for number, layer in enumerate(self.layers):
+            if runs and self.layers[runs[-1][0]] == layer:
+                runs[-1] = (runs[-1][0], number)
+            else:
+                runs.append((number, number))
+        return runs
+
+    def _parts(self) -> Table:
+        table = Table("part", title="parameters", title_justify="left")
+        table.add_column("parameters", justify="right")
+        table.add_column("share", justify="right")
+        total = self.parameters["total"]
+        for part in (*PARTS, "non_embedding", "total"):
+            label = {"embedding": f"embedding (vocabulary {self.vocab:,}, {'tied' if self.tied else 'untied'})"}
+            name = label.get(part, part.replace("_", "-"))
+            table.add_row(name, f"{self.parameters[part]:,}", f"{self.parameters[part] / total:.1%}")
+        return table
+
+    def _groups(self) -> Table:
+        names = {
+            "attn": "attn: one query head in every layer",
+            "attn_kv": "attn: one key/value head with its queries in every layer",
+            "ffn": "ffn: one channel in every layer",
+            "stem": "stem: one hidden channel everywhere",
+        }
+        table = Table("group", title="what one group weighs", title_justify="left")
+        table.add_column("parameters", justify="right")
+        table.add_column("share", justify="right")
+        for key, size in self.groups.items():
+            table.add_row(names[key], f"{format_count(size)} ({size:,})", f"{size / self.parameters['total']:.2%}")
+        return table
+
+
+def inspect(source: str | PathLike[str]) -> Inspection:
+    """Read a model's configuration and count; no weights are loaded. Of a run its model is taken."""
+    source = model_of_run(Path(source)) or source
+    config = load_config(source)
+    anatomy = Anatomy.of_config(config)
+    structure = anatomy.source
+    count = anatomy.count(structure)
+    by_part = dict.fromkeys(PARTS, 0)
+    by_layer = [0] * anatomy.num_layers
+    for row in anatomy.rows:
+        size = 1
+        for length in row.full_shape:
+            size *= length
+        units = {unit for axis in row.axes for unit in axis}
+        part = "embedding" if "vocab" in units else "ffn" if "ffn" in units else "attention"
+        if row.name.endswith("norm.weight"):
+            part = "norms"
+        by_part[part] += size
+        if row.layer is not None:
+            by_layer[row.layer] += size
+    layers = [
+        {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn), "parameters": size}
+        for la, size in zip(structure.layers, by_layer, strict=True)
+    ]
+    quantization = _quantization(config)
+    totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
+    return Inspection(
+        source=str(source),
+        origin=None if (alias := alias_of(source)) is None else alias.origin,
+        model_type=config.model_type,
+        stock=not is_custom(config) and not (quantization or "").startswith(OWN_METHOD),
+        quantization=quantization,
+        hidden=len(structure.hidden),
+        head_dim=anatomy.head_dim,
+        vocab=config.vocab_size,
+        tied=bool(config.tie_word_embeddings),
+        layers=layers,
+        parameters=totals | by_part,
+        groups=_group_sizes(anatomy, structure),
+    )
+
+
+def _quantization(config: Any) -> str | None:
+    """The method that config.json names; a loaded configuration has it as a dictionary or as an object."""
+    found = getattr(config, "quantization_config", None)
+    if not found:
+        return None
+    named = found if isinstance(found, dict) else found.to_dict()
+    return str(named.get("quant_method", "unknown"))
+
+
+def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
+    def weigh(group: Group) -> int:
+        return anatomy.count(structure).total - anatomy.count(structure.without(group)).total
+
+    last_kv = [
+        tuple(q for q, kv in zip(la.query_heads, la.kv_of_query, strict=True) if kv == la.kv_heads[-1])
+        for la in structure.layers
+    ]
+    sizes = {"attn": weigh(Group("attn", tuple(la.query_heads[-1:] for la in structure.layers)))}
+    if any(len(queries) > 1 for queries in last_kv):
+        sizes["attn_kv"] = weigh(Group("attn", tuple(last_kv)))
+    sizes["ffn"] = weigh(Group("ffn", tuple(la.ffn[-1:] for la in structure.layers)))
+    sizes["stem"] = weigh(Group("stem", (structure.hidden[-1:],)))
+    return sizes

@@ -1,0 +1,323 @@
+"""What a recipe means for its model, worked out before anything is trained (``dwindle pretrain --dry-run``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from dwindle.anatomy import Anatomy
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import beyond_positions, format_bytes
+from dwindle.data.estimate import estimated_epochs, streamed_inputs
+from dwindle.pruning.event_bounds import EventRange, coupled_events, global_events, staged_events
+from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
+from dwindle.pruning.strategies.choosing import ChooserKind, make_chooser
+from dwindle.pruning.strategies.coupled import SelectionOptions, check_rounding, final_count, largest_count
+from dwindle.pruning.strategies.global_selection import check_round_widths
+from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.recipe.recipe import Recipe
+from dwindle.run.memory import Footprint, footprint
+from dwindle.sources import load_config, load_tokenizer
+from dwindle.training.loss import Precision, weights_dtype
+
+_MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
+"""At most in one forward pass: with fewer, a GPU waits for the host while it trains a small model."""
+_MEMORY_SHARE = 0.8
+"""Of a GPU, which the estimate may fill; the rest is for what it does not know and for other shapes of one run."""
+MANY_PASSES = 4
+"""Up to here, repeated text is said to be almost as good as new (Muennighoff et al. 2023)."""
+_MORE_EVENTS = "raise training.tokens, choose a faster prune.ratio, or use prune.horizon"
+
+
+@dataclass(frozen=True, slots=True)
+class PruningPlan:
+    """The [prune] table for one model."""
+
+    target: Target
+    end_count: int
+    pacing: Pacing
+    selection: SelectionOptions
+    chooser: ChooserKind
+    events: EventRange
+    milestones: list[tuple[str, int]]
+
+
+def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
+    """None without pruning; refuses targets that this model, or this many tokens, cannot reach."""
+    prune = recipe.prune
+    if not prune.enabled:
+        return None
+    selection = SelectionOptions(
+        groups=prune.effective_groups,
+        attention=prune.attention,
+        compare=prune.compare,
+        min_heads=prune.min_heads,
+        min_ffn=prune.min_ffn,
+        min_hidden=prune.min_hidden,
+    )
+    target = parse_target(prune.target, anatomy, "prune.target")
+    kind: ChooserKind = "adapt" if prune.method == "adapt" else prune.selection
+    check = check_round_widths if kind == "global" else check_rounding
+    check(anatomy, target, selection, prune.round_to, "prune.round_to")
+    make_chooser(kind, anatomy, target, selection, round_to=prune.round_to)  # refuses what cannot be reached
+    start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
+    pacing = _pacing(recipe, start, end)
+    events = _events(recipe, anatomy, target, selection, pacing)
+    if isinstance(pacing, Ratio):
+        _check_enough_events(pacing, recipe, events)
+    milestones = [(text, parse_target(text, anatomy, "prune.milestones").num_parameters) for text in prune.milestones]
+    for text, size in milestones:
+        if size <= end:
+            raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
+    return PruningPlan(target, end, pacing, selection, kind, events, milestones)
+
+
+def _pacing(recipe: Recipe, start: int, end: int) -> Pacing:
+    prune = recipe.prune
+    if prune.method == "adapt":
+        return Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
+    if prune.steps_ratio is not None:
+        return Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
+    assert prune.effective_horizon is not None
+    last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
+    return Horizon(start, end, prune.warmup_steps, last)
+
+
+def _events(
+    recipe: Recipe, anatomy: Anatomy, target: Target, selection: SelectionOptions, pacing: Pacing
+) -> EventRange:
+    if isinstance(pacing, Stages):
+        return staged_events(anatomy, pacing, selection)
+    if recipe.prune.selection == "global":
+        return global_events(anatomy, target, selection, recipe.prune.round_to)
+    return coupled_events(anatomy, target, selection, recipe.prune.round_to)
+
+
+def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
+    available = pacing.events_by(recipe.num_steps)
+    if events.fewest > available:
+        raise UserError(
+            f"prune.ratio: {recipe.prune.ratio} gives {available:,} events in {recipe.num_steps:,} steps, the target "
+            f"needs at least {events.fewest:,}: {_MORE_EVENTS}"
+        )
+
+
+def device_of(recipe: Recipe) -> str:
+    """Where to train."""
+    wanted = recipe.source.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("source.device: cuda is not available on this machine: use cpu or auto")
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def precision_of(recipe: Recipe, device: str) -> Precision:
+    """``auto`` is bf16 on a GPU and fp32 on a CPU."""
+    wanted = recipe.training.precision
+    if wanted == "auto":
+        return "bf16" if device == "cuda" else "fp32"
+    return wanted
+
+
+def teacher_dtype(precision: Precision, device: str) -> torch.dtype:
+    """A teacher is never updated, so bf16 training on a GPU needs no wider copy of it."""
+    return torch.bfloat16 if precision == "bf16" and device == "cuda" else weights_dtype(precision)
+
+
+def teacher_of(recipe: Recipe, config: Any) -> str | None:
+    """The source of the teacher, checked against the model that is trained; None without distillation."""
+    distill = recipe.distill
+    if not distill.weight:
+        return None
+    teacher, key = distill.teacher or recipe.source.model, "distill.teacher"
+    vocabulary = load_config(teacher).vocab_size
+    if vocabulary != config.vocab_size:
+        raise UserError(
+            f"{key}: {teacher} has {vocabulary:,} tokens, {recipe.source.model} has {config.vocab_size:,}: choose a "
+            "teacher with the same tokenizer"
+        )
+    if distill.teacher and load_tokenizer(teacher).get_vocab() != load_tokenizer(recipe.source.model).get_vocab():
+        raise UserError(
+            f"{key}: {teacher} gives other numbers to tokens than {recipe.source.model}: choose a teacher with the "
+            "same tokenizer"
+        )
+    if distill.top_k > vocabulary:
+        raise UserError(
+            f"distill.top_k: {distill.top_k:,} is above the {vocabulary:,} tokens of {teacher}: use 0 for all"
+        )
+    return teacher
+
+
+def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
+    """Memory of the run on one of the devices that share the weights."""
+    source, precision = teacher_of(recipe, config), precision_of(recipe, device)
+    teacher = None if source is None else (load_config(source), teacher_dtype(precision, device))
+    return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
+
+
+def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> int:
+    """Sequences in one forward pass: what the recipe says, or what a device likes and can hold."""
+    chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
+    chosen = min(chosen, recipe.num_sequences_per_step)
+    if recipe.training.micro_batch or device != "cuda":
+        return chosen
+    room = _MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    needed = footprint_of(recipe, device, config, shards)
+    while chosen > 1 and needed.total(chosen * recipe.data.seq_len) > room:
+        chosen = -(-chosen // 2)
+    return chosen
+
+
+@dataclass(slots=True)
+class Plan:
+    """A run on paper. How many events there are and in which shape they end, the gradients of the run decide."""
+
+    model: str
+    device: str
+    precision: str
+    steps: int
+    tokens: int
+    tokens_per_step: int
+    sequences_per_step: int
+    micro_batch: int
+    parameters_before: int
+    parameters_target: int
+    events_fewest: int
+    events_most: int
+    last_event_step: int | None
+    shape_before: Sizes
+    shape_target: Sizes | None
+    """None where the target is a number of parameters."""
+    memory_bytes_estimate: int
+    milestones: dict[str, int]
+    teacher: str | None
+    network: list[str]
+    """Texts that are not on this machine: the run reads them as it begins."""
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def render(self) -> Table:
+        table = Table("plan", self.model, title_justify="left", show_header=True)
+        rows = {
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
+            f"{self.micro_batch} at a time)",
+            "tokens": f"{self.tokens:,}",
+            "parameters": f"{self.parameters_before:,} → at most {self.parameters_target:,}",
+            "events": self._events_text(),
+            "shape now": sizes_text(self.shape_before),
+            "shape at the end": sizes_text(self.shape_target or {}),
+            "milestones": ", ".join(self.milestones) or "none",
+            "teacher": self.teacher or "none",
+            "from the network": ", ".join(self.network),
+            "memory": f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})",
+            "warning": "\n".join(self.warnings),
+        }
+        for name, text in rows.items():
+            if text:
+                table.add_row(name, text)
+        return table
+
+    def _events_text(self) -> str:
+        if not self.events_most:
+            return "none"
+        last = "until the target" if self.last_event_step is None else f"by step {self.last_event_step:,}"
+        return f"{_span(self.events_fewest, self.events_most)}, {last}"
+
+
+def _span(fewest: int, most: int) -> str:
+    return f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+
+
+def check_data(recipe: Recipe) -> None:
+    """Refuse texts and task sets that are not there."""
+    recipe.data.check()
+    if recipe.validation.tasks:
+        from dwindle.evaluation.callback import recipe_data
+
+        recipe_data(recipe.validation)
+
+
+def check_processes(recipe: Recipe, num_processes: int) -> None:
+    """Refuse more processes than a step has sequences, before any of them is started."""
+    available = recipe.num_sequences_per_step
+    if num_processes > available:
+        raise UserError(
+            f"--nproc {num_processes}: a step has {available} sequences (training.tokens_per_step / data.seq_len) and "
+            f"every process needs one: use at most {available}, or raise training.tokens_per_step"
+        )
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Everything that can be known without training; reads no weights."""
+    check_data(recipe)
+    device = device_of(recipe)
+    config = load_config(recipe.source.model)
+    anatomy = Anatomy.of_config(config)
+    plan = plan_pruning(recipe, anatomy)
+    before = anatomy.count(anatomy.source).total
+    micro_batch = micro_batch_of(recipe, device, config)
+    epochs = estimated_epochs(recipe.data, lambda: load_tokenizer(recipe.source.model))
+    often = repetition(epochs, recipe, "about ")
+    return Plan(
+        model=recipe.source.model,
+        device=device,
+        precision=precision_of(recipe, device),
+        steps=recipe.num_steps,
+        tokens=recipe.num_tokens,
+        tokens_per_step=recipe.num_tokens_per_step,
+        sequences_per_step=recipe.num_sequences_per_step,
+        micro_batch=micro_batch,
+        parameters_before=before,
+        parameters_target=before if plan is None else largest_count(anatomy, plan.target, plan.selection),
+        events_fewest=0 if plan is None else plan.events.fewest,
+        events_most=0 if plan is None else plan.events.most,
+        last_event_step=None if plan is None else plan.pacing.last_step,
+        shape_before=sizes_of(anatomy.source),
+        shape_target=None if plan is None else _shape_target(anatomy, plan.target),
+        memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
+        milestones={} if plan is None else dict(plan.milestones),
+        teacher=teacher_of(recipe, config),
+        network=streamed_inputs(recipe.data),
+        warnings=[*doubts(recipe, config, plan), *([often] if often else [])],
+    )
+
+
+def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
+    """Sizes of a shape; those that are not to change stay different where the source's layers differ."""
+    if target.shape is None:
+        return None
+    now, least, wanted = sizes_of(anatomy.source), asdict(Shape.of(anatomy.source)), asdict(target.shape)
+    return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now}
+
+
+def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
+    """Whether a run goes through a text so often that it is learned by heart; ``epochs`` says how often by a sample."""
+    often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > MANY_PASSES}
+    if not often:
+        return ""
+    named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())
+    return f"training.tokens: reads {named}, so it may be learned by heart: add text, or look at the validation loss"
+
+
+class PlanWarning(UserWarning):
+    """What may go wrong in a run, but need not."""
+
+
+def doubts(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list[str]:
+    """What may go wrong, for a person to decide before the run."""
+    told = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
+    found = [told] if told else []
+    if plan is None or not isinstance(plan.pacing, Ratio):
+        return found
+    possible, events = plan.pacing.events_by(recipe.num_steps), plan.events
+    if possible < events.most:
+        found.append(
+            f"{possible:,} events possible in {recipe.num_steps:,} steps, the target needs "
+            f"{_span(events.fewest, events.most)}: it may not be reached; {_MORE_EVENTS}"
+        )
+    return found

@@ -1,0 +1,248 @@
+"""The chosen groups equal a plain search, targets are met exactly, floors and groupings hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from dwindle.anatomy import KINDS, Anatomy, Group, Layer, Structure
+from dwindle.core.errors import UserError
+from dwindle.pruning.pacing import Ratio
+from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies.choosing import CoupledChooser
+from dwindle.pruning.strategies.coupled import SelectionOptions, Selector, check_rounding, rounded_shape
+from dwindle.pruning.target import Shape, Target, parse_target
+from tiny import tiny_model
+
+
+@pytest.fixture(scope="module")
+def anatomy() -> Anatomy:
+    return Anatomy.of(tiny_model("llama"))
+
+
+def random_scores(structure: Structure, seed: int = 0) -> Scores:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+
+    return Scores(
+        structure,
+        [draw(len(la.query_heads)) for la in structure.layers],
+        [draw(len(la.ffn)) for la in structure.layers],
+        draw(len(structure.hidden)),
+    )
+
+
+def run(anatomy: Anatomy, target: Target, **options: Any) -> list[Structure]:
+    """All structures on the way; scores are drawn anew for each event."""
+    selector = Selector(anatomy, target, SelectionOptions(**options))
+    alive, passed, seed = anatomy.source, [], 0
+    while True:
+        scores = random_scores(anatomy.source, seed)
+        mask_gone(scores, alive)
+        choice = selector.choose(scores, alive)
+        if choice is None:
+            return passed
+        assert choice.num_parameters == anatomy.count(choice.rest).total
+        alive, seed = choice.rest, seed + 1
+        passed.append(alive)
+
+
+def mask_gone(scores: Scores, alive: Structure) -> None:
+    gone = lambda full, kept: [i for i in full if i not in kept]  # noqa: E731
+    scores.stem[gone(scores.structure.hidden, alive.hidden)] = float("inf")
+    for number, (full, kept) in enumerate(zip(scores.structure.layers, alive.layers, strict=True)):
+        scores.attn[number][gone(full.query_heads, kept.query_heads)] = float("inf")
+        scores.ffn[number][gone(full.ffn, kept.ffn)] = float("inf")
+
+
+@pytest.mark.parametrize("compare", ["mean", "sum"])
+def test_choice_equals_a_plain_search(anatomy: Anatomy, compare: str) -> None:
+    scores = random_scores(anatomy.source)
+    options = SelectionOptions(attention="cluster", compare=compare)  # type: ignore[arg-type]
+    choice = Selector(anatomy, Target(5000), options).choose(scores, anatomy.source)
+    heads = [min(range(8), key=lambda h, s=s: s[h]) for s in scores.attn]
+    channels = [min(range(40), key=lambda c, s=s: s[c]) for s in scores.ffn]
+    hidden = min(range(32), key=lambda i: scores.stem[i])
+    sums = {
+        "attn": sum(float(s[h]) for s, h in zip(scores.attn, heads, strict=True)),
+        "ffn": sum(float(s[c]) for s, c in zip(scores.ffn, channels, strict=True)),
+        "stem": float(scores.stem[hidden]),
+    }
+    elements = {"attn": 3 * 32 * 4, "ffn": 3 * 32, "stem": 3 * (32 + 40)}
+    expected = {kind: sums[kind] / (elements[kind] if compare == "mean" else 1) for kind in KINDS}
+    assert choice is not None
+    assert choice.saliency == pytest.approx(expected)
+    assert choice.group.kind == min(expected, key=expected.__getitem__)
+    members = {"attn": [[h] for h in heads], "ffn": [[c] for c in channels], "stem": [[hidden]]}
+    assert [list(m) for m in choice.group.members] == members[choice.group.kind]
+
+
+@pytest.mark.parametrize("attention", ["cluster", "regular"])
+def test_lands_under_the_target_by_less_than_the_smallest_group(anatomy: Anatomy, attention: str) -> None:
+    smallest_group = 3 * 3 * 32 + 3 * 2  # an FFN channel with its two biases in each of 3 layers
+    for target in (20_000, 15_001, 12_345, 9_000):
+        passed = run(anatomy, Target(target), attention=attention)
+        left = anatomy.count(passed[-1]).total
+        assert target - smallest_group < left <= target
+        assert len({(len(la.query_heads), len(la.ffn)) for la in passed[-1].layers}) == 1
+
+
+def test_regular_attention_stays_stock_at_every_event(anatomy: Anatomy) -> None:
+    passed = run(anatomy, Target(7_000), attention="regular", min_hidden=24)
+    assert all(structure.is_uniform for structure in passed)
+    assert len({len(structure.layers[0].query_heads) for structure in passed}) > 3
+
+
+def test_cluster_attention_keeps_each_query_with_its_key_value_head(anatomy: Anatomy) -> None:
+    passed = run(anatomy, Target(7_000), attention="cluster", min_hidden=24)
+    for layer in passed[-1].layers:
+        assert layer.kv_of_query == tuple(q // 2 for q in layer.query_heads)
+    assert not all(structure.is_uniform for structure in passed)
+
+
+@pytest.mark.parametrize("shape", ["hidden=20,heads=4,ffn=17", "heads=3", "hidden=8,heads=1,ffn=8", "ffn=39"])
+@pytest.mark.parametrize("attention", ["cluster", "regular"])
+def test_exact_shapes(anatomy: Anatomy, shape: str, attention: str) -> None:
+    target = parse_target(shape, anatomy)
+    end = run(anatomy, target, attention=attention)[-1]
+    assert Shape.of(end) == target.shape
+    assert len({(len(la.query_heads), len(la.ffn)) for la in end.layers}) == 1
+
+
+def test_targets_are_read(anatomy: Anatomy) -> None:
+    count = anatomy.count(anatomy.source)
+    assert parse_target("20k", anatomy).num_parameters == 20_000
+    assert parse_target("0.6", anatomy).num_parameters == int(0.6 * count.total)
+    assert parse_target("60%", anatomy).num_parameters == int(0.6 * count.total)
+    assert parse_target("50%nonemb", anatomy).num_parameters == int(count.embedding + 0.5 * count.non_embedding)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("900M", "choose a target below it"),
+        ("100%", "choose a target below it"),
+        ("1.0", "nothing would be removed"),
+        ("80%noemb", "write it as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"),
+        ("many", "--to many: is no size"),
+        ("hidden=99", "between 1 and the source's 32"),
+        ("width=3", "'width=3' is not hidden=N"),
+        ("hidden=32", "the source's own sizes"),
+    ],
+)
+def test_bad_targets(anatomy: Anatomy, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_target(text, anatomy)
+
+
+def test_impossible_selections(anatomy: Anatomy) -> None:
+    with pytest.raises(UserError, match="below the smallest reachable model"):
+        Selector(anatomy, Target(500), SelectionOptions())
+    with pytest.raises(UserError, match="below the smallest reachable model"):
+        Selector(anatomy, Target(9_000), SelectionOptions(groups=("attn",)))
+    with pytest.raises(UserError, match=r"heads can be \[1, 2, 3, 4, 6, 8\]"):
+        Selector(anatomy, parse_target("heads=5", anatomy), SelectionOptions())
+    with pytest.raises(UserError, match="needs the group stem"):
+        Selector(anatomy, parse_target("hidden=16", anatomy), SelectionOptions(groups=("ffn",)))
+    with pytest.raises(UserError, match="groups everything"):
+        SelectionOptions(groups=("everything",))  # type: ignore[arg-type]
+
+
+def test_the_smallest_regular_model_is_one_that_exists() -> None:
+    """At least 5 of 5 × 3 heads: 5 × 1 or 2 × 3. Five heads with two key/value heads would be irregular."""
+    anatomy = Anatomy.of_config(
+        LlamaConfig(
+            hidden_size=60, intermediate_size=20, num_hidden_layers=1, num_attention_heads=15, num_key_value_heads=5
+        )
+    )
+    options = SelectionOptions(groups=("attn",), min_heads=5)
+    full = anatomy.count(anatomy.source).total
+    least = full - 2 * 4 * 60 * (15 + 5) + 2 * 4 * 60 * (6 + 2)
+    Selector(anatomy, Target(least), options)
+    with pytest.raises(UserError, match=f"smallest reachable model, {least:,} parameters"):
+        Selector(anatomy, Target(least - 1), options)
+
+
+@pytest.mark.parametrize("target", [12_000, 18_000])
+def test_rounded_shapes_fit_and_are_multiples(anatomy: Anatomy, target: int) -> None:
+    options = SelectionOptions()
+    natural = run(anatomy, Target(target))[-1]
+    shape = rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 8).shape
+    assert shape.hidden % 8 == 0 and shape.ffn % 8 == 0
+    end = run(anatomy, Target(0, shape))[-1]
+    assert Shape.of(end) == shape and anatomy.count(end).total <= target
+    with pytest.raises(UserError, match="round_to 64"):
+        rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 64)
+
+
+def chosen_with_changing_scores(anatomy: Anatomy, target: int, seed: int, multiple: int, **options: Any) -> Structure:
+    """The end of a run whose scores say something else after every step, and that is resumed after every step."""
+    alive, events, step, state = anatomy.source, 0, 0, dict[str, Any]()
+    while True:
+        chooser = CoupledChooser(anatomy, Target(target), SelectionOptions(**options), round_to=multiple)
+        chooser.load_state_dict(json.loads(json.dumps(state)))
+        if chooser.is_finished(alive, anatomy.count(alive).total):
+            return alive
+        scores = random_scores(anatomy.source, 1000 * seed + step)
+        mask_gone(scores, alive)
+        step += 1
+        choices = chooser.choose(scores, alive, Ratio(2, 1, 0), step, events)
+        assert choices, "stopped before the end"
+        alive, events, state = choices[-1].rest, events + len(choices), chooser.state_dict()
+
+
+@pytest.mark.parametrize("attention", ["regular", "cluster"])
+@pytest.mark.parametrize("compare", ["mean", "sum"])
+def test_rounded_results_never_exceed_the_target(anatomy: Anatomy, attention: str, compare: str) -> None:
+    """The first scores choose the shape, later ones what leaves: other key/value heads may stay than was expected."""
+    for seed in range(12):
+        for target, multiple in ((17_000, 4), (13_000, 8), (9_000, 16)):
+            end = chosen_with_changing_scores(anatomy, target, seed, multiple, attention=attention, compare=compare)
+            assert len(end.hidden) % multiple == 0 == len(end.layers[0].ffn) % multiple
+            assert anatomy.count(end).total <= target
+
+
+def test_rounding_finds_whatever_fits(anatomy: Anatomy) -> None:
+    """Every target above the smallest round model is reached, and those below are refused at once."""
+    options = SelectionOptions()
+    smallest = anatomy.count(cut_to(anatomy.source, hidden=16, heads=1, ffn=16)).total
+    with pytest.raises(UserError, match=f"round_to 16: the smallest model with such widths has {smallest:,}"):
+        check_rounding(anatomy, Target(smallest - 1), options, 16)
+    for target in (smallest, smallest + 300, smallest + 2000):
+        check_rounding(anatomy, Target(target), options, 16)
+        for seed in range(6):
+            assert anatomy.count(chosen_with_changing_scores(anatomy, target, seed, 16)).total <= target
+    with pytest.raises(UserError, match="round_to 64: no such multiple lies between"):
+        check_rounding(anatomy, Target(15_000), options, 64)
+    check_rounding(anatomy, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 1)
+
+
+def cut_to(structure: Structure, *, hidden: int, heads: int, ffn: int) -> Structure:
+    layers = [Layer(la.query_heads[:heads], la.kv_of_query[:heads], la.ffn[:ffn]) for la in structure.layers]
+    return Structure(structure.hidden[:hidden], tuple(layers))
+
+
+def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anatomy) -> None:
+    """4 heads can be 2 × 2 or 4 × 1; the wider the key/value part, the narrower the FFN."""
+    source, shapes = anatomy.source, {}
+    for kv, way in ((2, lambda q: q < 4), (4, lambda q: q % 2 == 0)):
+        gone = Group("attn", tuple(tuple(q for q in la.query_heads if not way(q)) for la in source.layers))
+        natural = source.without(gone)
+        aim = rounded_shape(anatomy, natural, source, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 2)
+        assert (aim.shape.heads, aim.kv_heads) == (4, kv)
+        selector = Selector(anatomy, Target(0, aim.shape), SelectionOptions(groups=("attn", "ffn")), aim.kv_heads)
+        for seed in range(5):
+            scores, alive = random_scores(source, seed), source
+            while (choice := selector.choose(scores, alive)) is not None:
+                alive = choice.rest
+                mask_gone(scores, alive)
+            assert len(alive.layers[0].kv_heads) == kv and Shape.of(alive) == aim.shape
+            assert 15_000 - 2 * (3 * 3 * 32 + 6) < anatomy.count(alive).total <= 15_000
+        shapes[kv] = aim.shape.ffn
+    assert shapes[4] < shapes[2]

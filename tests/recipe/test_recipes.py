@@ -1,0 +1,269 @@
+"""Recipes: the shipped ones load and add up, and impossible ones are refused by key."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dwindle.core.config import field_docs, from_toml, to_toml, write_toml
+from dwindle.core.errors import UserError
+from dwindle.recipe.checks import parse_size
+from dwindle.recipe.recipe import (
+    DEFAULT_HORIZON,
+    CheckpointConfig,
+    DistillConfig,
+    ModelConfig,
+    PruneConfig,
+    Recipe,
+    TrainingConfig,
+    ValidationConfig,
+    load_recipe,
+    resolve_recipe,
+)
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+SHIPPED = sorted(RECIPES.glob("*.toml"))
+
+ISSUE_SHAPE = """
+[source]
+model = "smollm2-135m"
+[data]
+train = ["books.jsonl.xz"]
+valid = ["held-out.jsonl.xz"]
+seq_len = 1024
+[training]
+tokens = "16M"
+tokens_per_step = "64k"
+lr = 1e-3
+schedule = "cosine"
+seed = 0
+[prune]
+target = "50%nonemb"
+metric = "taylor"
+horizon = 0.1
+[checkpoint]
+every = 100
+keep_last = 2
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(ISSUE_SHAPE)
+    return path
+
+
+def test_the_promised_recipes_are_there() -> None:
+    assert {path.stem for path in SHIPPED} >= {
+        "demo",
+        "smollm2-135m-to-80m",
+        "smollm-1.7b-to-469m",
+        "smollm-1.7b-to-1.1b",
+        "smollm-360m-to-134m",
+        "mobilellm-350m-to-125m",
+        "qwen2.5-0.5b-to-350m",
+        "adapt-demo",
+    }
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_recipe(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert from_toml(Recipe, to_toml(recipe, comments=True)) == recipe
+    assert recipe.data.valid and recipe.prune.enabled
+    header = path.read_text(encoding="utf-8").split("[source]")[0]
+    assert "Cost" in header and "Memory" in header
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "pruning", "after"),
+    [
+        ("smollm-1.7b-to-469m", "1:9", 72.1e9, 50e9),
+        ("smollm-1.7b-to-1.1b", "1:9", 36.7e9, 50e9),
+        ("smollm-360m-to-134m", None, 50.3e9, 50e9),
+    ],
+)
+def test_token_counts_of_the_paper(name: str, ratio: str | None, pruning: float, after: float) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    assert recipe.num_tokens == pytest.approx(pruning + after, rel=1e-4)
+    assert recipe.prune.ratio == ratio
+    if recipe.prune.effective_horizon is not None:
+        assert recipe.prune.effective_horizon * recipe.num_tokens == pytest.approx(pruning, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mobilellm-350m-to-125m", "qwen2.5-0.5b-to-350m"])
+def test_settings_of_the_adapt_paper(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    assert recipe.num_tokens == pytest.approx(3.87e9, rel=1e-4) and recipe.num_sequences_per_step == 128
+    assert (recipe.training.lr, recipe.training.min_lr_ratio, recipe.training.schedule) == (2e-5, 0.1, "wsd")
+    assert recipe.num_warmup_steps == pytest.approx(0.05 * recipe.num_steps, abs=1)
+    assert recipe.num_decay_steps == pytest.approx(0.1 * recipe.num_steps, abs=1)
+    assert recipe.prune.method == "adapt" and recipe.prune.effective_horizon is None
+    assert recipe.prune.effective_groups == ("attn", "ffn")
+
+
+def test_demo_fits_a_cpu() -> None:
+    recipe = load_recipe(RECIPES / "demo.toml")
+    assert recipe.num_steps == 8
+    assert recipe.num_tokens == 16384
+    assert recipe.num_tokens_per_step == 2048
+
+
+def test_shape_of_the_issue(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    assert recipe.num_sequences_per_step == 64_000 // 1024 == 62
+    assert recipe.num_tokens_per_step == 62 * 1024
+    assert recipe.num_steps == 16_000_000 // (62 * 1024) == 252
+    assert recipe.num_tokens == 252 * 62 * 1024 <= 16_000_000
+    assert recipe.num_warmup_steps == 5
+    assert recipe.num_decay_steps == 0
+    assert recipe.prune.effective_horizon == 0.1
+    assert recipe.prune.steps_ratio is None
+
+
+def test_overrides(recipe_file: Path) -> None:
+    recipe = load_recipe(
+        recipe_file,
+        ["prune.target=0.6", "training.lr=3e-4", "prune.horizon=none", "prune.ratio=4:1", "training.warmup=20"],
+    )
+    assert recipe.prune.target == "0.6"
+    assert recipe.training.lr == 3e-4
+    assert recipe.prune.steps_ratio == (4, 1)
+    assert recipe.prune.effective_horizon is None
+    assert recipe.num_warmup_steps == 20
+    assert load_recipe(recipe_file, ["prune.horizon=none"]).prune.effective_horizon == DEFAULT_HORIZON
+    wsd = load_recipe(recipe_file, ["training.schedule=wsd", "training.decay=0.25"])
+    assert wsd.num_decay_steps == 63
+
+
+def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file, ["data.train=[]", "data.sources.books.paths=b.txt", "prune.milestones=120M,100M"])
+    write_toml(recipe, tmp_path / "saved.toml", comments=True)
+    assert load_recipe(tmp_path / "saved.toml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["training.tokens=10"], "training.tokens: 10 is below one step"),
+        (["training.tokens=0"], "training.tokens: 0 is below one step"),
+        (["training.tokens=lots"], "training.tokens: 'lots' is not a number such as 100M"),
+        (["training.tokens=-5"], "training.tokens: -5 is not a number such as 100M"),
+        (["training.tokens_per_step=512"], "training.tokens_per_step: 512 is below one sequence"),
+        (["data.seq_len=0"], "data.seq_len: 0 is too short"),
+        (["training.micro_batch=63"], "training.micro_batch: must lie between 0"),
+        (["training.micro_batch=-1"], "training.micro_batch: must lie between 0"),
+        (["training.lr=0"], "training.lr: must be above 0"),
+        (["training.min_lr_ratio=2"], "training.min_lr_ratio: must lie between 0 and 1"),
+        (["training.warmup=1.0"], "training.warmup: 1.0 is neither a share below 1"),
+        (["training.warmup=-1"], "training.warmup: must not be negative"),
+        (["training.warmup=252"], "training.warmup: warm-up and decay take 252 steps of 252"),
+        (
+            ["training.schedule=wsd", "training.decay=0.6", "training.warmup=0.5"],
+            "training.warmup: warm-up and decay take 277 steps of 252",
+        ),
+        (["training.decay=1.5"], "training.decay: must lie between 0 and 1"),
+        (["training.betas=0.9"], "training.betas: must be two numbers"),
+        (["training.betas=0.9,1"], "training.betas: must be two numbers"),
+        (["training.eps=0"], "training.eps: must be above 0"),
+        (["training.clip=-1"], "training.clip: must not be negative"),
+        (["training.ce_chunk_tokens=0"], "training.ce_chunk_tokens: 0 is too small: use at least 1"),
+        (["checkpoint.keep_last=0"], "checkpoint.keep_last: 0 is too small: use at least 1"),
+        (["data.seed=-1"], "data.seed: -1 is too small"),
+        (["source.model= "], "source.model: is empty"),
+        (["data.train=[]"], "data.train: missing"),
+        (["data.sources.a.paths=x"], "data.train: cannot be combined with data.sources"),
+        (["data.train=[]", "data.sources.a.paths=[]"], "data.sources.a.paths: is empty"),
+        (["data.train=[]", "data.sources.a={paths=['x'],weight=0}"], "data.sources.a.weight: must be above 0"),
+        (["validation.batch=-1"], "validation.batch: must be at least 1"),
+        (["data.valid=books.jsonl.xz"], "data.valid: books.jsonl.xz is also trained on"),
+        (["data.valid=[]", "validation.every=5"], "validation.every: needs text in data.valid"),
+        (["prune.target="], "prune.target: missing"),
+        (["prune.target=small"], "prune.target: 'small' is not a size such as"),
+        (["prune.target=hidden=0"], "prune.target: 'hidden=0' is not part of a shape"),
+        (["prune.ratio=1:9"], "prune.horizon: give either prune.horizon or prune.ratio, not both"),
+        (["prune.horizon=none", "prune.ratio=1:0"], "prune.ratio: '1:0' is not pruning steps : gradient steps"),
+        (["prune.horizon=none", "prune.ratio=often"], "prune.ratio: 'often' is not pruning steps"),
+        (["prune.horizon=0"], "prune.horizon: 0.0 must be above 0"),
+        (["prune.horizon=1.5"], "prune.horizon: 1.5 must be above 0 and at most 1"),
+        (["prune.warmup_steps=26"], "prune.warmup_steps: 26 leaves no step for events: they end at step 25"),
+        (["prune.groups=[]"], "prune.groups: leaves nothing"),
+        (["prune.smoothing=1"], "prune.smoothing: must lie from 0"),
+        (["prune.compact_threshold=0"], "prune.compact_threshold: must be above 0"),
+        (["prune.compact_wait=-1"], "prune.compact_wait: must be 0 or more"),
+        (["prune.min_heads=0"], "prune.min_heads: must be at least 1"),
+        (["prune.milestones=40%nonemb"], "prune.milestones: '40%nonemb' is not above prune.target"),
+        (["prune.milestones=ffn=3"], "prune.milestones: 'ffn=3': give a size"),
+        (["prune.milestones=many"], "prune.milestones: 'many' is not a size"),
+    ],
+)
+def test_impossible_recipes_name_the_key(recipe_file: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_recipe(recipe_file, overrides)
+    blamed = {override.split("=")[0]: f"override {override}" for override in overrides}
+    assert str(caught.value).startswith(f"{blamed.get(message.split(':')[0], recipe_file)}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_without_pruning_needs_no_target(recipe_file: Path) -> None:
+    load_recipe(recipe_file, ["prune.enabled=false", "prune.target="])
+
+
+def test_missing_sections_are_named_by_their_required_key(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    with pytest.raises(UserError, match=r"empty\.toml: source\.model: missing"):
+        load_recipe(path)
+    path.write_text('[source]\nmodel = "x"\n')
+    with pytest.raises(UserError, match=r"training\.tokens: missing"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("100M", "count", 100e6),
+        ("1_000", "count", 1000),
+        ("0.6", "share", 0.6),
+        (".6", "share", 0.6),
+        ("60%", "share", 0.6),
+        ("62.5 %", "share", 0.625),
+        ("50%nonemb", "nonemb share", 0.5),
+        ("hidden=512,heads=8,ffn=1280", "shape", 0.0),
+        ("heads = 8", "shape", 0.0),
+    ],
+)
+def test_sizes(text: str, kind: str, value: float) -> None:
+    assert parse_size(text, "prune.target") == (kind, pytest.approx(value))
+
+
+@pytest.mark.parametrize("text", ["", "0", "100%", "0%", "1.5", "120%nonemb", "50%emb", "heads=8,heads=9", "x=1", "a="])
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"^prune\.target: "):
+        parse_size(text, "prune.target")
+
+
+def test_existing_paths_become_absolute(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books.txt").write_text("text")
+    recipe = load_recipe(recipe_file, ["data.train=books.txt,pydoc:train", "data.cache_dir=cache"])
+    resolved = resolve_recipe(recipe)
+    assert resolved.data.train == [str(tmp_path / "books.txt"), "pydoc:train"]
+    assert resolved.data.cache_dir == str(tmp_path / "cache")
+    assert resolved.source.model == "smollm2-135m"
+    assert recipe.data.train == ["books.txt", "pydoc:train"]
+    assert resolve_recipe(resolved) == resolved
+    assert recipe.prune.horizon is None or resolved.prune.horizon == recipe.prune.horizon
+    recipe.prune.horizon = None
+    assert resolve_recipe(recipe).prune.horizon == DEFAULT_HORIZON  # a later default does not change a run
+    recipe.prune.ratio = "1:9"
+    assert resolve_recipe(recipe).prune.horizon is None
+
+
+def test_every_field_has_its_line_of_help() -> None:
+    sections = (ModelConfig, TrainingConfig, PruneConfig, DistillConfig, ValidationConfig, CheckpointConfig, Recipe)
+    for section in sections:
+        assert set(field_docs(section)) == {field.name for field in fields(section)}, section

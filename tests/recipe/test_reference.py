@@ -1,0 +1,38 @@
+"""The reference of recipe keys: complete, and the same on the page, on the screen and in the code."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from dwindle.recipe.recipe import PruneConfig, Recipe
+from dwindle.recipe.reference import markdown, recipe_keys
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+
+
+def test_every_key_is_there_and_has_a_meaning() -> None:
+    found = {key.name: key for key in recipe_keys()}
+    assert all(key.meaning for key in found.values())
+    for section in dataclasses.fields(Recipe):
+        assert any(name.startswith(f"{section.name}.") for name in found)
+    own = [name.removeprefix("prune.") for name in found if name.startswith("prune.")]
+    assert own == [field.name for field in dataclasses.fields(PruneConfig)]
+    assert found["data.sources.NAME.weight"].default == "1.0"
+    assert found["prune.attention"].values == '"cluster", "regular"'
+    assert found["training.tokens"].values == "text or whole number"
+    assert found["training.tokens"].default == "must be given"
+    assert found["prune.horizon"].default == "not set" and found["prune.horizon"].values == "number"
+
+
+def test_a_word_chooses() -> None:
+    assert [key.name for key in recipe_keys("distill.t")] == [
+        "distill.temperature",
+        "distill.top_k",
+        "distill.teacher",
+    ]
+
+
+def test_the_page_is_what_the_code_says() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text.endswith("prints.\n\n" + markdown()), "run `dwindle keys --markdown` and put it under Keys"

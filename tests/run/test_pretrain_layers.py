@@ -1,0 +1,177 @@
+"""Runs whose layers get different sizes: Adapt-Accel's stages and the global selection, resumed, compiled, refused."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_pretrain import assert_same_run, die_at, events, go_on, metrics, recipe, start, wait
+
+import dwindle
+from dwindle.anatomy import Anatomy, Structure
+from dwindle.core.errors import UserError
+from dwindle.pruning.compaction import bucketed
+from dwindle.pruning.ledger import read_ledger, replay_structure
+from dwindle.pruning.surgery import Prunable
+from dwindle.run.plan import make_plan
+from dwindle.run.pretrain import pretrain
+from tiny import tiny_directory
+
+ADAPT: dict[str, Any] = {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "70%"}
+GLOBAL: dict[str, Any] = {"selection": "global", "target": "60%", "horizon": 0.5}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("layers")
+    tiny_directory(place / "model", num_hidden_layers=4)
+    return place
+
+
+def test_stages_prune_and_train(place: Path) -> None:
+    run = place / "adapt"
+    settings = recipe(place, prune=ADAPT, schedule="wsd", warmup=0.05)
+    result = pretrain(settings, run)
+    source = Anatomy.of(dwindle.load(place / "model").model)
+    total = source.count(source.source).total
+    goal = int(0.7 * total)
+    starts = [max(1, round(48 * done)) for done in (0, 0.1, 0.3, 0.6)]  # shares 0.1, 0.2, 0.3, 0.4
+    assert sorted({event["step"] for event in events(run, "prune")}) == starts
+    by_step = {line["step"]: line["parameters"] for line in metrics(run)}
+    for stage, step in enumerate(starts):
+        size = goal if stage == 3 else int(total * (goal / total) ** ((stage + 1) / 4))
+        assert size - 3 * 32 < by_step[step] <= size
+    assert result.target_reached and result.parameters == by_step[48]
+    structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
+    assert len(structure.hidden) == 32 and len(events(run, "allocation")) == 4
+    assert sum(p.numel() for p in dwindle.load(run / "model").model.parameters()) == result.parameters
+
+
+def test_the_global_selection_removes_single_groups(place: Path) -> None:
+    run = place / "global"
+    result = pretrain(recipe(place, prune=GLOBAL), run)
+    assert result.target_reached
+    removed = events(run, "prune")
+    assert {event["type"] for event in removed} >= {"ffn", "stem"}
+    for event in removed:
+        assert sum(bool(members) for members in event["indices"]) == 1
+    source = Anatomy.of(dwindle.load(place / "model").model)
+    structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
+
+
+def test_sizes_are_looked_for_once_for_what_lives(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after every step once the target is reached."""
+    seen: list[int] = []
+
+    def counted(anatomy: Anatomy, alive: Structure, *more: Any) -> Structure:
+        seen.append(len(alive.hidden) + sum(len(la.ffn) + len(la.query_heads) for la in alive.layers))
+        return bucketed(anatomy, alive, *more)
+
+    monkeypatch.setattr("dwindle.pruning.pruner.bucketed", counted)
+    assert pretrain(recipe(place, prune=GLOBAL | {"horizon": 0.2}), place / "looked").target_reached
+    assert seen and len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_the_global_selection_lands_on_multiples(place: Path, second_order: bool) -> None:
+    """40 channels of four layers and 32 hidden ones, in blocks of 16: the 8 that make widths round leave first."""
+    run = place / f"rounded-{second_order}"
+    prune = GLOBAL | {"round_to": 16, "second_order": second_order}
+    assert pretrain(recipe(place, prune=prune), run).target_reached
+    removed = [(e["type"], sorted(map(len, e["indices"]))) for e in events(run, "prune")]
+    assert removed[:4] == [("ffn", [0, 0, 0, 8])] * 4
+    assert all(sizes == [0, 0, 0, 16] for kind, sizes in removed[4:] if kind == "ffn")
+    assert all(sizes == [16] for kind, sizes in removed if kind == "stem")
+    structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    assert all(len(la.ffn) % 16 == 0 for la in structure.layers) and len(structure.hidden) % 16 == 0
+
+
+@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"round_to": 8}], ids=["adapt", "global", "rounded"])
+def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[str, Any]) -> None:
+    settings = recipe(place, prune=prune | {"target": "60%", "milestones": ["70%"], "smoothing": 0.4})
+    name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}"
+    reference, run = place / f"whole-{name}", place / f"killed-{name}"
+    assert wait(start(lambda: pretrain(settings, reference)), 120) == 0
+    for count in (3, 1):
+        child = start(lambda n=count: (die_at(Prunable, "kill", n), go_on(settings, run)))  # type: ignore[misc]
+        assert wait(child, 120) not in (None, 0)
+    assert wait(start(lambda: go_on(settings, run)), 120) == 0
+    assert_same_run(run, reference)
+
+
+def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced without code generation; four layers, so each rebuilt model has at most four sizes."""
+    monkeypatch.setattr("dwindle.distributed.engine.torch.compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    run = place / "compiled"
+    settings = recipe(place, prune=GLOBAL | {"groups": ["ffn"], "target": "78%", "horizon": 1.0}, compile=True)
+    settings.data.valid, settings.validation.every = [], 0
+    pretrain(settings, run)
+    rebuilt = len(events(run, "compact"))
+    assert rebuilt >= 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1 + 4 * rebuilt
+    eager = place / "not-compiled"
+    settings.training.compile = False
+    pretrain(settings, eager)
+    assert [e["indices"] for e in events(run, "prune")] == [e["indices"] for e in events(eager, "prune")]
+    torch.compiler.reset()
+
+
+def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers are rebuilt at one size, with dead heads and channels in them; or never rebuilt at all."""
+    monkeypatch.setattr("dwindle.pruning.compaction.MAX_SHAPES", 1)
+    losses, shapes = [], []
+    for threshold in (0.1, 1.0):
+        run = place / f"filled-{threshold}"
+        prune = GLOBAL | {"groups": ["attn", "ffn"], "target": "65%", "compact_threshold": threshold, "compare": "sum"}
+        pretrain(recipe(place, prune=prune | {"compact_multiple": 4, "compact_wait": 0}), run)
+        losses.append([line["loss"] for line in metrics(run)])
+        shapes.append(json.loads((run / "model" / "structure.json").read_text())["layers"])
+    assert shapes[0] == shapes[1] and len({len(la["query_heads"]) for la in shapes[0]}) > 1
+    rebuilt = events(place / "filled-0.1", "compact")
+    assert rebuilt and all(isinstance(event["heads"], int) and isinstance(event["ffn"], int) for event in rebuilt[:1])
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("prune", "message"),
+    [
+        (ADAPT | {"interleaves": 0}, "prune.interleaves"),
+        (ADAPT | {"interleaves": 49}, "prune.interleaves"),
+        (ADAPT | {"amplitude": 2.0}, "prune.amplitude"),
+        (ADAPT | {"horizon": 0.5}, "prune.horizon"),
+        (ADAPT | {"ratio": "1:9"}, "prune.ratio"),
+        (ADAPT | {"selection": "global"}, "prune.selection"),
+        (ADAPT | {"groups": ["stem"]}, "prune.groups"),
+        (ADAPT | {"warmup_steps": -50}, "prune.warmup_steps"),
+        (ADAPT | {"compare": "sum"}, "prune.compare"),
+        (GLOBAL | {"amplitude": 0.5}, "prune.amplitude"),
+        (GLOBAL | {"interleaves": 4}, "prune.interleaves"),
+        (ADAPT | {"target": "hidden=16"}, "prune.target"),
+        (ADAPT | {"target": "45%"}, "smallest model"),
+        (ADAPT | {"round_to": 8}, "prune.round_to"),
+        (GLOBAL | {"round_to": 64}, "prune.round_to 64: no such multiple"),
+        (GLOBAL | {"round_to": 16, "target": "99.9%"}, "prune.round_to 16: the largest model with such widths has"),
+        (GLOBAL | {"target": "0.5%"}, "smallest"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(place: Path, prune: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pretrain(recipe(place, prune=prune), place / "refused")
+    assert not (place / "refused").exists()
+
+
+@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"ratio": "4:1", "horizon": None}, GLOBAL | {"round_to": 8}])
+def test_plans_know_the_methods(place: Path, prune: dict[str, Any]) -> None:
+    plan = make_plan(recipe(place, prune=prune))
+    share = float(prune["target"].removesuffix("%")) / 100
+    assert plan.parameters_target == int(share * plan.parameters_before) and plan.shape_target is None
+    run = place / f"planned-{prune.get('method', 'global')}-{'ratio' in prune}-{'round_to' in prune}"
+    pretrain(recipe(place, prune=prune), run)
+    assert (2 if "round_to" in prune else 4) <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most
