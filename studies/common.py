@@ -298,7 +298,7 @@ class Study:
         model, clock = self.args.model, Clock(record["seconds"])
         recipe = self._recipe(row, size, seed, model)
         try:
-            recipe.validate()
+            recipe.check()
             plan_pruning(recipe, Anatomy.of_config(load_config(model)))
         except UserError as error:
             if not str(error).startswith("prune."):

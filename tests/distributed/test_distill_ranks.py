@@ -8,8 +8,9 @@ import pytest
 from processes import run_ranks
 from test_ranks import metrics, recipe
 
-from dwindle.recipe.recipe import DistillConfig, Recipe
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
+from dwindle.training.config import DistillConfig
 from tiny import tiny_directory
 
 

@@ -21,13 +21,16 @@ from dwindle.core.directories import NotWritten
 from dwindle.core.errors import UserError
 from dwindle.data import DataConfig
 from dwindle.distributed.engines import Parallel, World, choose_parallel, num_shards
+from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.report.run import open_run
 from dwindle.report.tables import cost_of
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.sources.config import ModelConfig
 from dwindle.training import checkpoint_writer as checkpointwriter
 from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from dwindle.training.loop import Trainer
 from tiny import tiny_directory
 
@@ -46,7 +49,7 @@ def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None 
             train=["pydoc:train"], valid=["pydoc:valid"], seq_len=24, valid_tokens=264, cache_dir=str(place / "cache")
         ),
         training=TrainingConfig(**options | training),
-        prune=PruneConfig(**settings),
+        prune=PretrainPruneConfig(**settings),
         validation=ValidationConfig(every=20),
         checkpoint=CheckpointConfig(every=10, keep_last=9),
     )

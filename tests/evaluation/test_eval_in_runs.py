@@ -13,9 +13,12 @@ from eval_sets import DOCUMENTS, write_sets
 import dwindle
 from dwindle.data import DataConfig
 from dwindle.evaluation import callback
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.sources.config import ModelConfig
 from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from tiny import tiny_directory
 
 NUM_STEPS = 8
@@ -36,7 +39,7 @@ def recipe(place: Path, **validation: Any) -> Recipe:
         source=ModelConfig(model=str(place / "model"), device="cpu"),
         data=DataConfig(train=["pydoc:train"], seq_len=16, cache_dir=str(place / "cache")),
         training=TrainingConfig(tokens=NUM_STEPS * 32, tokens_per_step=32, lr=3e-3),
-        prune=PruneConfig(target="70%", horizon=0.6),
+        prune=PretrainPruneConfig(target="70%", horizon=0.6),
         validation=ValidationConfig(**settings),
         checkpoint=CheckpointConfig(every=2, keep_last=9),
     )

@@ -15,13 +15,16 @@ from torch import Tensor
 from dwindle.anatomy import Structure
 from dwindle.data import DataConfig
 from dwindle.pruning.calibration import calibrate
+from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.gram import Gram, damping_for
 from dwindle.pruning.ledger import read_ledger
 from dwindle.pruning.saliency import metric_named
 from dwindle.pruning.second_order import InputStatistics, InputTaps, norm_factor, repair, taps_of
 from dwindle.pruning.surgery import Prunable
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.sources.config import ModelConfig
+from dwindle.training.config import CheckpointConfig, TrainingConfig
 from tiny import FAMILIES, random_group, tiny_directory, tiny_model, tokens
 
 KINDS = ("attn", "ffn", "stem")
@@ -359,7 +362,7 @@ def recipe(place: Path, **prune: Any) -> Recipe:
         source=ModelConfig(model=str(place / "model"), device="cpu"),
         data=DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache")),
         training=TrainingConfig(tokens=24 * 192, tokens_per_step=192, micro_batch=4, lr=3e-3),
-        prune=PruneConfig(**settings | prune),
+        prune=PretrainPruneConfig(**settings | prune),
         checkpoint=CheckpointConfig(every=5, keep_last=10),
     )
 

@@ -9,19 +9,11 @@ import pytest
 
 from dwindle.core.config import field_docs, from_toml, to_toml, write_toml
 from dwindle.core.errors import UserError
+from dwindle.pruning.config import DEFAULT_HORIZON, PretrainPruneConfig
 from dwindle.recipe.checks import parse_size
-from dwindle.recipe.recipe import (
-    DEFAULT_HORIZON,
-    CheckpointConfig,
-    DistillConfig,
-    ModelConfig,
-    PruneConfig,
-    Recipe,
-    TrainingConfig,
-    ValidationConfig,
-    load_recipe,
-    resolve_recipe,
-)
+from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.sources.config import ModelConfig
+from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))
@@ -264,6 +256,14 @@ def test_existing_paths_become_absolute(recipe_file: Path, tmp_path: Path, monke
 
 
 def test_every_field_has_its_line_of_help() -> None:
-    sections = (ModelConfig, TrainingConfig, PruneConfig, DistillConfig, ValidationConfig, CheckpointConfig, Recipe)
+    sections = (
+        ModelConfig,
+        TrainingConfig,
+        PretrainPruneConfig,
+        DistillConfig,
+        ValidationConfig,
+        CheckpointConfig,
+        Recipe,
+    )
     for section in sections:
         assert set(field_docs(section)) == {field.name for field in fields(section)}, section

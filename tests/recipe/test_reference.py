@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from dwindle.recipe.recipe import PruneConfig, Recipe
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.recipe.reference import markdown, recipe_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
@@ -17,7 +18,7 @@ def test_every_key_is_there_and_has_a_meaning() -> None:
     for section in dataclasses.fields(Recipe):
         assert any(name.startswith(f"{section.name}.") for name in found)
     own = [name.removeprefix("prune.") for name in found if name.startswith("prune.")]
-    assert own == [field.name for field in dataclasses.fields(PruneConfig)]
+    assert own == [field.name for field in dataclasses.fields(PretrainPruneConfig)]
     assert found["data.sources.NAME.weight"].default == "1.0"
     assert found["prune.attention"].values == '"cluster", "regular"'
     assert found["training.tokens"].values == "text or whole number"

@@ -16,11 +16,14 @@ from transformers import AutoModelForCausalLM
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.data import DataConfig
+from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
-from dwindle.recipe.recipe import CheckpointConfig, DistillConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan, teacher_dtype
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.sources.config import ModelConfig
 from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig
 from tiny import tiny_directory
 
 
@@ -34,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(place: Path, *, distill: dict[str, Any] | None = None, steps: int = 12, **source: Any) -> Recipe:
     """12 steps of 4 × 24 tokens with events and compactions in the first 8."""
     data = DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache"))
-    prune = PruneConfig(target="70%", horizon=0.7, compact_threshold=0.1, compact_multiple=4, compact_wait=0)
+    prune = PretrainPruneConfig(target="70%", horizon=0.7, compact_threshold=0.1, compact_multiple=4, compact_wait=0)
     return Recipe(
         source=ModelConfig(**{"model": str(place / "model"), "device": "cpu"} | source),
         data=data,
@@ -147,7 +150,7 @@ def test_random_weights_at_the_shape_of_the_source(place: Path) -> None:
     firsts = {}
     for name, seed in (("scratch", 3), ("again", 3), ("another", 4)):
         settings = recipe(place, steps=1, random_init=True)
-        settings.prune, settings.training.seed, settings.data.seed = PruneConfig(enabled=False), seed, 0
+        settings.prune, settings.training.seed, settings.data.seed = PretrainPruneConfig(enabled=False), seed, 0
         settings.training.warmup = 0
         pretrain(settings, place / name)
         firsts[name] = json.loads((place / name / "metrics.jsonl").read_text())["loss"]

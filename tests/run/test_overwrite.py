@@ -14,17 +14,12 @@ from dwindle.core.errors import UserError
 from dwindle.core.run_lock import RunLock
 from dwindle.core.sizes import parse_count
 from dwindle.data import DataConfig
-from dwindle.recipe.recipe import (
-    CheckpointConfig,
-    DistillConfig,
-    ModelConfig,
-    PruneConfig,
-    Recipe,
-    TrainingConfig,
-    ValidationConfig,
-)
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import begin_run, pretrain, resume
+from dwindle.sources.config import ModelConfig
 from dwindle.training.callbacks import Callback
+from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
 from dwindle.training.loop import TrainingDiverged
 from tiny import tiny_directory
 
@@ -42,7 +37,7 @@ def recipe(place: Path, *, train: str = "pydoc:train", **training: Any) -> Recip
         source=ModelConfig(model=str(place / "model"), device="cpu"),
         data=DataConfig(train=[train], valid=["pydoc:valid"], seq_len=24, valid_tokens=480),
         training=TrainingConfig(**{"tokens": 2 * 192, "tokens_per_step": 192, "micro_batch": 4} | training),
-        prune=PruneConfig(enabled=False),
+        prune=PretrainPruneConfig(enabled=False),
     )
 
 

@@ -25,10 +25,13 @@ from dwindle.anatomy import Anatomy, Structure
 from dwindle.core import config
 from dwindle.core.errors import UserError
 from dwindle.data import DataConfig
+from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger, replay_structure
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig, ValidationConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.sources.config import ModelConfig
 from dwindle.training.checkpoint import latest_checkpoint
+from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from tiny import tiny_directory
 
 
@@ -51,7 +54,7 @@ def recipe(place: Path, *, prune: dict[str, Any] | None = None, **training: Any)
         training=TrainingConfig(
             **{"tokens": 48 * 192, "tokens_per_step": 192, "micro_batch": 4, "lr": 3e-3} | training
         ),
-        prune=PruneConfig(**settings | (prune or {})),
+        prune=PretrainPruneConfig(**settings | (prune or {})),
         validation=ValidationConfig(every=8),
         checkpoint=CheckpointConfig(every=5),
     )

@@ -12,8 +12,11 @@ import pytest
 
 import dwindle
 from dwindle.data import DataConfig
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
+from dwindle.sources.config import ModelConfig
+from dwindle.training.config import CheckpointConfig, TrainingConfig
 from tiny import tiny_directory
 
 TOKENS = 160_000
@@ -27,7 +30,7 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
     (tmp_path / "valid.txt").write_text("\n\n".join(paragraphs[:held_out]))
     (tmp_path / "train.txt").write_text("\n\n".join(paragraphs[held_out:]))
 
-    def train(model: str, name: str, seed: int, prune: PruneConfig) -> float:
+    def train(model: str, name: str, seed: int, prune: PretrainPruneConfig) -> float:
         recipe = Recipe(
             source=ModelConfig(model=model, device="cpu"),
             data=DataConfig(
@@ -50,8 +53,8 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
         dwindle.prune(
             source, "50%", out=pruned, data=[str(tmp_path / "train.txt")], num_sequences=64, seq_len=128, seed=seed
         )
-        one_shot.append(train(str(pruned), "one-shot", seed, PruneConfig(enabled=False)))
-        aware.append(train(source, "aware", seed, PruneConfig(target="50%", horizon=0.25)))
+        one_shot.append(train(str(pruned), "one-shot", seed, PretrainPruneConfig(enabled=False)))
+        aware.append(train(source, "aware", seed, PretrainPruneConfig(target="50%", horizon=0.25)))
     spread = max(statistics.stdev(one_shot), statistics.stdev(aware))
     better = statistics.mean(one_shot) - statistics.mean(aware)
     print(f"validation loss, 5 seeds: one-shot {statistics.mean(one_shot):.4f} ± {statistics.stdev(one_shot):.4f}")

@@ -1,64 +1,69 @@
-"""Typed dataclasses ⇄ TOML, with dotted overrides from the command line.
+"""Configurations: pydantic models that own every knob, read from TOML, overridden by ``section.key=value``.
 
-A configuration is a dataclass whose fields are scalars, lists, string-keyed dicts, ``Literal`` choices,
-unions of those, or other such dataclasses. Everything that can be wrong with a file or an override becomes a
-``UserError`` of one line that names the dotted key and says what is accepted, because the person reading it
-has a text editor open, not this code.
+A component declares its knobs once, as a subclass of ``Config`` beside the code that reads them: type, bounds, default
+and, as a docstring under the field, its meaning. Recipes, command options, keyword arguments and the reference page are
+views of that declaration. pydantic does the parsing; this module turns its errors into one line that names the dotted
+key and says what is accepted, because the person reading it has a text editor open, not this code.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
-import dataclasses
 import datetime
 import difflib
 import functools
 import inspect
-import itertools
 import json
-import math
 import os
 import re
-import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import tomli_w
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
 from dwindle.core.errors import UserError
 
-T = TypeVar("T")
+T = TypeVar("T", bound="Config")
 Key = tuple[str, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
-_KIND_WORDS: dict[Any, str] = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "a table",
-}
+_NOUNS: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "table"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+class Config(BaseModel):
+    """Base of all configurations: unknown keys and wrong types are errors, field docstrings are descriptions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise UserError(_explain(error, type(self))) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # tables inside are validated as usual
 
 
 # Reading ---------------------------------------------------------------------------------------------------
 
 
-def from_dict(cls: type[T], data: dict[str, Any], where: str = "") -> T:
-    """Build ``cls`` from parsed TOML, refusing unknown keys and wrong types.
+def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """Build ``cls`` from parsed TOML or keyword arguments; ``where`` (a file name) starts every message.
 
-    ``where`` (a file name, say) starts every message. An int is taken where a float is wanted, since people
-    write ``lr = 1``; nothing else is converted, so that a quoted number or a ``1`` for ``true`` is reported.
+    Types are strict: an int is accepted for a float, since people write ``lr = 1``; a quoted number is not a number.
     """
     try:
-        result: T = _convert(cls, data, (), _Schema(cls))
-    except _Mismatch as error:
-        raise UserError(f"{where}: {error}" if where else str(error)) from None
-    return result
+        return cls.model_validate(dict(data))
+    except ValidationError as error:
+        message = _explain(error, cls)
+        raise UserError(f"{where}: {message}" if where else message) from None
 
 
 def from_toml(cls: type[T], text: str, where: str = "") -> T:
@@ -76,7 +81,7 @@ def parse_toml(text: str, where: str = "") -> dict[str, Any]:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The tables of a TOML file; a missing file, a directory or unreadable text is the user's to fix."""
+    """The tables of a TOML file; a missing file, a directory or unreadable text is a ``UserError``."""
     path = Path(path)
     if path.is_dir():
         raise UserError(f"{path} is a directory: give the .toml file itself")
@@ -91,29 +96,82 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return parse_toml(text, str(path))
 
 
+def to_toml(config: Config) -> str:
+    """TOML text that ``from_toml`` reads back to an equal object; keys that are ``None`` are omitted."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
+
+
+def write_toml(config: Config, path: str | Path) -> None:
+    """Save a configuration atomically."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(to_toml(config))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except UnicodeEncodeError as error:
+        raise UserError(f"{error.object!a} is not valid Unicode: rename it") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 # Overrides -------------------------------------------------------------------------------------------------
 
 
-def apply_overrides(data: dict[str, Any], overrides: Iterable[str], cls: type[Any]) -> dict[str, Any]:
-    """A copy of ``data`` with ``key.path=value`` assignments applied, checked against ``cls`` one by one.
-
-    The value is read as the field wants it: a TOML value if that fits (``3e-4``, ``true``, ``["a"]``), else
-    plain text (``70M``, ``1:9``), else, for a list, items between commas. ``none`` unsets a key that may be empty.
-    """
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str], cls: type[Config]) -> dict[str, Any]:
+    """A copy of ``data`` with ``key.path=value`` assignments applied, each checked against ``cls``."""
     result = copy.deepcopy(data)
-    schema = _Schema(cls)
     for override in overrides:
         name, equals, text = override.partition("=")
-        if not equals or not name.strip():
-            raise UserError(f"override {override}: write section.key=value")
         try:
+            if not equals or not name.strip():
+                raise UserError("write section.key=value")
             key = _parse_key(name.strip())
-            wanted = schema.type_at(key)
-            value = _value_from_text(wanted, text.strip(), key, schema)
-            _assign(result, key, value)
-        except _Mismatch as error:
+            _assign(result, key, value_from_text(cls, key, text.strip()))
+        except UserError as error:
             raise UserError(f"override {override}: {error}") from None
     return result
+
+
+def value_from_text(cls: type[Config], key: Key, text: str) -> Any:
+    """What a typed value means for a field: a TOML value if that fits (``3e-4``, ``true``, ``["a"]``), else plain text
+    (``70M``, ``1:9``), else, for a list, items between commas. ``none`` unsets a key that may be empty.
+    """
+    annotation, may_be_empty = _type_at(cls, key)
+    if text.lower() == "none" and may_be_empty:
+        return None
+    candidates: list[Any] = [text]
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        candidates = [*tomllib.loads(f"value = {text}").values(), text] if "\n" not in text else [text]
+    if any(typing.get_origin(member) is list for member in _members(annotation)):
+        inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        candidates.append([_item(annotation, part.strip()) for part in inside.split(",") if part.strip()])
+    if _config_in(annotation) is not None and isinstance(candidates[0], dict):
+        return candidates[0]  # a partial table: checked with the rest of its section
+    errors: list[ValidationError] = []
+    for value in candidates:
+        try:
+            _adapter(annotation).validate_python(value)
+            return value
+        except ValidationError as error:
+            errors.append(error)
+    first = errors[-1 if isinstance(candidates[-1], list) else 0]
+    raise UserError(f"{_dotted(key)}: {_problem(first.errors()[0], annotation)}")
+
+
+def _item(annotation: Any, text: str) -> Any:
+    """One item of a comma-separated list: a number where the list holds numbers."""
+    numeric = any(inner in (int, float) for member in _members(annotation) for inner in typing.get_args(member))
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        return tomllib.loads(f"value = {text}")["value"] if numeric else text
+    return text
+
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation, config=None if _config_in(annotation) else Config.model_config)
 
 
 def _parse_key(text: str) -> Key:
@@ -125,29 +183,8 @@ def _parse_key(text: str) -> Key:
         name, node = next(iter(node.items()))
         key.append(name)
     if not key:
-        raise _Mismatch((), f"{text} is not a dotted key such as section.name")
+        raise UserError(f"{text} is not a dotted key such as section.name")
     return tuple(key)
-
-
-def _value_from_text(wanted: Any, text: str, key: Key, schema: _Schema) -> Any:
-    if text.lower() == "none" and schema.may_be_empty(key):
-        return None
-    values: list[Any] = [text]
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        values = [*tomllib.loads(f"value = {text}").values(), text] if "\n" not in text else [text]
-    errors: list[_Mismatch] = []
-    for value in values:
-        try:
-            _convert(wanted, value, key, schema, partial=True)
-            return value
-        except _Mismatch as error:
-            errors.append(error)
-    for member in _members(wanted):
-        if typing.get_origin(member) is list:
-            inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-            parts = [part.strip() for part in inside.split(",") if part.strip()]
-            return [_value_from_text(typing.get_args(member)[0], part, key, schema) for part in parts]
-    raise errors[0]
 
 
 def _assign(data: dict[str, Any], key: Key, value: Any) -> None:
@@ -155,211 +192,233 @@ def _assign(data: dict[str, Any], key: Key, value: Any) -> None:
     for depth, name in enumerate(key[:-1]):
         node = node.setdefault(name, {})
         if not isinstance(node, dict):
-            raise _Mismatch(key[: depth + 1], f"expected a table, got {_show(node)}")
+            raise UserError(f"{_dotted(key[: depth + 1])}: expected a table, got {_show(node)}")
     if value is None:
         node.pop(key[-1], None)
     else:
         node[key[-1]] = value
 
 
-# Checking a value against a type ---------------------------------------------------------------------------
+# Keyword arguments -----------------------------------------------------------------------------------------
 
 
-class _Mismatch(Exception):
-    """A value that does not fit, with the dotted key it was found at."""
+def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function's keyword arguments are the fields of a config, which it receives as ``config``.
 
-    def __init__(self, key: Key, problem: str) -> None:
-        super().__init__(f"{_dotted(key)}: {problem}" if key else problem)
+    ``help()`` and editors see every field with its default; a whole ``config=`` may be given instead. ``but`` names
+    fields that are no arguments.
+    """
+    names = [name for name in cls.model_fields if name not in but]
 
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, config: Config | None = None, **given: Any) -> Any:
+            knobs = {name: given.pop(name) for name in list(given) if name in names}
+            if config is not None and knobs:
+                raise UserError(f"{', '.join(knobs)}: cannot be combined with config: set it there")
+            return function(*args, config=from_dict(cls, knobs) if config is None else config, **given)
 
-class _Schema:
-    """The root dataclass of a configuration, for questions about keys anywhere in it."""
-
-    def __init__(self, root: Any) -> None:
-        self.root = root
-
-    def type_at(self, key: Key) -> Any:
-        """The declared type of a dotted key; unknown keys are refused with the nearest name."""
-        wanted = self.root
-        for depth, name in enumerate(key):
-            child = _child_type(wanted, name)
-            if child is None:
-                owner = _dataclass_in(wanted)
-                if owner is None:
-                    raise _Mismatch(key[:depth], f"expected {_words(wanted)}, it has no keys of its own")
-                raise self.unknown(key[: depth + 1], owner)
-            wanted = child
-        return wanted
-
-    def may_be_empty(self, key: Key) -> bool:
-        """Whether a key means nothing when it is not given: it is optional, or empty by default."""
-        if _is_optional(self.type_at(key)):
-            return True
-        owner = _dataclass_in(self.type_at(key[:-1]))
-        field = {field.name: field for field in dataclasses.fields(owner)}[key[-1]] if owner else None
-        return field is not None and (field.default == "" or field.default_factory in (list, dict))
-
-    def unknown(self, key: Key, owner: Any) -> _Mismatch:
-        *path, name = key
-        siblings = list(_hints(owner))
-        near = difflib.get_close_matches(name, siblings, n=1) or [
-            sibling for sibling in siblings if _initials(name) == sibling or _initials(sibling) == name
+        own = [p for p in inspect.signature(function).parameters.values() if p.name != "config"]
+        fields = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default_of(cls, name),
+                annotation=cls.model_fields[name].annotation,
+            )
+            for name in names
         ]
-        elsewhere = [_dotted(other) for other in self.keys() if other[-1] == name]
-        if near or (elsewhere and not path):
-            better = _dotted((*path, near[0])) if near else elsewhere[0]
-            return _Mismatch((), f"unknown key {_dotted(key)}: did you mean {better}?")
-        place = f"[{_dotted(tuple(path))}]" if path else "this file"
-        other = f"; or did you mean {elsewhere[0]}?" if elsewhere else ""
-        return _Mismatch((), f"unknown key {_dotted(key)}: {place} takes {', '.join(siblings)}{other}")
+        call.__signature__ = inspect.Signature([*own, *fields])  # type: ignore[attr-defined]
+        return call
 
-    def keys(self, root: Any = None, path: Key = ()) -> list[Key]:
-        found: list[Key] = []
-        for name, wanted in _hints(root or self.root).items():
-            found.append((*path, name))
-            owner = _dataclass_in(wanted)
-            if owner is not None:
-                found += self.keys(owner, (*path, name))
-        return found
+    return decorate
 
 
-def _convert(wanted: Any, value: Any, key: Key, schema: _Schema, partial: bool = False) -> Any:
-    """``value`` as ``wanted``; ``partial`` lets a table lack required keys, as an override sets only some."""
-    members = _members(wanted)
-    if len(members) > 1:
-        return _convert(_pick(members, value, key, wanted), value, key, schema, partial)
-    wanted = members[0]
-    origin = typing.get_origin(wanted)
-    if dataclasses.is_dataclass(wanted):
-        return _convert_table(wanted, value, key, schema, partial)
-    if origin is Literal:
-        return _convert_choice(typing.get_args(wanted), value, key)
-    if origin is list:
-        _require(isinstance(value, list), wanted, value, key)
-        item_type = typing.get_args(wanted)[0]
-        return [_convert(item_type, item, (*key, str(i)), schema, partial) for i, item in enumerate(value)]
-    if origin is dict:
-        _require(isinstance(value, dict), wanted, value, key)
-        item_type = typing.get_args(wanted)[1]
-        return {name: _convert(item_type, item, (*key, name), schema, partial) for name, item in value.items()}
-    if wanted is float:
-        _require(isinstance(value, int | float) and not isinstance(value, bool), wanted, value, key)
-        return _finite(value, key)
-    assert wanted in (str, int, bool), f"{_dotted(key)}: configuration cannot hold {wanted}"
-    _require(isinstance(value, wanted) and (wanted is bool or not isinstance(value, bool)), wanted, value, key)
-    return value
+def default_of(cls: type[Config], name: str) -> Any:
+    """The default of a field; ``inspect.Parameter.empty`` where it must be given."""
+    field = cls.model_fields[name]
+    return inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
 
 
-def _convert_table(cls: Any, value: Any, key: Key, schema: _Schema, partial: bool) -> Any:
-    _require(isinstance(value, dict), cls, value, key)
-    hints = _hints(cls)
-    for name in value:
-        if name not in hints:
-            raise schema.unknown((*key, name), cls)
-    arguments: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        path = (*key, field.name)
-        if field.name in value:
-            arguments[field.name] = _convert(hints[field.name], value[field.name], path, schema, partial)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            if dataclasses.is_dataclass(hints[field.name]):
-                arguments[field.name] = _convert(hints[field.name], {}, path, schema, partial)
-            elif not partial:
-                place = f"under [{_dotted(key)}]" if key else "at the top"
-                raise _Mismatch(path, f"missing: add {field.name} = … ({_words(hints[field.name])}) {place}")
-    return None if partial else cls(**arguments)
-
-
-def _convert_choice(choices: tuple[Any, ...], value: Any, key: Key) -> Any:
-    if any(value == choice and type(value) is type(choice) for choice in choices):
-        return value
-    listed = ", ".join(_show(choice) for choice in choices)
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" (did you mean {_show(near[0])}?)" if near else ""
-    raise _Mismatch(key, f"expected one of {listed}, got {_show(value)}{hint}")
-
-
-def _pick(members: tuple[Any, ...], value: Any, key: Key, wanted: Any) -> Any:
-    """The member of a union that ``value`` was meant for, by its kind, so that errors inside it are kept."""
-    for member in members:
-        origin = typing.get_origin(member)
-        is_list = isinstance(value, list) and origin is list
-        is_table = isinstance(value, dict) and (origin is dict or dataclasses.is_dataclass(member))
-        is_choice = origin is Literal and any(value == choice for choice in typing.get_args(member))
-        if member is type(value) or is_list or is_table or is_choice:
-            return member
-    if float in members and type(value) is int:
-        return float
-    raise _Mismatch(key, f"expected {_words(wanted)}, got {_show(value)}")
-
-
-def _require(fits: bool, wanted: Any, value: Any, key: Key) -> None:
-    if not fits:
-        quotes = f' (write "{value}")' if wanted is str and isinstance(value, int | float) else ""
-        raise _Mismatch(key, f"expected {_words(wanted)}, got {_show(value)}{quotes}")
-
-
-def _finite(value: int | float, key: Key) -> float:
+@contextlib.contextmanager
+def in_section(section: str, cls: type[Config]) -> Iterator[None]:
+    """Name fields as recipes do: ``round_to 64: …`` becomes ``prune.round_to 64: …`` in errors raised inside."""
     try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise _Mismatch(key, f"expected a finite number, got {_show(value)}")
-    return number
+        yield
+    except UserError as error:
+        if re.split(r"[ :]", str(error), maxsplit=1)[0] in cls.model_fields:
+            raise UserError(f"{section}.{error}") from None
+        raise
 
 
 # Looking at types ------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-def _members(wanted: Any) -> tuple[Any, ...]:
-    """The members of a union without ``None`` (TOML has no null: an optional key is simply absent)."""
-    if typing.get_origin(wanted) in (typing.Union, types.UnionType):
-        members = tuple(member for member in typing.get_args(wanted) if member is not types.NoneType)
-        return members if len(members) > 1 else _members(members[0])
-    return (wanted,)
-
-
-def _is_optional(wanted: Any) -> bool:
-    return types.NoneType in typing.get_args(wanted)
-
-
-def _dataclass_in(wanted: Any) -> Any:
-    return next((member for member in _members(wanted) if dataclasses.is_dataclass(member)), None)
-
-
-def _child_type(wanted: Any, name: str) -> Any:
-    owner = _dataclass_in(wanted)
-    if owner is not None and name in _hints(owner):
-        return _hints(owner)[name]
-    for member in _members(wanted):
-        if typing.get_origin(member) is dict:
-            return typing.get_args(member)[1]
-    return None
-
-
-def _words(wanted: Any) -> str:
-    """The accepted values in plain words: ``a whole number or text``."""
-    words: list[str] = []
-    for member in _members(wanted):
-        if typing.get_origin(member) is Literal:
-            words += [_show(choice) for choice in typing.get_args(member)]
-        elif typing.get_origin(member) is list:
-            item = {str: "texts", int: "whole numbers", float: "numbers"}.get(typing.get_args(member)[0])
-            words.append(f"a list of {item}" if item else "a list")
+def iter_fields(cls: type[Config], path: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """(dotted key, pydantic field) of every leaf of a configuration; ``NAME`` stands for the keys of a dict."""
+    for name, field in cls.model_fields.items():
+        inner = _config_in(field.annotation)
+        if inner is None:
+            yield (*path, name), field
         else:
-            words.append(_KIND_WORDS.get(typing.get_origin(member) or member, "a table"))
+            is_dict = typing.get_origin(_members(field.annotation)[0]) is dict
+            yield from iter_fields(inner, (*path, name, "NAME") if is_dict else (*path, name))
+
+
+def describe_type(annotation: Any, article: bool = False) -> str:
+    """The accepted values in words: ``whole number or text``; with ``article`` as in a sentence."""
+    words: list[str] = []
+    for member in _members(annotation):
+        origin, inside = typing.get_origin(member), typing.get_args(member)
+        if origin is Literal:
+            words += [_show(choice) for choice in inside] if article else [", ".join(map(_show, inside))]
+        elif origin is list:
+            item = describe_type(inside[0])
+            words.append(f"a list of {item.replace('number', 'numbers').replace('text', 'texts')}" if article else item)
+            words[-1] = words[-1] if article else f"list of {item}"
+        else:
+            noun = _NOUNS.get(origin or member, "table")
+            words.append(f"a {noun}" if article and noun not in ("text", "true or false") else noun)
     return " or ".join(dict.fromkeys(words))
 
 
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union without ``None`` (TOML has no null: an optional key is absent) and without bounds."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(
+            one for member in typing.get_args(annotation) if member is not types.NoneType for one in _members(member)
+        )
+    return (annotation,)
+
+
+def _config_in(annotation: Any) -> type[Config] | None:
+    """The table that a field holds, directly or as values of a dict."""
+    for member in _members(annotation):
+        inside = typing.get_args(member)[1] if typing.get_origin(member) is dict else member
+        if isinstance(inside, type) and issubclass(inside, Config):
+            return inside
+    return None
+
+
+def _annotation(field: Any) -> Any:
+    """With its bounds, which pydantic keeps apart."""
+    return typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+
+
+def _type_at(cls: type[Config], key: Key) -> tuple[Any, bool]:
+    """(Type, whether it may be unset) of a dotted key; unknown keys are refused with the nearest name."""
+    annotation: Any = cls
+    may_be_empty = False
+    for depth, name in enumerate(key):
+        owner = _config_in(annotation)
+        if typing.get_origin(_members(annotation)[0]) is dict:
+            annotation, may_be_empty = typing.get_args(_members(annotation)[0])[1], False
+        elif owner is None:
+            wanted = describe_type(annotation, article=True)
+            raise UserError(f"{_dotted(key[:depth])}: expected {wanted}, it has no keys of its own")
+        elif name not in owner.model_fields:
+            raise UserError(_unknown(key[: depth + 1], owner, cls))
+        else:
+            field = owner.model_fields[name]
+            annotation = _annotation(field)
+            default = None if field.is_required() else field.get_default(call_default_factory=True)
+            may_be_empty = not field.is_required() and default in (None, "", [], {})
+    return annotation, may_be_empty
+
+
+# Messages --------------------------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, cls: type[Config]) -> str:
+    """The first problem in one line; unknown keys first, because they explain missing ones."""
+    found = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")[0]
+    key: Key = ()
+    annotation: Any = cls
+    for part in found["loc"]:
+        owner, members = _config_in(annotation), _members(annotation)
+        if len(members) > 1:  # the rest of the location names members of a union
+            break
+        key = (*key, str(part))
+        if typing.get_origin(members[0]) is dict:
+            annotation = typing.get_args(members[0])[1]
+        elif isinstance(part, int):
+            annotation = typing.get_args(members[0])[0]
+        elif owner is None or part not in owner.model_fields:
+            return _unknown(key, owner or cls, cls)
+        else:
+            annotation = _annotation(owner.model_fields[str(part)])
+    if found["type"] == "missing":
+        return _missing(key, annotation)
+    if found["type"] == "value_error":  # a validator of ours, whose message begins with the field
+        message = str(found["ctx"]["error"])
+        return ".".join((*key, message)) if _config_in(annotation) is not None and key else message
+    return f"{_dotted(key)}: {_problem(found, annotation)}" if key else _problem(found, annotation)
+
+
+def _problem(found: Any, annotation: Any) -> str:
+    value = found["input"]
+    shown = f"got {_show(value)}"
+    if found["type"] == "finite_number":
+        return f"expected a finite number, {shown}"
+    if any(name in (found.get("ctx") or {}) for name in _BOUNDS):
+        return f"{_show(value)} must be {_bounds(annotation)}"
+    members = _members(annotation)
+    choices = [str(choice) for member in members for choice in typing.get_args(member)]
+    if found["type"] == "literal_error" and len(members) == 1:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        listed = describe_type(annotation).removeprefix("list of ")
+        return f"expected one of {listed}, {shown}" + (f" (did you mean {_show(near[0])}?)" if near else "")
+    quotes = f' (write "{value}")' if members == (str,) and isinstance(value, int | float) else ""
+    return f"expected {describe_type(annotation, article=True)}, {shown}{quotes}"
+
+
+def _bounds(annotation: Any) -> str:
+    """``at least 0 and below 1``, from the field's own declaration."""
+    limits = [item for part in _metadata(annotation) for item in getattr(part, "metadata", [part])]
+    words = [
+        f"{word} {getattr(limit, name):g}" for limit in limits for name, word in _BOUNDS.items() if hasattr(limit, name)
+    ]
+    return " and ".join(dict.fromkeys(words))
+
+
+def _metadata(annotation: Any) -> Iterator[Any]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        yield from annotation.__metadata__
+        yield from _metadata(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for member in typing.get_args(annotation):
+            yield from _metadata(member)
+
+
+def _missing(key: Key, annotation: Any) -> str:
+    owner = _config_in(annotation)
+    if owner is not None:  # a whole table: name its first key without a default
+        for name, field in owner.model_fields.items():
+            if field.is_required():
+                return _missing((*key, name), field.annotation)
+    place = f"under [{_dotted(key[:-1])}]" if key[:-1] else "at the top"
+    return f"{_dotted(key)}: missing: add {key[-1]} = … ({describe_type(annotation, article=True)}) {place}"
+
+
+def _unknown(key: Key, owner: type[Config], root: type[Config]) -> str:
+    *path, name = key
+    siblings = list(owner.model_fields)
+    near = difflib.get_close_matches(name, siblings, n=1) or [
+        sibling for sibling in siblings if _initials(name) == sibling or _initials(sibling) == name
+    ]
+    elsewhere = [_dotted(other) for other, _ in iter_fields(root) if other[-1] == name and len(other) > 1]
+    if near or (elsewhere and not path):
+        better = _dotted((*path, near[0])) if near else elsewhere[0]
+        return f"unknown key {_dotted(key)}: did you mean {better}?"
+    place = f"[{_dotted(tuple(path))}]" if path else "this file"
+    other = f"; or did you mean {elsewhere[0]}?" if elsewhere else ""
+    return f"unknown key {_dotted(key)}: {place} takes {', '.join(siblings)}{other}"
+
+
 def _show(value: Any) -> str:
-    if isinstance(value, dict):
+    if isinstance(value, dict | Config):
         return "a table"
     if isinstance(value, list):
         return "a list"
@@ -375,128 +434,4 @@ def _initials(name: str) -> str:
 
 
 def _dotted(key: Key) -> str:
-    return ".".join(name if _BARE_KEY.fullmatch(name) else _quoted(name) for name in key)
-
-
-# Writing ---------------------------------------------------------------------------------------------------
-
-
-def to_toml(obj: Any, comments: bool = False) -> str:
-    """TOML text that ``from_toml`` reads back to an equal object, keys in the order the fields are declared.
-
-    Keys that are ``None`` are left out, as TOML has no null. ``comments`` writes each field's docstring above
-    its key.
-    """
-    assert dataclasses.is_dataclass(obj) and not isinstance(obj, type)
-    lines: list[str] = []
-    _write_table(obj, (), lines, comments)
-    return "\n".join(lines).strip("\n") + "\n"
-
-
-def write_toml(obj: Any, path: str | Path, comments: bool = False) -> None:
-    """Save ``obj`` so that a crash leaves the old file or the new one, never half of one; one writer at a time.
-
-    What a killed writer left behind is overwritten by the next.
-    """
-    path = Path(path)
-    text = to_toml(obj, comments)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _write_table(obj: Any, key: Key, lines: list[str], comments: bool) -> None:
-    """Scalars and lists first, then the tables inside: TOML gives every key to the header above it."""
-    entries = _entries(obj)
-    owner: Any = type(obj)
-    docs = field_docs(owner) if comments and owner is not dict else {}
-    for name, value in entries:
-        if not _is_table(value):
-            lines += [f"# {line}" for line in docs.get(name, "").splitlines()]
-            lines.append(f"{_dotted((name,))} = {_literal(value, (*key, name))}")
-    for name, value in entries:
-        if _is_table(value):
-            path = (*key, name)
-            lines.append("")
-            lines += [f"# {line}" for line in docs.get(name, "").splitlines()]
-            lines.append(f"[{_dotted(path)}]")
-            _write_table(value, path, lines, comments)
-
-
-def _entries(obj: Any) -> list[tuple[str, Any]]:
-    if isinstance(obj, dict):
-        return list(obj.items())
-    entries: list[tuple[str, Any]] = []
-    for field in dataclasses.fields(obj):
-        value = getattr(obj, field.name)
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        if value is None:
-            assert default is None, f"{field.name}: None cannot be written, so it must be the default"
-        elif not (value == {} and default == {}):
-            entries.append((field.name, value))
-    return entries
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) or dataclasses.is_dataclass(value)
-
-
-def _literal(value: Any, key: Key) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise UserError(f"{_dotted(key)}: {value} cannot be saved: give a finite number")
-        return repr(value)
-    if isinstance(value, str):
-        return _quoted(value, key)
-    if isinstance(value, list):
-        return "[" + ", ".join(_literal(item, (*key, str(i))) for i, item in enumerate(value)) + "]"
-    assert _is_table(value), f"{_dotted(key)}: configuration cannot hold {type(value)}"
-    pairs = [f"{_dotted((name,))} = {_literal(item, (*key, name))}" for name, item in _entries(value)]
-    return "{" + ", ".join(pairs) + "}"
-
-
-def _quoted(text: str, key: Key = ()) -> str:
-    """A TOML basic string: JSON's escapes are a subset of TOML's, which adds only that of DEL."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"{_dotted(key)}: {text!a} is not valid Unicode: rename it") from None
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-@functools.cache
-def field_docs(cls: Any) -> dict[str, str]:
-    """The string literal under each field of a dataclass; empty where the source text is not available."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    body: Sequence[ast.stmt] = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    docs: dict[str, str] = {}
-    for statement, following in itertools.pairwise(body):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            docs[statement.target.id] = inspect.cleandoc(following.value.value)
-    return docs
+    return ".".join(name if _BARE_KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False) for name in key)

@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
+
+from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.readers import HUB_PREFIX, PYDOC_IDS, expand_inputs, open_input
 from dwindle.data.tokenfiles import is_token_files
 
 
-@dataclass(kw_only=True, slots=True)
-class SourceConfig:
+class SourceConfig(Config):
     """One named source of a mixture: ``[data.sources.books] paths = ["books.jsonl.xz"] weight = 0.7``."""
 
-    paths: list[str] = field(default_factory=list)
-    """Files, wildcards, ``hf:`` ids, ``pydoc`` or directories of token files; read one after the other."""
-    weight: float = 1.0
+    paths: list[str] = Field(default_factory=list)
+    """Files, wildcards, ``hf:`` ids, ``pydoc`` or directories of token files, read in order."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the training tokens, relative to the weights of the other sources."""
     max_tokens: int | str | None = None
-    """Use at most this many tokens of each path (``"2B"``); needed for streamed datasets that are endless."""
+    """Maximum tokens read from each path (``"2B"``); required for endless streamed datasets."""
 
 
-@dataclass(kw_only=True, slots=True)
-class DataConfig:
-    """What to train on, what to validate on, and in which order."""
+class DataConfig(Config):
+    """What the model is trained and validated on."""
 
-    train: list[str] = field(default_factory=list)
+    train: list[str] = Field(default_factory=list)
     """Training text or token files, as one source; use ``sources`` instead for a weighted mixture."""
-    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources with weights that are true token ratios."""
-    valid: list[str] = field(default_factory=list)
+    valid: list[str] = Field(default_factory=list)
     """Validation text or token files; refused if it is also trained on. Empty: no validation."""
-    seq_len: int = 1024
+    seq_len: Annotated[int, Field(ge=2)] = 1024
     """Tokens per training sequence."""
-    text_field: str = "text"
+    text_field: Annotated[str, Field(min_length=1)] = "text"
     """Field of JSON lines, or column of Parquet, that holds the text."""
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
     """Seed of the sample order; not set takes ``training.seed``."""
     cache_dir: str | None = None
-    """Where text is kept once tokenized; not set puts it in the run's directory."""
+    """Where tokenized text is cached; not set puts it into the run directory."""
     valid_tokens: int | str = "256k"
-    """Validate on at most this many tokens, spread evenly over the validation text."""
+    """Maximum validation tokens, spread evenly over the validation text."""
 
     def named_sources(self) -> dict[str, SourceConfig]:
         """The sources, whichever of the two ways they were given."""
@@ -59,17 +59,11 @@ class DataConfig:
             raise UserError("data.train: cannot be combined with data.sources: make it one more source")
         if not self.train and not self.sources:
             raise UserError('data.train: missing: name the training text, for example train = ["books.jsonl"]')
-        if self.seq_len < 2:
-            raise UserError(f"data.seq_len: {self.seq_len} is too short: use at least 2")
-        if not self.text_field:
-            raise UserError("data.text_field: must not be empty: the usual name is text")
         if parse_count(self.valid_tokens, "data.valid_tokens") < self.seq_len:
             raise UserError(f"data.valid_tokens: must be at least data.seq_len ({self.seq_len})")
         for name, source in self.named_sources().items():
             if not source.paths:
                 raise UserError(f"{self.option_of(name)}: is empty: list at least one file")
-            if not (math.isfinite(source.weight) and source.weight > 0):
-                raise UserError(f"data.sources.{name}.weight: must be above 0: remove the source instead")
             if source.max_tokens is not None:
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
         trained = self.trained_on()

@@ -11,7 +11,7 @@ from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.training.callbacks import Callback
 
 if TYPE_CHECKING:
-    from dwindle.recipe.recipe import ValidationConfig
+    from dwindle.training.config import ValidationConfig
     from dwindle.training.loop import Trainer
 
 

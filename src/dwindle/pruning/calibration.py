@@ -1,26 +1,24 @@
-"""What pruning without training needs of a text: gradients, exact per-example squared gradients, layer inputs."""
+"""What pruning without training measures on a text: gradients, exact per-example squared gradients, layer inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import KINDS, Kind
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import warn_beyond_positions
-from dwindle.pruning.gram import DEFAULT_DAMPING
-from dwindle.pruning.importance import LayerWatch
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import LayerCurvature, Metric
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens in one pass where windows need not be apart, and as long as their logits stay below ``_PASS_LOGITS``."""
+"""Tokens in one pass where windows need not be separate, and as long as their logits stay below ``_PASS_LOGITS``."""
 _PASS_LOGITS = 2**29
 
 
@@ -32,8 +30,6 @@ class Calibration:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     fishers: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: InputStatistics | None = None
-    importance: list[float] = field(default_factory=list)
-    """How much every layer changes the stream, if that was asked for."""
     loss: float | None = None
 
 
@@ -41,56 +37,48 @@ def calibrate(
     prunable: Prunable,
     windows: Tensor | None,
     metric: Metric,
+    config: PruneConfig,
     *,
-    groups: Sequence[Kind] = KINDS,
-    second_order: bool = False,
-    gram_tokens: int | None = None,
-    damping: float = DEFAULT_DAMPING,
-    layers: LayerWatch | None = None,
+    always: bool = False,
     bar: Bar | None = None,
 ) -> Calibration:
     """Passes over the windows: backward too if the metric uses gradients, for the output projections only.
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
-    layers are watched for the second-order update and the layer-wise metrics, all tokens or ``gram_tokens`` of them.
-    ``groups`` are the kinds that may leave: the inputs of others are not needed. ``layers`` measures the layers'
-    importance in the same passes. ``bar`` counts windows over several calibrations.
+    layers are collected for the second-order update and the layer-wise metrics, only for prunable kinds. ``always``
+    makes passes even if nothing is collected here, for those who observe the model. ``bar`` counts windows over
+    several calibrations.
     """
     found = Calibration()
-    watched = second_order or "inputs" in metric.needs
-    if not metric.needs and not watched and layers is None:
+    needs_inputs = config.second_order or "inputs" in metric.needs
+    if not metric.needs and not needs_inputs and not always:
         return found
     assert windows is not None, "this needs calibration text"
     warn_beyond_positions(windows.shape[1], prunable.model.config)
     taps: InputTaps | None = None
-    if watched:
-        num_tokens = min(gram_tokens or windows.numel(), windows.numel())
+    if needs_inputs:
+        num_tokens = min(config.num_gram_tokens or windows.numel(), windows.numel())
         found.inputs = InputStatistics(num_tokens)
-        units = units_to_watch(metric, groups, second_order=second_order)
+        units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
-    if layers is not None:
-        layers.attach(prunable.model)
-        layers.open()
     try:
         with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:
             found.loss = _passes(prunable, windows, metric, found, taps, bar)
     finally:
         if taps is not None:
             taps.remove()
-    if layers is not None:
-        found.importance = layers.close()
     if not torch.isfinite(torch.tensor(found.loss)):
         raise UserError("calibration: the loss is not finite: the source's weights or the data are broken")
     if metric.curvature is not None:
         assert found.inputs is not None
-        found.fishers = LayerCurvature(prunable, found.inputs, metric, damping)
+        found.fishers = LayerCurvature(prunable, found.inputs, metric, config.damping)
     return found
 
 
 def _passes(
     prunable: Prunable, windows: Tensor, metric: Metric, found: Calibration, taps: InputTaps | None, bar: Bar
 ) -> float:
-    """The mean loss; every window gives an equal share of the watched tokens.
+    """The mean loss; every window contributes an equal share of the collected tokens.
 
     A window is a pass of its own only where it must be: for squared gradients.
     """

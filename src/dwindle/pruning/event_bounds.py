@@ -1,4 +1,4 @@
-"""How many events a target takes: that depends on the gradients of a run, but within limits that sizes set."""
+"""How many events a target takes: the gradients of a run decide, but within bounds that sizes set."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from dwindle.anatomy import Anatomy, Layer, Structure
 from dwindle.core.errors import UserError
-from dwindle.pruning.pacing import Stages
-from dwindle.pruning.strategies.coupled import (
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.layouts import (
     KvCount,
     Layout,
-    SelectionOptions,
     fewest_kv,
     layouts,
     layouts_of,
@@ -26,6 +25,7 @@ from dwindle.pruning.strategies.coupled import (
     rounding_floors,
     with_sizes,
 )
+from dwindle.pruning.pacing import Stages
 from dwindle.pruning.target import Shape, Target
 
 Counts = NDArray[np.int64]
@@ -33,27 +33,27 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EventRange:
-    """No order of events needs fewer, or can take more."""
+    """Bounds over all orders of events."""
 
     fewest: int
     most: int
 
 
-def coupled_events(anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> EventRange:
+def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> EventRange:
     """Events that remove the same group from every layer, or a hidden channel everywhere.
 
-    The parameters of a result follow from its sizes alone, and so does the number of events, in whatever order.
+    The parameters of a result follow from its sizes alone, and so does the number of events, in any order.
     """
     source, end, size = anatomy.source, target.shape, target.num_parameters
-    now, heads = Shape.of(source), layouts(source, options)
+    now, heads = Shape.of(source), layouts(source, config)
     if end is not None:
         widths = now.hidden - end.hidden + now.ffn - end.ffn
-        few = many = [layout.num_events + widths for layout in layouts_of(source, options, end.heads)]
-    elif round_to > 1:
-        round_results = (_Grid(anatomy, layout, options, most_kv).until_round(size, round_to) for layout in heads)
+        few = many = [layout.num_events + widths for layout in layouts_of(source, config, end.heads)]
+    elif config.round_to > 1:
+        round_results = (_Grid(anatomy, layout, config, most_kv).until_round(size) for layout in heads)
         few = many = [events for found in round_results for events in found]
     else:
-        low, high = ([_Grid(anatomy, layout, options, kv) for layout in heads] for kv in (fewest_kv, most_kv))
+        low, high = ([_Grid(anatomy, layout, config, kv) for layout in heads] for kv in (fewest_kv, most_kv))
         few = [events for pair in zip(low, high, strict=True) for events in _ends(*pair, low, size)]
         many = [events for grid in high for events in grid.while_above(size)]
     return EventRange(min(few), max(many))
@@ -63,8 +63,8 @@ def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]
     """Events until the target, for each hidden size before the last event or at a target that is met exactly.
 
     Only the smallest group goes below the target, when no other fits (``Selector.choose``): so the last event is the
-    first from which whatever may leave next would go below. Where the key/value heads are not known, both counts that
-    are possible say so together.
+    first after which any further removal would go below. Where the number of key/value heads is not determined, both
+    possible counts must agree.
     """
     j = np.minimum(low.below(size) - 1, low.most_j).clip(0)
     j = np.maximum(j, np.append(low.below(size)[1:], 0))
@@ -72,7 +72,7 @@ def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]
     if after:
         j = np.maximum(j, np.min(after, axis=0))
     last = (j <= low.most_j) & (high.a - j * high.b > size)
-    last[-1] &= bool(after) or j[-1] < low.most_j  # else nothing is left that could leave
+    last[-1] &= bool(after) or j[-1] < low.most_j  # else nothing prunable is left
     hit = low.least_j(size)
     met = (hit <= low.most_j) & (high.a - hit * high.b >= size)
     return [*(low.events + j + 1)[last].tolist(), *(low.events + hit)[met].tolist()]
@@ -84,9 +84,9 @@ class _Grid:
     Tensors have at most one axis of each, so removing i hidden and j FFN channels leaves a[i] − j·b[i].
     """
 
-    def __init__(self, anatomy: Anatomy, layout: Layout, options: SelectionOptions, kv_count: KvCount) -> None:
+    def __init__(self, anatomy: Anatomy, layout: Layout, config: PruneConfig, kv_count: KvCount) -> None:
         self.now = now = Shape.of(anatomy.source)
-        self.layout, self.options = layout, options
+        self.layout, self.config = layout, config
 
         def count(hidden: int, ffn: int) -> int:
             shape = Shape(now.hidden - hidden, layout.heads, now.ffn - ffn)
@@ -94,10 +94,10 @@ class _Grid:
 
         full, stem, ffn = count(0, 0), count(0, 0) - count(1, 0), count(0, 0) - count(0, 1)
         both = count(1, 0) - count(1, 1)
-        self.i = _gone_hidden(anatomy.source, options)
+        self.i = _gone_hidden(anatomy.source, config)
         self.a: Counts = full - self.i * stem
         self.b: Counts = ffn - self.i * (ffn - both)
-        self.most_j = max(now.ffn - options.min_ffn, 0) if "ffn" in options.groups else 0
+        self.most_j = max(now.ffn - config.min_ffn, 0) if "ffn" in config.effective_groups else 0
         self.events = layout.num_events + self.i
 
     def least_j(self, num_parameters: int) -> Counts:
@@ -115,9 +115,9 @@ class _Grid:
         passed = (self.events + j)[above]
         return [int(passed.max()) + 1] if len(passed) else []
 
-    def until_round(self, num_parameters: int, multiple: int) -> list[int]:
+    def until_round(self, num_parameters: int) -> list[int]:
         """Events until each result with round widths."""
-        hiddens, widths = round_widths(self.now, self.options, multiple)
+        hiddens, widths = round_widths(self.now, self.config)
         widest, found = self.now.ffn - self.least_j(num_parameters), list[int]()
         for hidden in hiddens:
             gone = self.now.hidden - hidden
@@ -127,21 +127,21 @@ class _Grid:
         return found
 
 
-def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> EventRange:
+def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> EventRange:
     """Events that remove one group of one layer, or hidden channels everywhere.
 
     Limits: every group is taken to be as large (small) as the largest (smallest) of its type in any layer at any time.
     """
-    source, options = anatomy.source, rounding_floors(options, round_to)
-    i = _gone_hidden(source, options)
+    source, config, round_to = anatomy.source, rounding_floors(config), config.round_to
+    i = _gone_hidden(source, config)
     full = _line(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
     excess: Counts = full - target.num_parameters
     fewest, left = -(-i // round_to), excess.clip(0)
-    for number, size in sorted(_kinds(anatomy, options, i, np.max, round_to), key=lambda kind: -kind[1][0]):
+    for number, size in sorted(_kinds(anatomy, config, i, np.max), key=lambda kind: -kind[1][0]):
         taken: Counts = np.minimum(-(-left // size), number)
         fewest, left = fewest + taken, (left - taken * size).clip(0)
     most, room = -(-i // round_to) + 1, excess - 1
-    for number, size in sorted(_kinds(anatomy, options, i, np.min, round_to), key=lambda kind: kind[1][0]):
+    for number, size in sorted(_kinds(anatomy, config, i, np.min), key=lambda kind: kind[1][0]):
         taken = np.minimum(room.clip(0) // size, number)
         most, room = most + taken, room - taken * size
     limit = int(most[excess > 0].max())
@@ -149,37 +149,35 @@ def global_events(anatomy: Anatomy, target: Target, options: SelectionOptions, r
 
 
 def check_rounds(rounds: int, events: EventRange, few: int) -> None:
-    """Refuse rounds in most of which nothing could leave: each costs a calibration. Up to ``few`` always pass."""
+    """Refuse rounds in most of which nothing could be removed: each costs a calibration. Up to ``few`` always pass."""
     if rounds > max(events.most, few):
         raise UserError(
-            f"rounds {rounds:,}: at most {events.most:,} groups leave on the way to this target, and a round without "
-            f"one only takes time: give at most {max(events.most, few):,}"
+            f"rounds {rounds:,}: at most {events.most:,} groups are removed on the way to this target, and a round "
+            f"without one only costs time: give at most {max(events.most, few):,}"
         )
 
 
-def staged_events(anatomy: Anatomy, stages: Stages, options: SelectionOptions) -> EventRange:
+def staged_events(anatomy: Anatomy, stages: Stages, config: PruneConfig) -> EventRange:
     """A stage removes heads, channels or both, each in one event; it may be empty if it falls by less than a group."""
-    largest = max(int(size[0]) for _, size in _kinds(anatomy, options, np.arange(1), np.max))
+    largest = max(int(size[0]) for _, size in _kinds(anatomy, config, np.arange(1), np.max))
     falls = [before - after for before, after in pairwise([stages.start_count, *stages.sizes()])]
-    return EventRange(max(sum(fall >= largest for fall in falls), 1), len(options.groups) * stages.num_stages)
+    return EventRange(max(sum(fall >= largest for fall in falls), 1), len(config.effective_groups) * stages.num_stages)
 
 
-def _gone_hidden(source: Structure, options: SelectionOptions) -> Counts:
-    """All numbers of hidden channels that can leave."""
-    return np.arange(max(len(source.hidden) - options.min_hidden, 0) + 1 if "stem" in options.groups else 1)
+def _gone_hidden(source: Structure, config: PruneConfig) -> Counts:
+    """All numbers of hidden channels that can be removed."""
+    return np.arange(max(len(source.hidden) - config.min_hidden, 0) + 1 if "stem" in config.effective_groups else 1)
 
 
 def _line(i: Counts, hidden: int, count: Callable[[int], int]) -> Counts:
-    """What is counted with each of ``i`` hidden channels gone: every tensor has at most one hidden axis."""
+    """The count with each of ``i`` hidden channels removed: every tensor has at most one hidden axis."""
     full = count(hidden)
     return full - i * (full - count(hidden - 1))
 
 
-def _kinds(
-    anatomy: Anatomy, options: SelectionOptions, i: Counts, pick: Callable[..., Counts], round_to: int = 1
-) -> list[tuple[int, Counts]]:
-    """Heads and channels of single layers: how many groups can leave, and ``pick`` of their sizes for each of ``i``."""
-    source, kinds = anatomy.source, list[tuple[int, Counts]]()
+def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[..., Counts]) -> list[tuple[int, Counts]]:
+    """Heads and channels of single layers: number of prunable groups, and ``pick`` of their sizes for each of ``i``."""
+    source, kinds, round_to = anatomy.source, list[tuple[int, Counts]](), config.round_to
     layers = {(len(la.query_heads), len(la.kv_heads), len(la.ffn)): n for n, la in enumerate(source.layers)}
 
     def add(number: int, steps_of: Callable[[Layer], list[tuple[Layer, Layer]]]) -> None:
@@ -191,28 +189,28 @@ def _kinds(
         if number:
             kinds.append((number, pick(sizes, axis=0)))
 
-    if "attn" in options.groups:
+    if "attn" in config.effective_groups:
         alone = [replace(source, layers=(la,)) for la in source.layers]
-        number = sum(max(layout.num_events for layout in layouts(one, options)) for one in alone)
-        add(number, lambda la: _head_steps(la, options))
-    if "ffn" in options.groups:
-        number = sum(max(-(-(len(la.ffn) - options.min_ffn) // round_to), 0) for la in source.layers)
+        number = sum(max(layout.num_events for layout in layouts(one, config)) for one in alone)
+        add(number, lambda la: _head_steps(la, config))
+    if "ffn" in config.effective_groups:
+        number = sum(max(-(-(len(la.ffn) - config.min_ffn) // round_to), 0) for la in source.layers)
         add(number, lambda la: [(la, la.without(ffn=la.ffn[:n])) for n in {round_to, len(la.ffn) % round_to} - {0}])
     return kinds
 
 
-def _head_steps(layer: Layer, options: SelectionOptions) -> list[tuple[Layer, Layer]]:
-    """A layer before and after a group of heads leaves it, by sizes, in every way that differs in what is removed."""
+def _head_steps(layer: Layer, config: PruneConfig) -> list[tuple[Layer, Layer]]:
+    """A layer before and after a group of heads is removed, by sizes, in every way that differs in what is removed."""
 
     def sized(heads: int, kv: int) -> Layer:
         return Layer(tuple(range(heads)), tuple(q * kv // heads for q in range(heads)), layer.ffn)
 
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
-    if options.attention == "cluster":
+    if config.attention == "cluster":
         left = [(heads - 1, kv)] if heads > kv else []
         left += [(heads - 1, kv - 1)] if kv > 1 else []
         return [(sized(heads, kv), sized(*sizes)) for sizes in left]
-    steps, least = list[tuple[Layer, Layer]](), min(max(options.min_heads, 1), heads)
+    steps, least = list[tuple[Layer, Layer]](), min(max(config.min_heads, 1), heads)
     for a in range(1, kv + 1):
         for b in range(1, heads // kv + 1):
             left = [(x * y, x) for x, y in ((a - 1, b), (a, b - 1)) if x * y >= least]

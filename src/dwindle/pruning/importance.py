@@ -1,4 +1,4 @@
-"""How much each decoder layer changes the stream that passes through it: the layer importance of Adapt-Pruner.
+"""How much each decoder layer changes the residual stream: the layer importance of Adapt-Pruner.
 
 Shapes: B sequences, T tokens, D hidden size.
 """
@@ -6,22 +6,19 @@ Shapes: B sequences, T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dwindle.core.errors import UserError
 from dwindle.distributed.shards import is_idle, local, several_processes
-
-Distance = Literal["cosine", "euclidean", "manhattan"]
-DISTANCES: tuple[Distance, ...] = get_args(Distance)
+from dwindle.pruning.config import Distance
 
 
 def _cosine(before_ND: Tensor, after_ND: Tensor) -> Tensor:
-    """A layer that only lengthens the stream (the next norm undoes that) changes nothing."""
+    """A layer that only rescales the residual stream (the next norm undoes that) changes nothing."""
     return -torch.cosine_similarity(before_ND, after_ND, dim=-1)
 
 
@@ -49,27 +46,25 @@ def normalised(importance: Sequence[float]) -> list[float]:
 
 
 class LayerWatch:
-    """Compares what enters and leaves every decoder layer while open, over all tokens of all processes.
+    """Compares the input and the output of every decoder layer while open, over all tokens of all processes.
 
     The hooks are on the layers as modules, outside what is compiled (``compile_blocks`` compiles their forward
     passes), so opening and closing costs no new graph.
     """
 
-    def __init__(self, distance: str = "cosine", *, only_in_training: bool = False) -> None:
-        if distance not in DISTANCES:
-            raise UserError(f"distance {distance!r}: choose {', '.join(DISTANCES)}")
+    def __init__(self, distance: Distance = "cosine") -> None:
         self._change = _CHANGE[distance]
-        self._only_in_training = only_in_training
+        self._in_training = False
         self._is_open = False
         self._counts = True
-        self._model: object = None
+        self._model: Any = None
         self._handles: list[RemovableHandle] = []
         self._sums: list[Tensor] = []
         self._tokens: list[int] = []
         self._device = torch.device("cpu")
 
     def attach(self, model: Any) -> None:
-        """Watch this model from now on, and no other."""
+        """Watch this model and no other."""
         if self._model is model:
             return
         self.detach()
@@ -82,15 +77,15 @@ class LayerWatch:
             self._handles.append(layer.register_forward_hook(hook, with_kwargs=True))
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._model = [], None
 
     def open(self) -> None:
-        """From the next forward pass on."""
+        """From the next forward pass on; of a model in training mode, passes in evaluation mode are not counted."""
         assert self._model is not None, "attach a model first"
-        self._is_open = True
+        self._is_open, self._in_training = True, self._model.training
         layers = len(self._handles) - 1
         self._sums = [torch.zeros((), dtype=torch.float64, device=self._device) for _ in range(layers)]
         self._tokens = [0] * layers
@@ -109,7 +104,7 @@ class LayerWatch:
         return [float(value) for value in totals / tokens]
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...]) -> None:
-        self._counts = self._is_open and (backbone.training or not self._only_in_training) and not is_idle(backbone)
+        self._counts = self._is_open and (backbone.training or not self._in_training) and not is_idle(backbone)
 
     def _hook(self, number: int) -> Callable[..., None]:
         @torch.no_grad()

@@ -9,7 +9,7 @@
 
 A ledger that was cut by ``replay`` has ``"replayed": true`` in its first line: nothing was trained on the way.
 ``indices`` has one list for each layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is what is left.
-``allocation`` comes before the groups that leave with it (method adapt): a number for each layer.
+``allocation`` precedes the groups that it decided (methods adapt and uniform): a number for each layer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from dwindle.anatomy import KINDS, Anatomy, Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
-from dwindle.pruning.strategies.coupled import Choice
+from dwindle.pruning.strategies.base import Choice
 
 FORMAT = 1
 
@@ -53,11 +53,6 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
         "saliency": {kind: choice.saliency.get(kind) for kind in KINDS},
         "parameters": choice.num_parameters,
     }
-
-
-def allocation_event(step: int, importance: Sequence[float], sparsity: Sequence[float]) -> Event:
-    """How much of every layer is to have left by now, and the importance that decided it."""
-    return {"event": "allocation", "step": step, "importance": list(importance), "sparsity": list(sparsity)}
 
 
 def read_ledger(path: str | PathLike[str]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""When groups leave: pure functions of the step, so that a resumed run needs no state for them."""
+"""When groups are removed: pure functions of the step (or round), so that a resumed run needs no state for them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Protocol
 
 
 class Pacing(Protocol):
-    """Says whether another group is due once ``step`` gradient steps are done."""
+    """Says whether another group is due once ``step`` gradient steps (or rounds) are done."""
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool: ...
+
+    def aim(self, step: int) -> int | None:
+        """The parameter count that the step's removals land on; None: only the final target counts."""
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         """The first step from ``step`` on after which a group is due; None: never."""
@@ -21,9 +24,9 @@ class Pacing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """The parameter count falls on a straight line from the source's to the target's, over a share of the steps.
+    """The parameter count falls linearly from the source's to the target's, over a fraction of the steps.
 
-    Groups of different sizes leave as the line passes them, so that parameters, not events, are evenly spread.
+    Groups of different sizes are removed as the line passes them: parameters, not events, are evenly spread.
     """
 
     start_count: int
@@ -33,13 +36,16 @@ class Horizon:
     last_step: int
 
     def planned(self, step: int) -> int:
-        """Parameters that may be left once ``step`` steps are done."""
+        """Planned parameters once ``step`` steps are done."""
         done = min(max(step - self.first_step, 0), self.last_step - self.first_step)
         fall = (self.start_count - self.end_count) * done
         return self.start_count - fall // (self.last_step - self.first_step)
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return step > self.first_step and num_parameters > self.planned(step)
+
+    def aim(self, step: int) -> int | None:
+        return None
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         if num_parameters <= self.end_count:
@@ -51,7 +57,7 @@ class Horizon:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """``pruning`` groups leave after every ``gradient`` steps, until the target (the paper's alternation)."""
+    """``pruning`` groups are removed after every ``gradient`` steps, until the target (the paper's alternation)."""
 
     pruning: int
     gradient: int
@@ -62,11 +68,14 @@ class Ratio:
         return None
 
     def events_by(self, step: int) -> int:
-        """Groups that have left once ``step`` steps are done."""
+        """Groups to have been removed once ``step`` steps are done."""
         return max(step - self.first_step, 0) // self.gradient * self.pruning
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return num_events < self.events_by(step)
+
+    def aim(self, step: int) -> int | None:
+        return None
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         while not self.due(step, num_parameters, num_events):
@@ -75,13 +84,13 @@ class Ratio:
 
 
 def stage_shares(num_stages: int) -> list[float]:
-    """The part of all tokens that each stage trains on: growing linearly, because later cuts hurt more."""
+    """The fraction of all tokens that each stage trains on: growing linearly, because later cuts hurt more."""
     return [2 * (number + 1) / (num_stages * (num_stages + 1)) for number in range(num_stages)]
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Adapt-Accel: prune a few per cent, train, repeat; every stage keeps the same share of the parameters.
+    """Adapt-Accel: prune a few per cent, train, repeat; every stage keeps the same fraction of the parameters.
 
     A stage begins with its pruning, after its first step: its gradients are the calibration.
     """
@@ -94,7 +103,7 @@ class Stages:
     num_stages: int
 
     def sizes(self) -> list[int]:
-        """Parameters that each stage trains with."""
+        """Parameters of the model in each stage."""
         keep = (self.end_count / self.start_count) ** (1 / self.num_stages)
         sizes = [int(self.start_count * keep ** (number + 1)) for number in range(self.num_stages)]
         return [*sizes[:-1], self.end_count]
@@ -112,15 +121,45 @@ class Stages:
         return self.starts()[-1]
 
     def planned(self, step: int) -> int:
-        """Parameters that may be left once ``step`` steps are done."""
+        """Planned parameters once ``step`` steps are done."""
         begun = [size for start, size in zip(self.starts(), self.sizes(), strict=True) if start <= step]
         return begun[-1] if begun else self.start_count
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return num_parameters > self.planned(step)
 
+    def aim(self, step: int) -> int | None:
+        return self.planned(step)
+
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         later = [
             max(start, step) for start, size in zip(self.starts(), self.sizes(), strict=True) if num_parameters > size
         ]
         return min(later, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Pruning without training: rounds with equal decrements of the parameter count, each rescored."""
+
+    start_count: int
+    end_count: int
+    num_rounds: int
+
+    @property
+    def last_step(self) -> int:
+        return self.num_rounds
+
+    def planned(self, step: int) -> int:
+        """Parameters after a round."""
+        return self.start_count - (self.start_count - self.end_count) * step // self.num_rounds
+
+    def due(self, step: int, num_parameters: int, num_events: int) -> bool:
+        """In the last round the target alone decides: an exact shape may have another count than was planned."""
+        return step >= self.num_rounds or num_parameters > self.planned(step)
+
+    def aim(self, step: int) -> int | None:
+        return None if step >= self.num_rounds else self.planned(step)
+
+    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
+        return step

@@ -1,17 +1,17 @@
-"""Pruning-aware pretraining as a callback: scores from the training gradients, events after the step.
+"""Pruning during training, as a callback: saliencies from the training gradients, events after the step.
 
-After the backward pass of a step after which groups are due, the groups are chosen (one small transfer from the
-device); after the optimizer's step they are zeroed with their moments and written to the ledger. Now and then the
-model is rebuilt at smaller shapes.
+After the backward pass of a step after which groups are due, the groups are chosen (one small copy from the device);
+after the optimizer step they are zeroed with their moments and written to the ledger. When enough is pruned, the model
+is rebuilt at smaller shapes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,14 @@ from dwindle.anatomy import Structure
 from dwindle.core.sizes import format_count
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed
-from dwindle.pruning.gram import DEFAULT_DAMPING
-from dwindle.pruning.importance import Distance
+from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
+from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import prune_event, source_event
 from dwindle.pruning.pacing import Horizon, Pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
-from dwindle.pruning.second_order import DEFAULT_TOKENS, InputWatch, repair, units_to_watch
-from dwindle.pruning.strategies.adapt import DEFAULT_AMPLITUDE, AllocationOptions
-from dwindle.pruning.strategies.choosing import ChooserKind, make_chooser
-from dwindle.pruning.strategies.coupled import Choice, SelectionOptions, final_count
-from dwindle.pruning.strategies.layer_plan import Balance
+from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
+from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, sizes_of
 from dwindle.training.callbacks import Callback
@@ -39,36 +37,8 @@ if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrunerOptions:
-    """How a pruner scores and when it compacts; what may leave is in ``SelectionOptions``."""
-
-    chooser: ChooserKind = "coupled"
-    """The same group in every layer, one group anywhere (global), or by layer importance (adapt)."""
-    amplitude: float = DEFAULT_AMPLITUDE
-    distance: Distance = "cosine"
-    balance: Balance = "score"
-    metric: str = "taylor"
-    fisher: Literal["step", "adam"] = "step"
-    """The squared gradient of the step, or Adam's (bias-corrected) second moment."""
-    smoothing: float = 0.0
-    """Factor of the running average of scores over steps; 0 scores only the steps after which groups leave."""
-    second_order: bool = False
-    """Whether what stays is repaired when a group leaves (EfficientLLM-B)."""
-    damping: float = DEFAULT_DAMPING
-    gram_tokens: int = DEFAULT_TOKENS
-    """Tokens of a step, over all processes, from which layers' inputs are watched."""
-    round_to: int = 1
-    compact_threshold: float = 0.2
-    """Dead share that triggers a compaction; 1: only at the end."""
-    compact_multiple: int = 64
-    compact_wait: int = 0
-    """No compaction on the way when the last one is fewer steps than this away."""
-    seed: int = 0
-
-
 class Pruner(Callback):
-    """Removes groups while the model trains, until the target; then only keeps dead parts dead."""
+    """Removes groups while the model trains, until the target; then only keeps pruned parts at zero."""
 
     def __init__(
         self,
@@ -76,18 +46,18 @@ class Pruner(Callback):
         target: Target,
         pacing: Pacing,
         *,
-        selection: SelectionOptions,
-        options: PrunerOptions,
+        config: PretrainPruneConfig,
         ledger: Path,
         source: str,
         rebuild: Callable[..., torch.optim.Optimizer],
+        seed: int = 0,
         milestones: Sequence[tuple[str, int]] = (),
         on_milestone: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.prunable = prunable
         self.pacing = pacing
-        self.selection = selection
-        self.options = options
+        self.config = config
+        self.seed = seed
         self.source = source
         self.rebuild = rebuild
         self.milestones = sorted(milestones, key=lambda item: -item[1])
@@ -97,41 +67,32 @@ class Pruner(Callback):
         self._smoothed: Scores | None = None
         self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
-        metric = metric_named(options.metric)
+        metric = metric_named(config.effective_metric)
         self._scores_inputs = "inputs" in metric.needs
-        units = units_to_watch(metric, selection.groups, second_order=options.second_order)
-        self._watch = InputWatch(units, options.gram_tokens)
-        self._chooser = make_chooser(
-            options.chooser,
-            prunable.anatomy,
-            target,
-            selection,
-            round_to=options.round_to,
-            allocation=AllocationOptions(
-                amplitude=options.amplitude, distance=options.distance, balance=options.balance
-            ),
-        )
+        units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
+        self._watch = InputWatch(units, config.num_gram_tokens or DEFAULT_GRAM_TOKENS)
+        self._strategy = make_strategy(prunable.anatomy, target, config)
 
     @property
     def end_count(self) -> int:
         """Parameters at the target."""
-        return final_count(self.prunable.anatomy, self._chooser.target)
+        return final_count(self.prunable.anatomy, self._strategy.target)
 
     @property
     def _pace(self) -> Pacing:
-        """To the real end: with rounding it is a shape, chosen from the first scores, below the target's count."""
+        """To the real end: with rounding it is a shape, chosen from the first saliencies, below the target's count."""
         return replace(self.pacing, end_count=self.end_count) if isinstance(self.pacing, Horizon) else self.pacing
 
     @property
     def finished(self) -> bool:
-        """Whether nothing more will leave."""
-        return self._chooser.is_finished(self.prunable.alive, self.prunable.num_parameters)
+        """Whether nothing more will be removed."""
+        return self._strategy.is_finished(self.prunable.alive, self.prunable.num_parameters)
 
     def on_start(self, trainer: Trainer) -> None:
         assert trainer.model is self.prunable.model
         if trainer.step == 0:
             anatomy = self.prunable.anatomy
-            settings = asdict(self.selection) | asdict(self.options) | {"pacing": asdict(self.pacing)}  # type: ignore[call-overload]
+            settings = self.config.record() | {"seed": self.seed, "pacing": asdict(self.pacing)}  # type: ignore[call-overload]
             self._ledger.append(source_event(self.source, anatomy, settings))
         self._listen(trainer)
         self._report(trainer)
@@ -143,17 +104,17 @@ class Pruner(Callback):
         if self.finished:
             return
         due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
-        if not due and not self.options.smoothing:
+        if not due and not self.config.smoothing:
             return
         self._pending = self._begin_score(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
         choices = self._choose_due(trainer)
         if choices:
-            if self.options.second_order:
-                repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.options.damping)
+            if self.config.second_order:
+                repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.config.damping)
             self.prunable.kill(choices[-1].rest, trainer.optimizer)
-            for note in self._chooser.notes(trainer.step):
+            for note in self._strategy.notes(trainer.step):
                 self._ledger.append(note)
             for choice in choices:
                 self._ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
@@ -171,39 +132,40 @@ class Pruner(Callback):
         self._ledger.close()
 
     def _listen(self, trainer: Trainer) -> None:
-        """Watch in the next step what will be needed after it: the layers' inputs, what the layers change."""
+        """Observe in the next step what will be needed after it: the layers' inputs, what the layers change."""
         if self.finished:
             return
         due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
         if due:
-            self._chooser.listen(self.prunable.model)
-        if not (self.options.second_order or self._scores_inputs):
+            self._strategy.listen(self.prunable.model)
+        if not (self.config.second_order or self._scores_inputs):
             return
         self._watch.attach(self.prunable)
-        if due or (self.options.smoothing and self._scores_inputs):
+        if due or (self.config.smoothing and self._scores_inputs):
             self._watch.listen(trainer.batches)
 
     def _choose_due(self, trainer: Trainer) -> list[Choice]:
-        """The groups that leave now, by the scores begun before the update: the update runs while they are chosen."""
+        """The groups to remove now, by the scores begun before the update: the update runs while they are chosen."""
         if self._pending is None:
             return []
         scores, self._pending = self._pending(), None
-        if self.options.smoothing:
-            scores = self._smoothed = scores.smoothed(self._smoothed, self.options.smoothing)
+        if self.config.smoothing:
+            self._smoothed = scores.smoothed(self._smoothed, self.config.smoothing)
+            scores = self._smoothed.copy()
         due = self._pace.due(trainer.step, self.prunable.num_parameters, self.num_events)
         if not due:
             return []
-        return self._chooser.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events)
+        return list(self._strategy.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events))
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
-        metric = metric_named(self.options.metric, seed=self.options.seed * 1_000_003 + trainer.step)
+        metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
         anatomy, parameters = self.prunable.anatomy, self.prunable.parameters
         rows = (anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn"))
         gradients = {row.name: local(g) for row in rows if (g := parameters[row.name].grad) is not None}
         fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
-            fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.options.damping)
-        elif self.options.fisher == "adam":
+            fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
+        elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.options.fused_loss)
 
@@ -216,23 +178,23 @@ class Pruner(Callback):
             self.on_milestone(self.milestones.pop(0)[0])
 
     def _maybe_compact(self, trainer: Trainer) -> None:
-        """To round sizes on the way, when enough is dead."""
-        threshold = self.options.compact_threshold
+        """To round sizes on the way, when enough is pruned."""
+        threshold = self.config.compact_threshold
         if threshold >= 1 or (self.prunable.dead_share < threshold and not self.finished):
             return
         last = self.pacing.last_step
-        if not self.finished and last is not None and last - trainer.step < self.options.compact_wait:
+        if not self.finished and last is not None and last - trainer.step < self.config.compact_wait:
             return
         alive, physical = self.prunable.alive, self.prunable.physical
         if alive is self._bucketed:
             return
         self._bucketed = alive
-        keep = bucketed(self.prunable.anatomy, alive, physical, self.options.compact_multiple)
+        keep = bucketed(self.prunable.anatomy, alive, physical, self.config.compact_multiple)
         if keep != physical:
             self.compact(trainer, keep)
 
     def compact(self, trainer: Trainer, keep: Structure) -> None:
-        """Go on with a smaller model; the pause is in the metrics."""
+        """Continue with a smaller model; the pause is in the metrics."""
         started = time.perf_counter()
         optimizer = self.prunable.compact(keep, trainer.optimizer, self.rebuild)
         assert optimizer is not None
@@ -259,7 +221,7 @@ class Pruner(Callback):
             "physical": self.prunable.physical.to_json(self.source),
             "alive": self.prunable.alive.to_json(self.source),
             "num_events": self.num_events,
-            "chooser": self._chooser.state_dict(),
+            "chooser": self._strategy.state_dict(),
             "milestones": [name for name, _ in self.milestones],
         }
 
@@ -269,7 +231,7 @@ class Pruner(Callback):
         self.prunable.restore(Structure.from_json(state["alive"]))
         self.num_events = int(state["num_events"])
         self.milestones = [item for item in self.milestones if item[0] in state["milestones"]]
-        self._chooser.load_state_dict(state["chooser"])
+        self._strategy.load_state_dict(state["chooser"])
 
     def tensors(self) -> dict[str, Tensor]:
         if self._smoothed is None:
@@ -284,10 +246,10 @@ class Pruner(Callback):
 
 
 class AdamFisher(Mapping[str, Tensor]):
-    """Adam's second moment as diagonal Fisher, by tensor name; formed one tensor at a time, nothing is waited for."""
+    """Adam's second moment as diagonal Fisher, by tensor name; computed one tensor at a time, without a sync."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Empty before Adam's first step: then there is only the gradient."""
+        """Empty before Adam's first step, when there is only the gradient."""
         self._states = {
             n: optimizer.state[p] for n, p in parameters.items() if "exp_avg_sq" in optimizer.state.get(p, {})
         }
@@ -306,5 +268,5 @@ class AdamFisher(Mapping[str, Tensor]):
 
 
 def physical_structure(state: Mapping[str, Any]) -> Structure:
-    """The shapes that a pruner's state was saved with."""
+    """The physical structure of the model that a pruner's state was saved with."""
     return Structure.from_json(state["physical"])

@@ -1,4 +1,4 @@
-"""How much the loss would grow if a group left: element scores of the output projections, summed over groups.
+"""How much the loss would grow if a group were removed: element scores of the output projections, summed over groups.
 
 Shapes: O hidden rows of an output projection, I its input columns, H heads, N FFN channels.
 """
@@ -6,6 +6,7 @@ Shapes: O hidden rows of an output projection, I its input columns, H heads, N F
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,8 +38,8 @@ class LayerCurvature(Mapping[str, Tensor]):
     """f of the layer-wise metrics, one tensor at a time and only when asked for.
 
     A layer-wise score is a change of that layer's output, in the unit of that layer; the stem and the choice between
-    types add and compare layers. So every projection's scores are divided by their sum: an element's score is its
-    share of what its own projection would lose with all of it, and no scale of inputs or weights matters.
+    kinds add and compare layers. So every projection's scores are divided by their sum: an element's score is its
+    share of its own projection's total, and no scale of inputs or weights matters.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LayerCurvature(Mapping[str, Tensor]):
 class Scores:
     """Sums of element scores, one for each head, channel and hidden index of ``structure``, on the CPU in float64.
 
-    What is dead has an infinite score, so it is never the weakest.
+    Pruned parts have an infinite score, so they are never the minimum.
     """
 
     structure: Structure
@@ -98,14 +99,31 @@ class Scores:
     ffn: list[Tensor]
     stem: Tensor
 
+    @property
+    def current(self) -> Scores:
+        return self
+
+    def copy(self) -> Scores:
+        return Scores(self.structure, [t.clone() for t in self.attn], [t.clone() for t in self.ffn], self.stem.clone())
+
+    def remove(self, group: Group) -> None:
+        """Never choose this group again; the sums of other groups do not change."""
+        if group.kind == "stem":
+            self.stem[places(group.members[0], self.structure.hidden)] = float("inf")
+            return
+        values, unit = (self.attn, "query") if group.kind == "attn" else (self.ffn, "ffn")
+        for layer, members in enumerate(group.members):
+            values[layer][places(members, self.structure.unit(unit, layer))] = float("inf")
+
     def mask(self, dead: Mapping[Kind, list[Tensor]]) -> Scores:
+        """Set pruned parts to infinity."""
         for values, gone in ((self.attn, dead["attn"]), (self.ffn, dead["ffn"]), ([self.stem], dead["stem"])):
             for value, flags in zip(values, gone, strict=True):
                 value.masked_fill_(flags, float("inf"))
         return self
 
     def restricted(self, structure: Structure) -> Scores:
-        """The same scores for a model that was compacted to ``structure``."""
+        """The scores of a model that was compacted to ``structure``."""
 
         def pick(values: list[Tensor], unit: str) -> list[Tensor]:
             layers = range(len(values))
@@ -135,7 +153,7 @@ class Scores:
 def score_model(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Scores:
-    """Scores of the model as it is. Elements of dead groups are zero and add nothing to the living."""
+    """Scores of the model as it is. Elements of pruned groups are zero and add nothing to the others."""
     return begin_scores(prunable, gradients, fishers, metric)()
 
 
@@ -149,9 +167,9 @@ def begin_scores(
 ) -> Callable[[], Scores]:
     """Start to compute ``score_model``; calling the result waits for it.
 
-    Only row and column sums leave the device that the weights are on; where each process holds some rows of the
-    weights, one small all-reduce completes them, and all processes get the same numbers. A GPU does not stand
-    still meanwhile: what is given to it after this call runs while the groups are chosen on the host.
+    Only row and column sums are copied from the device; where each process holds some rows of the weights, one small
+    all-reduce completes them, and all processes get the same numbers. A GPU is not idle meanwhile: kernels launched
+    after this call run while the groups are chosen on the host.
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
     over weights and gradients, instead of eight; for a GPU, other last bits.
@@ -188,12 +206,12 @@ def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tupl
 
 @cache
 def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """One graph for projections of all sizes; made only when asked for, because the compiler takes a second to load."""
+    """One graph for projections of all sizes; made on first use, because importing the compiler takes a second."""
     return torch.compile(_sums, dynamic=True)
 
 
 class ElementScores:
-    """Frozen element scores of one calibration, re-summed exactly as groups leave (pruning without training).
+    """Fixed element scores of one calibration, summed again exactly as groups are removed (pruning without training).
 
     ``o`` is kept summed over each head, ``down`` element by element: the size of the FFN outputs, once.
     """
@@ -210,16 +228,23 @@ class ElementScores:
             else:
                 self._channels_ON.append(element_OI.cpu())
         everything = self._heads_OH + self._channels_ON
-        self.scores = Scores(
+        self.current = Scores(
             self.structure,
             [e.sum(0, dtype=torch.float64) for e in self._heads_OH],
             [e.sum(0, dtype=torch.float64) for e in self._channels_ON],
             torch.stack([e.sum(1, dtype=torch.float64) for e in everything]).sum(0),
         ).mask(prunable.dead)
 
+    def copy(self) -> ElementScores:
+        other = copy(self)
+        other.current = self.current.copy()
+        other._heads_OH = [e.clone() for e in self._heads_OH]
+        other._channels_ON = [e.clone() for e in self._channels_ON]
+        return other
+
     def remove(self, group: Group) -> None:
-        """Take a group out of the sums of the others."""
-        scores = self.scores
+        """Subtract a group from the sums of the others."""
+        scores = self.current
         if group.kind == "stem":
             rows = places(group.members[0], self.structure.hidden)
             scores.stem[rows] = float("inf")
@@ -250,7 +275,7 @@ def _elements(
 def _operands(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(attn or ffn, w, g, f) of the output projections, layer by layer; what was not collected is w."""
+    """(attn or ffn, w, g, f) of the output projections, layer by layer; w stands in for what was not collected."""
     for layer in range(prunable.anatomy.num_layers):
         for kind in ("attn", "ffn"):
             name = prunable.anatomy.output_row(layer, kind).name

@@ -15,31 +15,37 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.anatomy import KINDS, Anatomy, Kind
+from dwindle.anatomy import Anatomy
+from dwindle.core.config import takes
 from dwindle.core.directories import atomic_directory, refuse_existing
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.json_safe import finite
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import check_sequences, format_count, parse_count
+from dwindle.core.sizes import format_count, parse_count
 from dwindle.data import DataConfig, calibration_windows, check_inputs, validation_windows
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.pruning.calibration import Calibration, calibrate
-from dwindle.pruning.gram import DEFAULT_DAMPING
+from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
+from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.rounds import group_scores
 from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
 from dwindle.pruning.second_order import repair
-from dwindle.pruning.strategies.coupled import SelectionOptions, Selector
+from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
-from dwindle.recipe.recipe import CheckpointConfig, ModelConfig, PruneConfig, Recipe, TrainingConfig
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
-from dwindle.run.prune import DEFAULT_TEXT, choose_groups
+from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import Loaded, load, load_config, needed_tokenizer
+from dwindle.sources.config import ModelConfig
+from dwindle.training.config import CheckpointConfig, TrainingConfig
 from dwindle.training.loss import evaluate_loss
 
 FILE = "compare.json"
@@ -56,7 +62,7 @@ class Cell:
     second_order: bool
     ratio: str
     removed: float
-    """The share of all parameters that left."""
+    """The fraction of all parameters that was removed."""
     parameters: int
     shape: dict[str, int]
     loss: float
@@ -131,36 +137,40 @@ def _task_words(tasks: dict[str, float]) -> str:
     return next(iter(tasks)) if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareOptions:
+NOT_COMPARED = ("metric", "rounds")
+"""Settings of post-training pruning that a comparison sets itself."""
+
+
+class CompareConfig(PostTrainingConfig):
     """What every cell has in common."""
 
-    groups: tuple[Kind, ...] = KINDS
-    attention: Literal["cluster", "regular"] = "regular"
-    num_sequences: int = 64
-    seq_len: int = 256
-    valid_tokens: int = 16384
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet, that holds the text."""
-    damping: float = DEFAULT_DAMPING
-    tokens: int = 0
-    """Training tokens of every cell; 0: no training."""
-    tokens_per_step: int = 8192
-    lr: float = 6e-4
-    seed: int = 0
-    device: str = "cpu"
+    valid_tokens: str | int = 16384
+    """Maximum held-out tokens."""
+    tokens: str | int = 0
+    """Also prune while training on this many tokens (each cell); 0: no training."""
+    tokens_per_step: str | int = 8192
+    """Tokens per training step."""
+    lr: Annotated[float, Field(gt=0)] = 6e-4
+    """Learning rate of the training."""
 
     @property
-    def selection(self) -> SelectionOptions:
-        return SelectionOptions(groups=self.groups, attention=self.attention)
+    def num_tokens(self) -> int:
+        return parse_count(self.tokens, "tokens")
+
+    @property
+    def num_valid_tokens(self) -> int:
+        return parse_count(self.valid_tokens, "valid_tokens")
 
 
+@takes(CompareConfig, but=NOT_COMPARED)
 def compare(
     source: str | PathLike[str],
     *,
+    config: CompareConfig,
     metrics: Sequence[str] = DEFAULT_METRICS,
     to: Sequence[str] = DEFAULT_RATIOS,
-    second_order: bool = False,
     data: Sequence[str] = (),
     valid: Sequence[str] = (),
     tasks: Sequence[str] = (),
@@ -168,7 +178,7 @@ def compare(
     task_limit: int | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
-    options: CompareOptions | None = None,
+    device: str = "cpu",
 ) -> Comparison:
     """Prune with every metric to every size and measure; ``second_order`` adds a second row for each metric.
 
@@ -176,25 +186,30 @@ def compare(
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
     An interrupted comparison leaves the cells that are done in ``out``.
     """
-    options = options or CompareOptions()
-    check_sequences(options.num_sequences, options.seq_len)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("device: cuda is not available on this machine: use cpu")
     names = list(dict.fromkeys(metrics))
     if not names:
         raise UserError("metrics: none given: name some, such as taylor,wanda,random")
     needs = frozenset().union(*(metric_named(name).needs for name in names))
-    targets = _targets(source, to, options)
-    data, valid = _texts(data, valid, options)
+    targets = _targets(source, to, config)
+    data, valid = _texts(data, valid, config)
     if out is not None:
         _check_output(Path(out), overwrite, [source, *data, *valid])
     questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
-    loaded = load(source, device=options.device)
+    loaded = load(source, device=device)
     needed_tokenizer(loaded.tokenizer, loaded.source)
-    windows, held_out = _windows(loaded, data, valid, options)
-    work = _Work(loaded, Prunable(loaded.model), options, held_out, questions, list(data), list(valid))
-    found = calibrate(work.base, windows, Metric(_no_score, needs), second_order=second_order)
+    windows, held_out = _windows(loaded, data, valid, config)
+    work = _Work(loaded, Prunable(loaded.model), config, device, held_out, questions, list(data), list(valid))
+    found = calibrate(
+        work.base,
+        windows,
+        Metric(_no_score, needs),
+        config,
+    )
     result = work.untouched(windows.numel())
     try:
-        work.fill(result, found, names, targets, (False, True) if second_order else (False,))
+        work.fill(result, found, names, targets, (False, True) if config.second_order else (False,))
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*_keep_finished(result, out, overwrite)) from None
     if out is not None:
@@ -208,79 +223,77 @@ def _keep_finished(result: Comparison, out: str | PathLike[str] | None, overwrit
     if out is None or not result.cells:
         return ()
     write_comparison(result, Path(out), overwrite=overwrite)
-    return (f"cells that are done and in {out}: {len(result.cells)}; begin anew with --overwrite",)
+    return (f"cells that are done and in {out}: {len(result.cells)}; start again with --overwrite",)
 
 
 def removal_target(text: str) -> str:
-    """``10%`` and ``0.1`` mean that much leaves, in the words of ``--to`` of prune, which says what stays."""
+    """``10%`` and ``0.1`` mean how much is removed; the result is ``--to`` of prune, which says how much is kept."""
     share = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?\s*", text)
     plain = re.fullmatch(r"\s*(0?\.\d+)\s*", text)
     if share is None and plain is None:
         return text.strip()
     removed = float(share[1]) if share is not None else 100 * float(plain[1])  # type: ignore[index]
     if not 0 < removed < 100:
-        raise UserError(f"--to {text.strip()}: is what leaves, and must lie between 0% and 100%")
+        raise UserError(f"--to {text.strip()}: is how much to remove, and must be between 0% and 100%")
     return f"{100 - removed:.10g}%{(share[2] or '') if share is not None else ''}"
 
 
-def _targets(source: str | PathLike[str], to: Sequence[str], options: CompareOptions) -> dict[str, Target]:
+def _targets(source: str | PathLike[str], to: Sequence[str], config: CompareConfig) -> dict[str, Target]:
     """All sizes, refused before anything is loaded if one cannot be reached."""
     if not to:
         raise UserError("--to: no size given: list what to remove, such as 10%,36%,51%,74%")
     anatomy = Anatomy.of_config(load_config(source))
     found = {text.strip(): parse_target(removal_target(text), anatomy) for text in to}
     for target in found.values():
-        Selector(anatomy, target, options.selection)
+        make_strategy(anatomy, target, config)
     return found
 
 
-def _texts(data: Sequence[str], valid: Sequence[str], options: CompareOptions) -> tuple[Sequence[str], Sequence[str]]:
+def _texts(data: Sequence[str], valid: Sequence[str], config: CompareConfig) -> tuple[Sequence[str], Sequence[str]]:
     if not data:
         data, valid = [f"{DEFAULT_TEXT}:train"], valid or [f"{DEFAULT_TEXT}:valid"]
     check_inputs(list(data), "--data")
     if valid:
         check_inputs(list(valid), "--valid")
-    elif options.tokens:
-        raise UserError("--tokens: training on --data needs other text to measure on: name it with --valid")
-    if options.tokens and options.tokens < options.tokens_per_step:
-        raise UserError(f"--tokens {options.tokens}: is less than one step of {options.tokens_per_step}: give more")
+    elif config.num_tokens:
+        raise UserError("tokens: training on --data needs other text to measure on: name it with --valid")
+    if config.num_tokens and config.num_tokens < parse_count(config.tokens_per_step, "tokens_per_step"):
+        raise UserError(f"tokens {config.tokens}: is less than one step of {config.tokens_per_step}: give more")
     return data, valid
 
 
-def _windows(
-    loaded: Loaded, data: Sequence[str], valid: Sequence[str], options: CompareOptions
-) -> tuple[Tensor, Tensor]:
+def _windows(loaded: Loaded, data: Sequence[str], valid: Sequence[str], config: CompareConfig) -> tuple[Tensor, Tensor]:
     """Text to calibrate on and text to measure on, never the same windows."""
-    length, count = options.seq_len, options.num_sequences
-    held = 0 if valid else max(options.valid_tokens // length, 1)
-    all_windows = _sample(loaded, data, count + held, length, options)
+    length, count = config.num_tokens_per_sequence, config.num_sequences
+    held = 0 if valid else max(config.num_valid_tokens // length, 1)
+    all_windows = _sample(loaded, data, count + held, length, config)
     if not valid:
-        _refuse_overlap(loaded, data, held, options)
+        _refuse_overlap(loaded, data, held, config)
         return all_windows[:count], all_windows[count:]
     measured = validation_windows(
         list(valid),
         loaded.tokenizer,
         length,
-        options.valid_tokens,
-        text_field=options.text_field,
+        config.num_valid_tokens,
+        text_field=config.text_field,
         option="--valid",
     )
     return all_windows, measured
 
 
-def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, options: CompareOptions) -> Tensor:
-    seed, text_field = options.seed, options.text_field
+def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, config: CompareConfig) -> Tensor:
+    seed, text_field = config.seed, config.text_field
     return calibration_windows(
         data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
     )
 
 
-def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: CompareOptions) -> None:
+def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, config: CompareConfig) -> None:
     """Windows of a short text overlap; one as long as all of them together exists only if they do not."""
-    length, count = options.seq_len, options.num_sequences
+    length, count = config.num_tokens_per_sequence, config.num_sequences
     tokens = (count + held) * length
     try:
-        _sample(loaded, data, 1, tokens, options)
+        _sample(loaded, data, 1, tokens, config)
     except UserError:
         raise UserError(
             f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
@@ -292,7 +305,8 @@ def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, options: Com
 class _Work:
     loaded: Loaded
     base: Prunable
-    options: CompareOptions
+    config: CompareConfig
+    device: str
     held_out: Tensor
     questions: EvalData | None
     data: list[str]
@@ -307,8 +321,8 @@ class _Work:
             tasks=tasks,
             calibration_tokens=calibration_tokens,
             valid_tokens=self.held_out.shape[0] * (self.held_out.shape[1] - 1),
-            training_tokens=self.options.tokens,
-            seed=self.options.seed,
+            training_tokens=self.config.num_tokens,
+            seed=self.config.seed,
             cells=[],
         )
 
@@ -335,18 +349,19 @@ class _Work:
         target: Target,
         variants: tuple[bool, ...],
     ) -> Iterator[Cell]:
-        """The same groups leave with and without the second-order update; a metric that draws begins anew."""
-        base, metric = self.base, metric_named(name, seed=self.options.seed * 1000 + 1)
+        """The same groups are removed with and without the second-order update; random metrics restart their seed."""
+        base, metric = self.base, metric_named(name, seed=self.config.seed * 1000 + 1)
         if metric.curvature is not None:
             assert found.inputs is not None
-            found = replace(found, fishers=LayerCurvature(base, found.inputs, metric, self.options.damping))
-        choices = choose_groups(base, target, found, metric, self.options.selection)
+            found = replace(found, fishers=LayerCurvature(base, found.inputs, metric, self.config.damping))
+        strategy, pacing = make_strategy(base.anatomy, target, self.config), Rounds(base.num_parameters, 0, 1)
+        choices = list(strategy.choose(group_scores(strategy, base, found, metric), base.alive, pacing, 1, 0))
         keep = choices[-1].rest if choices else base.alive
         for second_order in variants:
             pruned = Prunable(deepcopy(base.model), base.anatomy)
             if second_order:
                 assert found.inputs is not None
-                repair(pruned, keep, found.inputs, damping=self.options.damping)
+                repair(pruned, keep, found.inputs, damping=self.config.damping)
             pruned.kill(keep)
             loss, tasks = self.measure(pruned.compacted())
             cell = Cell(
@@ -359,7 +374,7 @@ class _Work:
                 loss=loss,
                 tasks=tasks,
             )
-            if self.options.tokens:
+            if self.config.num_tokens:
                 cell.trained_loss, cell.trained_tasks = self.measure(self.trained(name, second_order, target))
             yield cell
 
@@ -373,35 +388,30 @@ class _Work:
 
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
-        options, shape = self.options, target.shape
+        config, shape = self.config, target.shape
         size = f"hidden={shape.hidden},heads={shape.heads},ffn={shape.ffn}" if shape else str(target.num_parameters)
+        shared: dict[str, Any] = {name: getattr(config, name) for name in PruneConfig.model_fields}
+        shared |= {"metric": metric, "second_order": second_order}
         with tempfile.TemporaryDirectory(prefix="dwindle-compare-") as folder:
             recipe = Recipe(
-                source=ModelConfig(model=self.loaded.source, device=options.device),  # type: ignore[arg-type]
+                source=ModelConfig(model=self.loaded.source, device=self.device),  # type: ignore[arg-type]
                 data=DataConfig(
                     train=self.data,
                     valid=self.valid,
-                    text_field=options.text_field,
-                    seq_len=options.seq_len,
-                    valid_tokens=max(options.valid_tokens, options.seq_len),
+                    text_field=config.text_field,
+                    seq_len=config.num_tokens_per_sequence,
+                    valid_tokens=max(config.num_valid_tokens, config.num_tokens_per_sequence),
                 ),
                 training=TrainingConfig(
-                    tokens=options.tokens, tokens_per_step=options.tokens_per_step, lr=options.lr, seed=options.seed
+                    tokens=config.tokens, tokens_per_step=config.tokens_per_step, lr=config.lr, seed=config.seed
                 ),
-                prune=PruneConfig(
-                    target=size,
-                    metric=metric,
-                    second_order=second_order,
-                    damping=options.damping,
-                    groups=list(options.groups),
-                    attention=options.attention,
-                ),
+                prune=PretrainPruneConfig(**shared, target=size),
                 checkpoint=CheckpointConfig(every=0),
             )
             result = pretrain(recipe, Path(folder) / "run")
             if result.model is None:
                 raise KeyboardInterrupt
-            return load(result.model, device=options.device).model
+            return load(result.model, device=self.device).model
 
 
 def _no_score(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
@@ -455,12 +465,3 @@ def _draw(result: Comparison) -> Any:
     axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(result.model if result.complete else f"{result.model} (interrupted)")
     return figure
-
-
-def options_from(**given: Any) -> CompareOptions:
-    """From the command line, where counts may be written as 64k."""
-    for name in ("tokens", "tokens_per_step", "valid_tokens"):
-        given[name] = parse_count(given[name], f"--{name.replace('_', '-')}")
-    if given["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device: cuda is not available on this machine: use cpu")
-    return CompareOptions(**given)

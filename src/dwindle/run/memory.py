@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dwindle.anatomy import Anatomy
-from dwindle.recipe.recipe import TrainingConfig
+from dwindle.training.config import TrainingConfig
 from dwindle.training.loss import Precision
 
 _LOGITS_BYTES = 3 * 4

@@ -1,4 +1,4 @@
-"""What a recipe means for its model, worked out before anything is trained (``dwindle pretrain --dry-run``)."""
+"""What a recipe means for its model, computed before anything is trained (``dwindle pretrain --dry-run``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from rich.table import Table
 
 from dwindle.anatomy import Anatomy
+from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import beyond_positions, format_bytes
 from dwindle.data.estimate import estimated_epochs, streamed_inputs
-from dwindle.pruning.event_bounds import EventRange, coupled_events, global_events, staged_events
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.event_bounds import EventRange
+from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
-from dwindle.pruning.strategies.choosing import ChooserKind, make_chooser
-from dwindle.pruning.strategies.coupled import SelectionOptions, check_rounding, final_count, largest_count
-from dwindle.pruning.strategies.global_selection import check_round_widths
+from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.memory import Footprint, footprint
@@ -25,11 +26,11 @@ from dwindle.sources import load_config, load_tokenizer
 from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
-"""At most in one forward pass: with fewer, a GPU waits for the host while it trains a small model."""
+"""Maximum in one forward pass; with fewer, a GPU waits for the host while it trains a small model."""
 _MEMORY_SHARE = 0.8
-"""Of a GPU, which the estimate may fill; the rest is for what it does not know and for other shapes of one run."""
+"""Fraction of a GPU that the estimate may fill; the rest covers what it does not model."""
 MANY_PASSES = 4
-"""Up to here, repeated text is said to be almost as good as new (Muennighoff et al. 2023)."""
+"""Up to here, repeated text is almost as good as new (Muennighoff et al. 2023)."""
 _MORE_EVENTS = "raise training.tokens, choose a faster prune.ratio, or use prune.horizon"
 
 
@@ -40,8 +41,6 @@ class PruningPlan:
     target: Target
     end_count: int
     pacing: Pacing
-    selection: SelectionOptions
-    chooser: ChooserKind
     events: EventRange
     milestones: list[tuple[str, int]]
 
@@ -51,50 +50,30 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     prune = recipe.prune
     if not prune.enabled:
         return None
-    selection = SelectionOptions(
-        groups=prune.effective_groups,
-        attention=prune.attention,
-        compare=prune.compare,
-        min_heads=prune.min_heads,
-        min_ffn=prune.min_ffn,
-        min_hidden=prune.min_hidden,
-    )
-    target = parse_target(prune.target, anatomy, "prune.target")
-    kind: ChooserKind = "adapt" if prune.method == "adapt" else prune.selection
-    check = check_round_widths if kind == "global" else check_rounding
-    check(anatomy, target, selection, prune.round_to, "prune.round_to")
-    make_chooser(kind, anatomy, target, selection, round_to=prune.round_to)  # refuses what cannot be reached
+    with in_section("prune", PretrainPruneConfig):
+        target = parse_target(prune.target, anatomy, "prune.target")
+        strategy = make_strategy(anatomy, target, prune)
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     pacing = _pacing(recipe, start, end)
-    events = _events(recipe, anatomy, target, selection, pacing)
+    events = strategy.event_bounds(pacing)
     if isinstance(pacing, Ratio):
         _check_enough_events(pacing, recipe, events)
     milestones = [(text, parse_target(text, anatomy, "prune.milestones").num_parameters) for text in prune.milestones]
     for text, size in milestones:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
-    return PruningPlan(target, end, pacing, selection, kind, events, milestones)
+    return PruningPlan(target, end, pacing, events, milestones)
 
 
 def _pacing(recipe: Recipe, start: int, end: int) -> Pacing:
     prune = recipe.prune
-    if prune.method == "adapt":
+    if prune.keeps_hidden_size:
         return Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
     if prune.steps_ratio is not None:
         return Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
     assert prune.effective_horizon is not None
     last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
     return Horizon(start, end, prune.warmup_steps, last)
-
-
-def _events(
-    recipe: Recipe, anatomy: Anatomy, target: Target, selection: SelectionOptions, pacing: Pacing
-) -> EventRange:
-    if isinstance(pacing, Stages):
-        return staged_events(anatomy, pacing, selection)
-    if recipe.prune.selection == "global":
-        return global_events(anatomy, target, selection, recipe.prune.round_to)
-    return coupled_events(anatomy, target, selection, recipe.prune.round_to)
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
@@ -173,7 +152,7 @@ def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) ->
 
 @dataclass(slots=True)
 class Plan:
-    """A run on paper. How many events there are and in which shape they end, the gradients of the run decide."""
+    """A run on paper. The gradients of the run decide the number of events and the final shape."""
 
     model: str
     device: str
@@ -273,7 +252,7 @@ def make_plan(recipe: Recipe) -> Plan:
         sequences_per_step=recipe.num_sequences_per_step,
         micro_batch=micro_batch,
         parameters_before=before,
-        parameters_target=before if plan is None else largest_count(anatomy, plan.target, plan.selection),
+        parameters_target=before if plan is None else largest_count(anatomy, plan.target, recipe.prune),
         events_fewest=0 if plan is None else plan.events.fewest,
         events_most=0 if plan is None else plan.events.most,
         last_event_step=None if plan is None else plan.pacing.last_step,
@@ -283,7 +262,7 @@ def make_plan(recipe: Recipe) -> Plan:
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
         network=streamed_inputs(recipe.data),
-        warnings=[*doubts(recipe, config, plan), *([often] if often else [])],
+        warnings=[*plan_warnings(recipe, config, plan), *([often] if often else [])],
     )
 
 
@@ -296,22 +275,22 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
 
 
 def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
-    """Whether a run goes through a text so often that it is learned by heart; ``epochs`` says how often by a sample."""
+    """A warning if a run repeats a text too often, else empty; ``epochs`` gives the passes over each text."""
     often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > MANY_PASSES}
     if not often:
         return ""
     named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())
-    return f"training.tokens: reads {named}, so it may be learned by heart: add text, or look at the validation loss"
+    return f"training.tokens: reads {named}, so it may be memorised: add text, or watch the validation loss"
 
 
 class PlanWarning(UserWarning):
-    """What may go wrong in a run, but need not."""
+    """A likely mistake in a recipe."""
 
 
-def doubts(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list[str]:
-    """What may go wrong, for a person to decide before the run."""
-    told = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
-    found = [told] if told else []
+def plan_warnings(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list[str]:
+    """What may go wrong, for the user to decide before the run."""
+    long = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
+    found = [long] if long else []
     if plan is None or not isinstance(plan.pacing, Ratio):
         return found
     possible, events = plan.pacing.events_by(recipe.num_steps), plan.events

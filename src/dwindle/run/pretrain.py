@@ -26,7 +26,6 @@ from dwindle.core.directories import NotWritten, atomic_directory, refuse_place
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.run_lock import RunLock
-from dwindle.core.sizes import parse_count
 from dwindle.data import BatchStream, open_training_data
 from dwindle.distributed.engine import compile_blocks
 from dwindle.distributed.engines import (
@@ -42,7 +41,7 @@ from dwindle.distributed.engines import (
 from dwindle.distributed.lazy_weights import from_main, source_tensors
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import read_ledger, source_event
-from dwindle.pruning.pruner import Pruner, PrunerOptions, physical_structure
+from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 from dwindle.run.overwrite import (
@@ -58,9 +57,9 @@ from dwindle.run.plan import (
     PruningPlan,
     check_data,
     device_of,
-    doubts,
     micro_batch_of,
     plan_pruning,
+    plan_warnings,
     precision_of,
     repetition,
     teacher_dtype,
@@ -118,7 +117,7 @@ def pretrain(
     """
     run = Path(out)
     recipe = resolve_recipe(recipe)
-    recipe.validate()
+    recipe.check()
     with joined(device_of(recipe)) as world:
         world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
         try:
@@ -141,8 +140,8 @@ def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
     config = load_config(recipe.source.model)
     plan = plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
-    for doubt in doubts(recipe, config, plan):
-        warnings.warn(doubt, PlanWarning, stacklevel=2)
+    for warning in plan_warnings(recipe, config, plan):
+        warnings.warn(warning, PlanWarning, stacklevel=2)
     aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
     with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
         write_toml(recipe, folder / "recipe.toml")
@@ -355,29 +354,12 @@ class Job:
         return source_tensors(self.recipe.source.model, dtype, self.world)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
-        prune = self.recipe.prune
         return Pruner(
             prunable,
             plan.target,
             plan.pacing,
-            selection=plan.selection,
-            options=PrunerOptions(
-                chooser=plan.chooser,
-                amplitude=prune.amplitude,
-                distance=prune.distance,
-                balance=prune.balance,
-                metric=prune.effective_metric,
-                fisher=prune.fisher,
-                smoothing=prune.smoothing,
-                second_order=prune.second_order,
-                damping=prune.damping,
-                gram_tokens=parse_count(prune.gram_tokens, "prune.gram_tokens"),
-                round_to=prune.round_to,
-                compact_threshold=prune.compact_threshold,
-                compact_multiple=prune.compact_multiple,
-                compact_wait=prune.compact_wait,
-                seed=self.recipe.training.seed,
-            ),
+            config=self.recipe.prune,
+            seed=self.recipe.training.seed,
             ledger=self.run / "ledger.jsonl" if self.world.is_main else Path(os.devnull),
             source=self.recipe.source.model,
             rebuild=self._prepare,

@@ -1,1 +1,20 @@
-"""What is removed next: coupled groups, the global mixture, layer-adaptive sizes."""
+"""What is removed next: coupled groups, the global mixture, layer-adaptive and uniform sizes."""
+
+from __future__ import annotations
+
+from dwindle.anatomy import Anatomy
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.strategies.base import Strategy
+from dwindle.pruning.strategies.coupled import CoupledStrategy
+from dwindle.pruning.strategies.global_mixture import GlobalStrategy
+from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
+from dwindle.pruning.target import Target
+
+
+def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Strategy:
+    """The strategy that a configuration names; raises if the target cannot be reached."""
+    if config.method == "efficientllm":
+        chosen: type[Strategy] = GlobalStrategy if config.selection == "global" else CoupledStrategy
+    else:
+        chosen = AdaptStrategy if config.method == "adapt" else UniformStrategy
+    return chosen(anatomy, target, config)

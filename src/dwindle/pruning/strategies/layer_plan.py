@@ -1,4 +1,4 @@
-"""One layer's heads and channels in the order in which they would leave, and how much must be gone before each does."""
+"""One layer's heads and channels in the order of removal, and the sparsity at which each is removed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dwindle.anatomy import Layer
-from dwindle.pruning.strategies.coupled import SelectionOptions
-
-Balance = Literal["score", "ratio"]
-"""What leaves a layer first: the weakest group, heads or channels (``score``), or equal shares of both (``ratio``)."""
+from dwindle.pruning.config import PruneConfig
 
 
 @dataclass(slots=True)
 class LayerPlan:
-    """Axis 0 are groups of query heads, axis 1 are FFN channels; both weakest first."""
+    """Axis 0 are groups of query heads, axis 1 are FFN channels; both least salient first."""
 
     layer: Layer
     units: list[tuple[int, ...]]
@@ -31,44 +27,44 @@ class LayerPlan:
     """Groups of query heads and channels in the source."""
     floor: tuple[int, int]
     thresholds: list[float]
-    """The sparsities at which the next one leaves, ascending."""
+    """The sparsities at which the next one is removed, ascending."""
     axes: list[int]
-    """What leaves there."""
+    """The axis of what is removed there."""
 
     @property
     def here(self) -> tuple[int, int]:
         return len(self.units), len(self.channels)
 
-    def left_at(self, sparsity: float) -> tuple[int, int]:
-        """Groups of heads and channels that stay at this sparsity of the layer."""
+    def kept_at(self, sparsity: float) -> tuple[int, int]:
+        """Groups of heads and channels that are kept at this sparsity of the layer."""
         gone = self.axes[: bisect_right(self.thresholds, sparsity)]
         channels = sum(gone)
         return len(self.units) - (len(gone) - channels), len(self.channels) - channels
 
-    def cut_to(self, left: tuple[int, int]) -> Layer:
-        """What stays, for counting: its sizes are exact, which channels are in it is not."""
-        heads = [q for unit in self.units[: len(self.units) - left[0]] for q in unit]
+    def cut_to(self, kept: tuple[int, int]) -> Layer:
+        """The pruned layer, for counting: its sizes are exact, its channel indices are not."""
+        heads = [q for unit in self.units[: len(self.units) - kept[0]] for q in unit]
         rest = self.layer.without(query_heads=heads) if heads else self.layer
-        return Layer(rest.query_heads, rest.kv_of_query, self.layer.ffn[: left[1]])
+        return Layer(rest.query_heads, rest.kv_of_query, self.layer.ffn[: kept[1]])
 
-    def next_score(self, left: tuple[int, int], axis: int) -> float:
-        """Of the weakest group of one axis that is among ``left``."""
-        return self.scores[axis][self.here[axis] - left[axis]]
+    def next_score(self, kept: tuple[int, int], axis: int) -> float:
+        """Saliency of the least salient group of one axis among those kept."""
+        return self.scores[axis][self.here[axis] - kept[axis]]
 
 
-def units_of(layer: Layer, options: SelectionOptions) -> list[tuple[int, ...]]:
-    """What leaves of the attention at once: a key/value head with its queries, or (cluster) a query head."""
-    if options.attention == "cluster":
+def units_of(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
+    """What is removed of the attention at once: a key/value head with its queries, or (cluster) a query head."""
+    if config.attention == "cluster":
         return [(query,) for query in layer.query_heads]
     return [layer.queries_of(kv) for kv in layer.kv_heads]
 
 
-def floors_of(source: Layer, options: SelectionOptions) -> tuple[int, int]:
-    """Groups of heads and channels that always stay, also of a type that may not leave."""
-    units = units_of(source, options)
-    heads = max(-(-options.min_heads // max(map(len, units))), 1)
-    attn = min(heads, len(units)) if "attn" in options.groups else len(units)
-    ffn = min(max(options.min_ffn, 1), len(source.ffn)) if "ffn" in options.groups else len(source.ffn)
+def floors_of(source: Layer, config: PruneConfig) -> tuple[int, int]:
+    """Minimum groups of heads and channels; all of them for a kind that is not prunable."""
+    units = units_of(source, config)
+    heads = max(-(-config.min_heads // max(map(len, units))), 1)
+    attn = min(heads, len(units)) if "attn" in config.effective_groups else len(units)
+    ffn = min(max(config.min_ffn, 1), len(source.ffn)) if "ffn" in config.effective_groups else len(source.ffn)
     return attn, ffn
 
 
@@ -80,20 +76,19 @@ def plan_layer(
     channels: Tensor,
     *,
     head_dim: int,
-    options: SelectionOptions,
-    balance: Balance,
+    config: PruneConfig,
     count: Callable[[Layer], int],
 ) -> LayerPlan:
     """``heads`` and ``channels`` are the scores of ``scored``'s; ``count`` gives a layer's parameters."""
     by_head = dict(zip(scored.query_heads, heads.tolist(), strict=True))
-    means = {unit: sum(by_head[q] for q in unit) / len(unit) / head_dim for unit in units_of(layer, options)}
+    means = {unit: sum(by_head[q] for q in unit) / len(unit) / head_dim for unit in units_of(layer, config)}
     units = sorted(means, key=means.__getitem__)
-    order = channels.argsort(stable=True)[: len(layer.ffn)]  # what is dead has an infinite score
+    order = channels.argsort(stable=True)[: len(layer.ffn)]  # what is pruned has an infinite score
     names = [scored.ffn[place] for place in order.tolist()]
-    full = (len(units_of(source, options)), len(source.ffn))
+    full = (len(units_of(source, config)), len(source.ffn))
     scores = ([means[unit] for unit in units], channels[order].tolist())
-    plan = LayerPlan(layer, units, names, scores, full, floors_of(source, options), [], [])
-    steps = _by_ratio(plan) if balance == "ratio" else _by_score(plan, count, count(source))
+    plan = LayerPlan(layer, units, names, scores, full, floors_of(source, config), [], [])
+    steps = _by_ratio(plan) if config.balance == "ratio" else _by_score(plan, count, count(source))
     plan.thresholds, plan.axes = [threshold for threshold, _ in steps], [axis for _, axis in steps]
     return plan
 
@@ -107,8 +102,8 @@ def _by_ratio(plan: LayerPlan) -> list[tuple[float, int]]:
 
 
 def _by_score(plan: LayerPlan, count: Callable[[Layer], int], full: int) -> list[tuple[float, int]]:
-    """The weakest group first, whatever it is; it leaves when the sparsity is nearer to having lost it than not."""
-    units, channels = (here - floor for here, floor in zip(plan.here, plan.floor, strict=True))  # that may leave
+    """Least salient first, of either axis, each at the sparsity that is nearer to having lost it than not."""
+    units, channels = (here - floor for here, floor in zip(plan.here, plan.floor, strict=True))  # prunable
     order = torch.tensor(plan.scores[0][:units] + plan.scores[1][:channels], dtype=torch.float64).argsort(stable=True)
     axes = (order >= units).long()
     left = [count(plan.cut_to((plan.here[0] - gone, plan.here[1]))) for gone in range(units + 1)]

@@ -1,12 +1,12 @@
 """``selection = "global"``: at each event the group with the least mean saliency anywhere, in one layer or the stem.
 
-EfficientLLM's continuous events with Adapt-Pruner's freedom: layers need not keep the same sizes. Groups are small (one
-FFN channel of one layer), so events are many, and a step's candidates are sorted once for all of them.
+EfficientLLM's continuous events with Adapt-Pruner's freedom: layers need not keep equal sizes. Groups are small (one
+FFN channel of one layer), so events are many, and the candidates of a step are sorted once for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -17,160 +17,167 @@ from torch import Tensor
 from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.event_bounds import EventRange, global_events
+from dwindle.pruning.layouts import rounding_floors
+from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.coupled import Choice, SelectionOptions, rounding_floors
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
 from dwindle.pruning.target import Target
 
 _Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""Scores, rising, and the channels that have them."""
-Due = Callable[[int, int], bool]
-"""Whether another group may leave, from the parameters left and the number of groups chosen so far."""
+"""Saliencies, ascending, and the channels that have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     saliency: float
-    """Mean score of an element, or the sum, as ``SelectionOptions.compare`` says."""
+    """Mean saliency of an element, or the sum, as ``PruneConfig.compare`` says."""
     kind: Kind
     layer: int
     members: tuple[int, ...]
 
 
-class GlobalSelector:
-    """Chooses groups until a target; holds no state between steps.
+class GlobalStrategy(Strategy):
+    """The least salient group anywhere; holds no state between steps.
 
-    With ``round_to`` as many channels of a layer (or hidden channels) leave together as keep its width a multiple; what
-    makes an odd width of the source a multiple leaves first of all.
+    With ``round_to`` as many channels of a layer (or hidden channels) are removed together as keep its width a
+    multiple; an odd width of the source is rounded down first of all.
     """
 
-    def __init__(self, anatomy: Anatomy, target: Target, options: SelectionOptions, round_to: int = 1) -> None:
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         if target.shape is not None:
             raise UserError(
                 "target: with selection global every layer gets its own sizes: give a size such as 100M or 60%"
             )
-        if options.attention == "regular" and not all(la.is_regular for la in anatomy.source.layers):
-            raise UserError("the source has cluster attention already: choose attention cluster")
-        self.anatomy, self.target, self.round_to = anatomy, target, round_to
-        self.options = options = rounding_floors(options, round_to)
-        least = anatomy.count(_at_floors(anatomy, options)).total
+        super().__init__(anatomy, target, rounding_floors(config))
+        check_round_widths(anatomy, target, config)
+        least = anatomy.count(_at_floors(anatomy, self.config)).total
         if least > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest reachable model, {least:,} "
-                "parameters: choose a larger target, lower floors or allow more groups"
+                "parameters: choose a larger target, lower minimum sizes or make more groups prunable"
             )
 
-    def choose_while(self, scores: Scores, alive: Structure, due: Due) -> list[Choice]:
-        """Groups from the same scores, weakest first, as long as they are due and the target is not reached.
+    def choose(
+        self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
+    ) -> Iterator[Choice]:
+        """Least salient first, as long as groups are due and the goal is not reached.
 
-        While the weakest group of any type still fits above the target, only those that fit are compared; the last
-        group is the smallest. So the target is reached, and missed by less than that group.
+        While the candidate of any kind still fits above the goal, only those that fit are compared; the last group is
+        the smallest. So the goal is reached, and undershot by at most that group.
         """
-        pool = _Pool(self.anatomy, self.options, self.round_to, scores, alive)
-        count, choices = self.anatomy.count(alive).total, list[Choice]()
-        while count > self.target.num_parameters and due(count, len(choices)):
+        aim = pacing.aim(step)
+        goal = self.target.num_parameters if aim is None else aim
+        pool = _Pool(self.anatomy, self.config, scores.current, alive)
+        count, chosen = self.anatomy.count(alive).total, 0
+        while count > goal and pacing.due(step, count, num_events + chosen):
             candidates = pool.candidates(alive)
             if not candidates:
                 break
-            best, rest, left = self._best(candidates, alive, count)
-            pool.remove(best, rest)
-            alive, count = rest, left
+            best, alive, count = self._best(candidates, alive, count, goal)
+            pool.remove(best, alive)
+            chosen += 1
             saliency = {candidate.kind: candidate.saliency for candidate in candidates}
-            choices.append(Choice(_group(best, len(alive.layers)), saliency, alive, count))
-        return choices
+            yield Choice(_group(best, len(alive.layers)), saliency, alive, count)
 
-    def _best(self, candidates: list[_Candidate], alive: Structure, count: int) -> tuple[_Candidate, Structure, int]:
-        excess = count - self.target.num_parameters
+    def _best(
+        self, candidates: list[_Candidate], alive: Structure, count: int, goal: int
+    ) -> tuple[_Candidate, Structure, int]:
         outcomes = []
         for candidate in sorted(candidates, key=lambda c: c.saliency):
             rest = _without(alive, candidate)
             left = self.anatomy.count(rest).total
-            if count - left <= excess:
+            if left >= goal:
                 return candidate, rest, left
             outcomes.append((candidate, rest, left))
         return max(outcomes, key=lambda outcome: outcome[2])
 
+    def event_bounds(self, pacing: Pacing) -> EventRange:
+        return global_events(self.anatomy, self.target, self.config)
+
 
 class _Pool:
-    """What may leave, kept sorted while groups leave; scores of one group ignore the others' leaving."""
+    """The prunable groups, kept sorted while some are removed; saliencies of the others are not updated."""
 
-    def __init__(
-        self, anatomy: Anatomy, options: SelectionOptions, round_to: int, scores: Scores, alive: Structure
-    ) -> None:
-        self.anatomy, self.options = anatomy, options
+    def __init__(self, anatomy: Anatomy, config: PruneConfig, scores: Scores, alive: Structure) -> None:
+        self.anatomy, self.config = anatomy, config
         self._heads = [
             dict(zip(la.query_heads, values.tolist(), strict=True))
             for la, values in zip(scores.structure.layers, scores.attn, strict=True)
         ]
         self._inputs = sum(len(la.query_heads) * anatomy.head_dim + len(la.ffn) for la in alive.layers)
-        layers, groups, mean = scores.structure.layers, options.groups, options.compare == "mean"
+        layers, groups, mean = scores.structure.layers, config.effective_groups, config.compare == "mean"
         channels = [
             _by_score(values, here.ffn, left.ffn)
             for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
         ]
         hidden = [_by_score(scores.stem, scores.structure.hidden, alive.hidden)]
-        self._channels = _Blocks(channels if "ffn" in groups else [], round_to, options.min_ffn, mean)
-        self._stem = _Blocks(hidden if "stem" in groups else [], round_to, options.min_hidden, mean)
+        self._channels = _Blocks(channels if "ffn" in groups else [], config.round_to, config.min_ffn, mean)
+        self._stem = _Blocks(hidden if "stem" in groups else [], config.round_to, config.min_hidden, mean)
         self._attention: list[tuple[float, int, tuple[int, ...]]] = []
-        if "attn" in options.groups:
-            self._attention = [found for n in range(len(alive.layers)) if (found := self._weakest(n, alive.layers[n]))]
+        if "attn" in groups:
+            self._attention = [
+                found for n in range(len(alive.layers)) if (found := self._least_salient(n, alive.layers[n]))
+            ]
             heapify(self._attention)
 
     def candidates(self, alive: Structure) -> list[_Candidate]:
-        """The weakest group of every type; as long as there are widths to be made round, of those alone."""
+        """The least salient group of every kind; as long as some widths are odd, only groups that round them."""
         found: list[_Candidate] = []
-        hidden, mean = len(alive.hidden), self.options.compare == "mean"
+        hidden, mean = len(alive.hidden), self.config.compare == "mean"
         if self._attention:
             value, layer, queries = self._attention[0]
             found.append(_Candidate(value / (hidden if mean else 1), "attn", layer, queries))
-        if (block := self._channels.weakest) is not None:
+        if (block := self._channels.least_salient) is not None:
             found.append(_Candidate(block.saliency / (hidden if mean else 1), "ffn", block.layer, block.members))
-        if (block := self._stem.weakest) is not None:
+        if (block := self._stem.least_salient) is not None:
             found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
         odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
         return [one for one in found if odd.get(one.kind)] or found
 
     def remove(self, chosen: _Candidate, rest: Structure) -> None:
         if chosen.kind == "stem":
-            self._stem.remove_weakest()
+            self._stem.remove_least_salient()
         elif chosen.kind == "ffn":
-            self._channels.remove_weakest()
+            self._channels.remove_least_salient()
             self._inputs -= len(chosen.members)
         else:
             heappop(self._attention)
             self._inputs -= len(chosen.members) * self.anatomy.head_dim
-            if (found := self._weakest(chosen.layer, rest.layers[chosen.layer])) is not None:
+            if (found := self._least_salient(chosen.layer, rest.layers[chosen.layer])) is not None:
                 heappush(self._attention, found)
 
-    def _weakest(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...]] | None:
-        """(score, layer, queries) of the weakest heads that may leave a layer together; with ``mean`` per column."""
+    def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...]] | None:
+        """(saliency, layer, queries) of the heads of a layer to remove together; with ``mean`` per column."""
         values, ways = self._heads[number], list[tuple[int, ...]]()
-        if self.options.attention == "cluster":
+        if self.config.attention == "cluster":
             ways = [(query,) for query in layer.query_heads]
         else:
             ways = [layer.queries_of(kv) for kv in layer.kv_heads] if len(layer.kv_heads) > 1 else []
-            if layer.queries_per_kv[0] > 1:  # one query of every key/value head: the layer stays regular
+            if layer.queries_per_kv[0] > 1:  # one query of every key/value head keeps the layer regular
                 ways.append(tuple(min(layer.queries_of(kv), key=values.__getitem__) for kv in layer.kv_heads))
-        least = max(self.options.min_heads, 1)
+        least = max(self.config.min_heads, 1)
         ways = [way for way in ways if len(layer.query_heads) - len(way) >= least]
         if not ways:
             return None
-        width = self.anatomy.head_dim if self.options.compare == "mean" else 0
+        width = self.anatomy.head_dim if self.config.compare == "mean" else 0
         return min((sum(values[q] for q in way) / (len(way) * width or 1), number, way) for way in ways)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Block:
-    """Sorted so that what makes a width round comes first, then what is weakest."""
+    """Sorted so that what rounds an odd width comes first, then the least salient."""
 
     is_round: bool
     saliency: float
-    """Mean score of a channel, or the sum of all."""
+    """Mean saliency of a channel, or the sum of all."""
     layer: int
     members: tuple[int, ...]
 
 
 class _Blocks:
-    """Channels of layers (or of the stem), weakest first, as many at a time as keep a width a multiple."""
+    """Channels of layers (or of the stem), least salient first, as many at a time as keep a width a multiple."""
 
     def __init__(self, living: list[_Ranked], multiple: int, floor: int, mean: bool) -> None:
         self._living, self._gone = living, [0] * len(living)
@@ -179,22 +186,22 @@ class _Blocks:
         heapify(self._next)
 
     @property
-    def weakest(self) -> _Block | None:
+    def least_salient(self) -> _Block | None:
         return self._next[0] if self._next else None
 
     @property
     def has_odd(self) -> bool:
-        """Whether the weakest makes a width round that is not."""
+        """Whether the first block rounds an odd width."""
         return bool(self._next) and not self._next[0].is_round
 
-    def remove_weakest(self) -> None:
+    def remove_least_salient(self) -> None:
         block = heappop(self._next)
         self._gone[block.layer] += len(block.members)
         if (after := self._block(block.layer)) is not None:
             heappush(self._next, after)
 
     def _block(self, layer: int) -> _Block | None:
-        """What leaves a layer next; None at its floor."""
+        """The next block of a layer; None at its minimum size."""
         scores, names = self._living[layer]
         start = self._gone[layer]
         width = len(scores) - start
@@ -208,32 +215,32 @@ class _Blocks:
 
 
 def _by_score(values: Tensor, names: Sequence[int], living: Sequence[int]) -> _Ranked:
-    """Those that live, by rising score."""
+    """The alive ones by ascending saliency."""
     names_left = np.asarray(living)
     scores = values.double().numpy()[np.searchsorted(names, names_left)]
     order = scores.argsort(kind="stable")
     return scores[order], names_left[order]
 
 
-def _at_floors(anatomy: Anatomy, options: SelectionOptions) -> Structure:
-    """The largest structure from which nothing more can leave: below its size a target may not be reached."""
+def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
+    """The largest structure from which nothing more can be removed: smaller targets may not be reachable."""
     source = anatomy.source
-    hidden = source.hidden[: options.min_hidden] if "stem" in options.groups else source.hidden
+    hidden = source.hidden[: config.min_hidden] if "stem" in config.effective_groups else source.hidden
     layers = list[Layer]()
     for number, layer in enumerate(source.layers):
-        ffn = layer.ffn[: options.min_ffn] if "ffn" in options.groups else layer.ffn
-        ends = [Layer(layer.query_heads[: len(kv)], kv, ffn) for kv in _last_heads(layer, options)]
+        ffn = layer.ffn[: config.min_ffn] if "ffn" in config.effective_groups else layer.ffn
+        ends = [Layer(layer.query_heads[: len(kv)], kv, ffn) for kv in _last_heads(layer, config)]
         layers.append(max(ends, key=lambda end: anatomy.count_layer(number, len(hidden), end)))
     return Structure(hidden, tuple(layers))
 
 
-def _last_heads(layer: Layer, options: SelectionOptions) -> list[tuple[int, ...]]:
-    """Heads of which nothing more can leave, by sizes: the key/value head that each query reads."""
+def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
+    """Head layouts of which nothing more can be removed, by sizes: the key/value head that each query reads."""
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
-    if "attn" not in options.groups:
+    if "attn" not in config.effective_groups:
         return [layer.kv_of_query]
-    least = min(max(options.min_heads, 1), heads)
-    if options.attention == "cluster":  # in the worst case all of different key/value heads
+    least = min(max(config.min_heads, 1), heads)
+    if config.attention == "cluster":  # in the worst case all of different key/value heads
         return [tuple(query % min(kv, least) for query in range(least))]
     ends = [
         (x, y)
@@ -244,34 +251,33 @@ def _last_heads(layer: Layer, options: SelectionOptions) -> list[tuple[int, ...]
     return [tuple(query // y for query in range(x * y)) for x, y in ends]
 
 
-def check_round_widths(
-    anatomy: Anatomy, target: Target, options: SelectionOptions, multiple: int, key: str = "round_to"
-) -> None:
-    """Refuse a multiple that some width does not have, or with which widths are below the target when made round."""
+def check_round_widths(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+    """Refuse a multiple that some width does not have, or that rounds the source below the target."""
+    multiple = config.round_to
     if multiple <= 1:
         return
-    source, least = anatomy.source, rounding_floors(options, multiple)
-    hidden = source.hidden[: len(source.hidden) // multiple * multiple] if "stem" in options.groups else source.hidden
+    source, least, groups = anatomy.source, rounding_floors(config), config.effective_groups
+    hidden = source.hidden[: len(source.hidden) // multiple * multiple] if "stem" in groups else source.hidden
     layers = source.layers
-    if "ffn" in options.groups:
+    if "ffn" in groups:
         layers = tuple(replace(la, ffn=la.ffn[: len(la.ffn) // multiple * multiple]) for la in layers)
     cut = [(len(source.hidden), len(hidden), least.min_hidden)]
     cut += [(len(la.ffn), len(rest.ffn), least.min_ffn) for la, rest in zip(source.layers, layers, strict=True)]
     if any(floor > left < width for width, left, floor in cut):
         raise UserError(
-            f"{key} {multiple}: no such multiple lies between the floors ({options.min_hidden} hidden, "
-            f"{options.min_ffn} FFN channels) and the source's sizes: choose a smaller multiple, or 1 for exact sizes"
+            f"round_to {multiple}: no multiple lies between the minimum sizes ({config.min_hidden} hidden, "
+            f"{config.min_ffn} FFN channels) and the source's sizes: choose a smaller multiple, or 1 for exact sizes"
         )
     most = anatomy.count(Structure(hidden, layers)).total
     if most < target.num_parameters:
         raise UserError(
-            f"{key} {multiple}: the largest model with such widths has {most:,} parameters, the target is "
+            f"round_to {multiple}: the largest model with such widths has {most:,} parameters, the target is "
             f"{target.num_parameters:,}: choose a smaller multiple, or a target of at most that"
         )
 
 
 def _without(alive: Structure, chosen: _Candidate) -> Structure:
-    """As ``Structure.without``, but untouched layers stay the same objects."""
+    """Like ``Structure.without``, but unchanged layers remain the same objects."""
     if chosen.kind == "stem":
         return alive.without(Group("stem", (chosen.members,)))
     layer = alive.layers[chosen.layer]

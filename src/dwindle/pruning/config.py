@@ -1,0 +1,203 @@
+"""Every knob of pruning, declared once.
+
+``PruneConfig`` holds what both drivers share: the training callback (``pruner``) and the rounds without training
+(``rounds``). Each driver adds its own timing: ``PretrainPruneConfig`` is the ``[prune]`` table of a recipe,
+``PostTrainingConfig`` the options of ``dwindle prune`` and the keyword arguments of ``dwindle.prune``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from dwindle.anatomy.structure import KINDS, Kind
+from dwindle.core.config import Config
+from dwindle.core.sizes import parse_count
+
+DEFAULT_HORIZON = 0.05
+DEFAULT_GRAM_TOKENS = 4096
+Distance = Literal["cosine", "euclidean", "manhattan"]
+
+_METHODS_OF: dict[str, tuple[str, ...]] = {
+    "selection": ("efficientllm",),
+    "compare": ("efficientllm",),
+    "round_to": ("efficientllm",),
+    "amplitude": ("adapt",),
+    "distance": ("adapt",),
+    "balance": ("adapt", "uniform"),
+}
+"""Settings that only some methods use."""
+
+
+class PruneConfig(Config):
+    """What is pruned and how it is chosen."""
+
+    method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm"
+    """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
+    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size."""
+    selection: Literal["coupled", "global"] = "coupled"
+    """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere."""
+    metric: str | None = None
+    """Saliency of a weight: taylor, taylor1, obd, wanda, obc, magnitude, random or a registered metric; the group with
+    the lowest saliency is removed first. Not set: taylor, with adapt and uniform taylor1."""
+    groups: list[Kind] | None = None
+    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
+    uniform attn and ffn."""
+    attention: Literal["cluster", "regular"] = "regular"
+    """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
+    compare: Literal["mean", "sum"] = "mean"
+    """How kinds of group are compared: mean saliency of an element, or the sum over the group."""
+    amplitude: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """With adapt: how far apart one iteration moves the sparsities of the least and the most important layer."""
+    distance: Distance = "cosine"
+    """With adapt: how a layer's change of the residual stream, its importance, is measured."""
+    balance: Literal["score", "ratio"] = "score"
+    """With adapt and uniform: remove a layer's least salient groups, or equal shares of its heads and channels."""
+    min_heads: Annotated[int, Field(ge=1)] = 1
+    """Minimum query heads per layer."""
+    min_ffn: Annotated[int, Field(ge=1)] = 8
+    """Minimum FFN channels per layer."""
+    min_hidden: Annotated[int, Field(ge=1)] = 8
+    """Minimum hidden channels."""
+    round_to: Annotated[int, Field(ge=1)] = 1
+    """With efficientllm: final FFN and hidden sizes are multiples of this; 1 is exact."""
+    second_order: bool = False
+    """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
+    damping: Annotated[float, Field(ge=0)] = 0.01
+    """Ridge of that update, as a fraction of the mean curvature."""
+    gram_tokens: str | int | None = None
+    """Tokens whose layer inputs are used by second_order, wanda and obc. Not set: 4096 of a training step, all
+    calibration tokens without training."""
+
+    @property
+    def keeps_hidden_size(self) -> bool:
+        """Whether layers are sized one by one (Adapt-Pruner, LLM-Pruner), which leaves the hidden size alone."""
+        return self.method != "efficientllm"
+
+    @property
+    def effective_metric(self) -> str:
+        """The metric in use: each paper's own where none is set."""
+        return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+
+    @property
+    def effective_groups(self) -> tuple[Kind, ...]:
+        """The prunable kinds in use."""
+        default = tuple(kind for kind in KINDS if not (self.keeps_hidden_size and kind == "stem"))
+        return default if self.groups is None else tuple(self.groups)
+
+    @property
+    def num_gram_tokens(self) -> int | None:
+        return None if self.gram_tokens is None else parse_count(self.gram_tokens, "gram_tokens")
+
+    def record(self) -> dict[str, Any]:
+        """The settings in use, for the ledger: the method's defaults filled in, what it does not use left out."""
+        unused = {name for name, methods in _METHODS_OF.items() if self.method not in methods}
+        used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
+        return used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
+
+    @model_validator(mode="after")
+    def _check_method(self) -> PruneConfig:
+        """Settings that the method does not use are refused, not ignored."""
+        method = self.method
+        if self.groups is not None and not self.groups:
+            raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(KINDS)}")
+        if self.keeps_hidden_size and "stem" in (self.groups or ()):
+            raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
+        if (self.num_gram_tokens or 1) < 1:
+            raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
+        usual = {name: field.default for name, field in PruneConfig.model_fields.items()}
+        for name, methods in _METHODS_OF.items():
+            if method not in methods and getattr(self, name) != usual[name]:
+                wanted = " or ".join(methods)
+                raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
+        return self
+
+
+class PretrainPruneConfig(PruneConfig):
+    """What is pruned during training, and when."""
+
+    enabled: bool = True
+    """Set to false to train without pruning."""
+    target: str = ""
+    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
+    interleaves: Annotated[int, Field(ge=1)] = 20
+    """With adapt and uniform: how many times the model is pruned and trained."""
+    horizon: Annotated[float, Field(gt=0, le=1)] | None = None
+    """With efficientllm: fraction of the tokens over which events are evenly spread (0.05 if neither horizon nor ratio
+    is set)."""
+    ratio: str | None = None
+    """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Gradient steps before the first event."""
+    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Factor of the running average of saliencies over steps; 0 uses the current step alone."""
+    fisher: Literal["step", "adam"] = "step"
+    """Second-order term of taylor: the step's own squared gradient, or Adam's second moment."""
+    compact_threshold: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Rebuild the model at smaller shapes when this fraction of it is pruned; 1 waits until the end."""
+    compact_multiple: Annotated[int, Field(ge=1)] = 64
+    """Sizes of rebuilt models, before the last one, are multiples of this."""
+    compact_wait: Annotated[int, Field(ge=0)] = 50
+    """With horizon and adapt: no rebuild when the last event is fewer steps away than this."""
+    milestones: list[str] = Field(default_factory=list)
+    """Sizes on the way, such as "120M": a loadable model is saved as each is passed."""
+
+    @property
+    def effective_horizon(self) -> float | None:
+        """The horizon in use; None when a ratio or stages decide."""
+        if self.ratio is not None or self.keeps_hidden_size:
+            return None
+        return DEFAULT_HORIZON if self.horizon is None else self.horizon
+
+    @property
+    def steps_ratio(self) -> tuple[int, int] | None:
+        """(pruning steps, gradient steps) of one iteration, from ``ratio``."""
+        if self.ratio is None:
+            return None
+        match = re.fullmatch(r"\s*([1-9][0-9]*)\s*:\s*([1-9][0-9]*)\s*", self.ratio)
+        if match is None:
+            raise ValueError(f'ratio: {self.ratio!r} is not pruning steps : gradient steps, such as "4:1" or "1:9"')
+        return int(match[1]), int(match[2])
+
+    @model_validator(mode="after")
+    def _check_timing(self) -> PretrainPruneConfig:
+        for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
+        if not self.keeps_hidden_size and self.interleaves != type(self).model_fields["interleaves"].default:
+            raise ValueError("interleaves: is a setting of method adapt or uniform: remove it, or set the method")
+        if self.horizon is not None and self.ratio is not None:
+            raise ValueError("horizon: give either horizon or ratio, not both (…=none unsets one)")
+        _ = self.steps_ratio
+        return self
+
+
+class PostTrainingConfig(PruneConfig):
+    """How a model is calibrated and pruned without training."""
+
+    rounds: Annotated[int, Field(ge=1)] | None = None
+    """How often groups are rescored on the way to the target. Not set: once, with adapt 50 times."""
+    sequences: Annotated[int, Field(ge=1)] | None = None
+    """Calibration sequences. Not set: 64, with adapt and uniform 512."""
+    seq_len: Annotated[int, Field(ge=2)] | None = None
+    """Tokens per calibration sequence. Not set: 256, with adapt and uniform 64."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the calibration sample and the random metric."""
+
+    def record(self) -> dict[str, Any]:
+        sizes = {"sequences": self.num_sequences, "seq_len": self.num_tokens_per_sequence}
+        return super().record() | {"rounds": self.num_rounds} | sizes
+
+    @property
+    def num_rounds(self) -> int:
+        return self.rounds or (50 if self.method == "adapt" else 1)
+
+    @property
+    def num_sequences(self) -> int:
+        return self.sequences or (512 if self.keeps_hidden_size else 64)
+
+    @property
+    def num_tokens_per_sequence(self) -> int:
+        return self.seq_len or (64 if self.keeps_hidden_size else 256)

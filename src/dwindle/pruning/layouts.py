@@ -1,0 +1,203 @@
+"""Sizes that pruning can reach: head layouts, round widths, and the parameter counts that follow from sizes alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from dwindle.anatomy import Anatomy, Layer, Structure
+from dwindle.core.errors import UserError
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.target import Shape, Target
+
+KvCount = Callable[[Layer, int], int]
+"""How many key/value heads a layer keeps with so many of its query heads."""
+
+
+def smallest(source: Structure, floor: Shape) -> Structure:
+    """A structure at the floors, by index (for counting)."""
+    layers = tuple(
+        Layer(la.query_heads[: floor.heads], la.kv_of_query[: floor.heads], la.ffn[: floor.ffn]) for la in source.layers
+    )
+    return Structure(source.hidden[: floor.hidden], layers)
+
+
+def final_count(anatomy: Anatomy, target: Target) -> int:
+    """Parameters at a target; for an exact shape, an estimate while the key/value heads are not known."""
+    if target.shape is None:
+        return target.num_parameters
+    return anatomy.count(smallest(anatomy.source, target.shape)).total
+
+
+def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
+    """The most parameters that a result can have: an exact shape may not determine the key/value heads."""
+    shape = target.shape
+    if shape is None:
+        return target.num_parameters
+    found = layouts_of(anatomy.source, config, shape.heads)
+    return max(anatomy.count(with_sizes(anatomy.source, shape, la.kv_count(most_kv))).total for la in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A number of query and key/value heads that every layer can be pruned to."""
+
+    heads: int
+    kv_heads: int | None
+    """None: not determined by the number of query heads (cluster attention), or not pruned."""
+    num_events: int
+    """Events from the source to this layout."""
+
+    def follows(self, other: Layout) -> bool:
+        """Whether one event leads from ``other`` to this layout."""
+        if self.kv_heads is None or other.kv_heads is None:
+            return self.heads == other.heads - 1
+        kv, per_kv = other.kv_heads, other.heads // other.kv_heads
+        return (self.heads, self.kv_heads) in ((per_kv * (kv - 1), kv - 1), ((per_kv - 1) * kv, kv))
+
+    def kv_count(self, otherwise: KvCount) -> KvCount:
+        known = self.kv_heads
+        return otherwise if known is None else lambda layer, heads: known
+
+
+def layouts(structure: Structure, config: PruneConfig) -> list[Layout]:
+    """The present layout and all that can be reached from it."""
+    heads = Shape.of(structure).heads
+    if "attn" not in config.effective_groups:
+        return [Layout(heads, None, 0)]
+    least = min(max(config.min_heads, 1), heads)
+    if config.attention == "cluster":
+        return [Layout(n, None, heads - n) for n in range(heads, least - 1, -1)]
+    layer = structure.layers[0]
+    kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
+    pairs = ((a, b) for a in range(kv, 0, -1) for b in range(per_kv, 0, -1))
+    return [Layout(a * b, a, kv - a + per_kv - b) for a, b in pairs if a * b >= least]
+
+
+def layouts_of(structure: Structure, config: PruneConfig, heads: int) -> list[Layout]:
+    """The layouts with exactly so many query heads, regardless of the floor."""
+    return [
+        layout for layout in layouts(structure, config.model_copy(update={"min_heads": heads})) if layout.heads == heads
+    ]
+
+
+def most_kv(layer: Layer, heads: int) -> int:
+    """Key/value heads if the kept queries read as many different ones as possible."""
+    return min(len(layer.kv_heads), heads)
+
+
+def fewest_kv(layer: Layer, heads: int) -> int:
+    """Key/value heads if the kept queries read as few as possible."""
+    held = np.cumsum(sorted(layer.queries_per_kv, reverse=True))
+    return int(np.searchsorted(held, heads)) + 1
+
+
+def with_sizes(structure: Structure, shape: Shape, kv_count: KvCount) -> Structure:
+    """A structure of these sizes, for counting: every layer is pruned by as much as the smallest one must be."""
+    now, layers = Shape.of(structure), list[Layer]()
+    for layer in structure.layers:
+        heads = len(layer.query_heads) - now.heads + shape.heads
+        kv = kv_count(layer, heads)
+        kv_of_query = tuple(query * kv // heads for query in range(heads))
+        layers.append(Layer(layer.query_heads[:heads], kv_of_query, layer.ffn[: len(layer.ffn) - now.ffn + shape.ffn]))
+    return Structure(structure.hidden[: shape.hidden], tuple(layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """A shape with round widths, and the number of key/value heads with which it fits (None: any)."""
+
+    shape: Shape
+    kv_heads: int | None
+
+
+def rounded_shape(
+    anatomy: Anatomy, natural: Structure, alive: Structure, target: Target, config: PruneConfig
+) -> Rounded:
+    """The shape nearest to an unrounded result (``natural``) whose widths are multiples and that fits the target.
+
+    It is reachable from ``alive``. Widths of kinds that are not prunable are unchanged. Nearest: smallest change of the
+    log sizes; more distant hidden sizes, and other numbers of heads, are tried only where nothing else fits.
+    """
+    multiple, own, every = config.round_to, Shape.of(natural), layouts(alive, config)
+    kv_heads = len(natural.layers[0].kv_heads)
+    same = [layout for layout in every if layout.heads == own.heads and layout.kv_heads in (None, kv_heads)]
+    hiddens, widths = round_widths(Shape.of(alive), config)
+    down = own.hidden // multiple * multiple
+    near = [hidden for hidden in hiddens if hidden in (down, down + multiple)] or hiddens
+
+    def distance(found: Rounded) -> float:
+        new = found.shape
+        return abs(log(new.hidden / own.hidden)) + abs(log(new.ffn / own.ffn)) + abs(log(new.heads / own.heads))
+
+    for heads, wide in ((same, near), (same, hiddens), (every, hiddens)):
+        fits: list[Rounded] = []
+        for layout in heads:
+            for hidden in wide:
+                ffn = _widest(anatomy, alive, target, layout, hidden, widths)
+                if ffn is not None:
+                    fits.append(Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads))
+        if fits:
+            return min(fits, key=distance)
+    raise UserError(f"round_to {multiple}: no multiple fits the target: choose a smaller one")
+
+
+def round_widths(most: Shape, config: PruneConfig) -> tuple[list[int], list[int]]:
+    """The hidden sizes and the FFN widths to choose from, ascending."""
+    multiple, groups = config.round_to, config.effective_groups
+    hiddens = [n for n in range(multiple, most.hidden + 1, multiple) if n >= config.min_hidden]
+    widths = [n for n in range(multiple, most.ffn + 1, multiple) if n >= config.min_ffn]
+    return hiddens if "stem" in groups else [most.hidden], widths if "ffn" in groups else [most.ffn]
+
+
+def _widest(
+    anatomy: Anatomy, alive: Structure, target: Target, layout: Layout, hidden: int, widths: list[int]
+) -> int | None:
+    """The largest FFN width with which these sizes fit, whichever key/value heads are kept."""
+
+    def count(ffn: int) -> int:
+        shape = Shape(hidden, layout.heads, ffn)
+        return anatomy.count(with_sizes(alive, shape, layout.kv_count(most_kv))).total
+
+    fitting = bisect_right(widths, target.num_parameters, key=count)
+    return widths[fitting - 1] if fitting else None
+
+
+def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+    """Refuse a multiple for which no result fits, whatever the saliencies will be."""
+    multiple = config.round_to
+    if multiple <= 1 or target.shape is not None:
+        return
+    source, fix = anatomy.source, "choose a smaller multiple, or 1 for exact sizes"
+    most = Shape.of(source)
+    hiddens, widths = round_widths(most, config)
+    if not hiddens or not widths:
+        raise UserError(
+            f"round_to {multiple}: no multiple lies between the minimum sizes ({config.min_hidden} hidden, "
+            f"{config.min_ffn} FFN channels) and the source's {most.hidden} and {most.ffn}: {fix}"
+        )
+    least = min(
+        anatomy.count(with_sizes(source, Shape(hiddens[0], layout.heads, widths[0]), layout.kv_count(most_kv))).total
+        for layout in layouts(source, config)
+    )
+    if least > target.num_parameters:
+        raise UserError(
+            f"round_to {multiple}: the smallest model with such widths has {least:,} parameters, the target "
+            f"is {target.num_parameters:,}: {fix}, or a larger target"
+        )
+
+
+def rounding_floors(config: PruneConfig) -> PruneConfig:
+    """The same with minimum sizes above which the smallest multiples stay reachable."""
+    multiple = config.round_to
+    hidden, ffn = (-(-least // multiple) * multiple for least in (config.min_hidden, config.min_ffn))
+    return config.model_copy(update={"min_hidden": hidden, "min_ffn": ffn})
+
+
+def splits(heads: int, kv: int, per_kv: int) -> bool:
+    """Whether so many query heads can be shared evenly by at most ``kv`` key/value heads of at most ``per_kv``."""
+    return any(heads % k == 0 and heads // k <= per_kv for k in range(1, kv + 1))

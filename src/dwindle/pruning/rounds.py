@@ -1,0 +1,87 @@
+"""Pruning without training: calibrate, choose, remove, in one round or in several with new saliencies."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dwindle.anatomy import Anatomy
+from dwindle.core.progress import Bar
+from dwindle.pruning.calibration import Calibration, calibrate
+from dwindle.pruning.config import PostTrainingConfig
+from dwindle.pruning.event_bounds import check_rounds
+from dwindle.pruning.layouts import final_count
+from dwindle.pruning.ledger import Event, prune_event, source_event
+from dwindle.pruning.metrics import Metric, metric_named
+from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.saliency import ElementScores, score_model
+from dwindle.pruning.second_order import repair
+from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import Target
+
+FEW_ROUNDS = 50
+"""Up to here the number of rounds is not compared with the number of events, which takes seconds for large models."""
+_COMPACT_SHARE = 0.1
+"""Pruned fraction at which a strategy of many rounds has the model rebuilt, so that later rounds are faster."""
+
+
+def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> None:
+    """Refuse impossible settings and targets before any weights are read."""
+    metric_named(config.effective_metric)
+    strategy = make_strategy(anatomy, target, config)
+    if config.num_rounds > FEW_ROUNDS:
+        check_rounds(config.num_rounds, strategy.event_bounds(_pacing(anatomy, target, config)), FEW_ROUNDS)
+
+
+def needs_text(config: PostTrainingConfig) -> bool:
+    """Whether there is anything to calibrate."""
+    return bool(metric_named(config.effective_metric).needs) or config.second_order or config.method == "adapt"
+
+
+def prune_in_rounds(
+    prunable: Prunable, target: Target, config: PostTrainingConfig, windows: Tensor | None, source: str
+) -> list[Event]:
+    """Prune the model in place; the ledger of what was removed."""
+    anatomy = prunable.anatomy
+    strategy, pacing = make_strategy(anatomy, target, config), _pacing(anatomy, target, config)
+    events, num_events = [source_event(source, anatomy, config.record())], 0
+    passes = 1 if windows is None else len(windows)
+    with Bar("pruning", config.num_rounds * passes) as bar:
+        for number in range(1, config.num_rounds + 1):
+            metric = metric_named(config.effective_metric, seed=config.seed * 1000 + number)
+            if strategy.watches_layers:
+                strategy.listen(prunable.model)
+            found = calibrate(prunable, windows, metric, config, always=strategy.watches_layers, bar=bar)
+            scores = group_scores(strategy, prunable, found, metric)
+            choices = list(strategy.choose(scores, prunable.alive, pacing, number, num_events))
+            if found.loss is None:  # otherwise calibration advances the bar
+                bar.advance(passes)
+            if not choices:
+                continue
+            events += strategy.notes(number)
+            events += [prune_event(choice, step=number, tokens=0) for choice in choices]
+            num_events += len(choices)
+            remove(prunable, choices, found, config)
+            if strategy.compacts_between_rounds and prunable.dead_share >= _COMPACT_SHARE:
+                prunable.compact()
+    return events
+
+
+def group_scores(strategy: Strategy, prunable: Prunable, found: Calibration, metric: Metric) -> GroupScores:
+    """The saliencies of one calibration in the form that a strategy works with."""
+    make = ElementScores if strategy.uses_elements else score_model
+    return make(prunable, found.gradients, found.fishers, metric)
+
+
+def remove(prunable: Prunable, choices: list[Choice], found: Calibration, config: PostTrainingConfig) -> None:
+    """Zero the chosen groups; with ``second_order`` the remaining weights are updated first."""
+    rest = choices[-1].rest
+    if config.second_order:
+        assert found.inputs is not None
+        repair(prunable, rest, found.inputs, damping=config.damping)
+    prunable.kill(rest)
+
+
+def _pacing(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> Rounds:
+    return Rounds(anatomy.count(anatomy.source).total, final_count(anatomy, target), config.num_rounds)

