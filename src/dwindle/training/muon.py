@@ -1,0 +1,147 @@
+"""Muon: orthogonalised momentum for the matrices of the decoder layers, AdamW for everything else.
+
+The momentum M of a matrix is replaced by an approximation of U·Vᵀ (M = U·S·Vᵀ), from five Newton–Schulz iterations
+(Jordan et al. 2024), and scaled so that an update has the RMS of AdamW's (Liu et al. 2025): learning rates carry over.
+
+- Matrices of equal shape go through Newton–Schulz as one batch: a launch for all layers instead of one for each.
+- Pruned rows and columns are zero in M and stay zero: XXᵀ and its powers keep them. The scale depends on the matrix's
+  size, so it is that of what is alive (``state["alive_sizes"]``, updated by surgery), not of the storage; with that,
+  masked and compacted models train alike.
+- Fused projections (``qkv``, ``gate_up``) are orthogonalised part by part, as separate matrices would be.
+- Of a sharded matrix every process gathers the momentum, orthogonalises it, and applies its own rows.
+
+Shapes: N matrices of a batch, R rows, C columns, R ≤ C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.distributed.shards import gathered, is_sharded, local, row_range
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, tuned for a steep slope at zero."""
+MOMENTUM = "momentum_buffer"
+ALIVE_SIZES = "alive_sizes"
+"""The larger dimension of each part of a matrix, without what is pruned."""
+_RMS = 0.2
+"""RMS of a typical AdamW update."""
+_MAX_BATCH_ELEMENTS = 2**28
+
+
+class Muon(torch.optim.AdamW):
+    """One optimizer over both kinds of parameters; groups with ``muon = True`` are matrices of the layers."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        parts: Mapping[nn.Parameter, Sequence[int]],
+        momentum: float = 0.95,
+        num_iterations: int = 5,
+        **adamw: Any,
+    ) -> None:
+        for group in groups:
+            group.setdefault("muon", False)
+        super().__init__(groups, **adamw)
+        self._parts, self._momentum, self._num_iterations = dict(parts), momentum, num_iterations
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None, "the gradients are there already"
+        everything = self.param_groups
+        self.param_groups = [group for group in everything if not group["muon"]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = everything
+        for group in everything:
+            if group["muon"]:
+                self._muon_step(group)
+
+    def _muon_step(self, group: dict[str, Any]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        updates: list[Tensor] = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(parameter)
+                rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
+                state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
+            grad, momentum = local(parameter.grad), local(state[MOMENTUM])
+            momentum.lerp_(grad, 1 - self._momentum)
+            ahead = grad.lerp(momentum, self._momentum)  # Nesterov
+            updates.append(ahead if not is_sharded(parameter) else _whole_like(parameter, ahead))
+        wholes = self._orthogonalised(parameters, updates)
+        weights = [local(p) for p in parameters]
+        held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
+        lr = float(group["lr"])
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(weights, held, alpha=-lr)
+
+    def _orthogonalised(self, parameters: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
+        """The updates, orthogonalised in batches of equal shape, part by part, with the RMS of AdamW's updates."""
+        pieces: list[Tensor] = []
+        counts: list[int] = []
+        scales: list[float] = []
+        for parameter, update in zip(parameters, updates, strict=True):
+            split = torch.split(update, list(self._parts[parameter])) if parameter in self._parts else (update,)
+            pieces += split
+            counts.append(len(split))
+            scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
+        done = orthogonalise(pieces, self._num_iterations)
+        torch._foreach_mul_(done, scales)
+        found, first = [], 0
+        for count in counts:
+            found.append(done[first] if count == 1 else torch.cat(done[first : first + count]))
+            first += count
+        return found
+
+
+def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[Tensor]:
+    """Newton–Schulz over all matrices, one batch per shape (a matrix and a transposed one share a batch)."""
+    batches: dict[tuple[int, int], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        rows, columns = sorted(matrix.shape)
+        batches.setdefault((rows, columns), []).append(number)
+    found: dict[int, Tensor] = {}
+    for (rows, columns), numbers in batches.items():
+        most = max(1, _MAX_BATCH_ELEMENTS // (rows * columns))
+        for start in range(0, len(numbers), most):
+            chosen = numbers[start : start + most]
+            wide = [matrices[n].mT if matrices[n].shape[0] > matrices[n].shape[1] else matrices[n] for n in chosen]
+            for n, x_RC in zip(chosen, _newton_schulz(torch.stack(wide), num_iterations), strict=True):
+                found[n] = x_RC.mT if matrices[n].shape[0] > matrices[n].shape[1] else x_RC
+    return [found[number] for number in range(len(matrices))]
+
+
+def _newton_schulz(x_NRC: Tensor, num_iterations: int) -> Tensor:
+    """In bf16 on a GPU, where the iteration only needs to be roughly right; else in the dtype of the input."""
+    dtype = x_NRC.dtype
+    x_NRC = x_NRC.bfloat16() if x_NRC.is_cuda else x_NRC
+    x_NRC = x_NRC / x_NRC.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(num_iterations):
+        gram_NRR = x_NRC @ x_NRC.mT
+        poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
+        x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=a)
+    return x_NRC.to(dtype)
+
+
+def _whole_like(parameter: nn.Parameter, held: Tensor) -> Tensor:
+    """The whole tensor of which this process computed its rows; all processes must call this in the same order."""
+    sharded = torch.empty_like(parameter.detach())
+    local(sharded).copy_(held)
+    return gathered(sharded)
+
+
+def _rows_of(parameter: nn.Parameter, whole: Tensor) -> Tensor:
+    """This process's rows of a whole tensor."""
+    if not is_sharded(parameter):
+        return whole.contiguous()
+    first, count = row_range(parameter)
+    return whole.narrow(0, first, count).contiguous()
