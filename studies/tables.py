@@ -26,8 +26,7 @@ ALIKE = ("row", "model", "size", "tokens", "settings", "sequences", "valid_token
 LOSS_COLUMNS = (
     "size", "method", "tokens", "seeds", "parameters", "textbooks", "WikiText-2", "seven tasks, %", "tokens/s"
 )  # fmt: skip
-SHORT_COLUMNS = ("method", "tokens", "seeds", "textbooks", "WikiText-2", "seven tasks, %")
-SHORT_SIZE = "50%nonemb"
+SHORT_TOKENS = 17_000_000
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 
 
@@ -97,11 +96,22 @@ def named(data: Any, columns: Sequence[str]) -> list[str]:
     return [text if column == "textbooks" else column for column in columns]
 
 
-def losses_short(data: Any) -> str:
-    """What was trained to ``SHORT_SIZE`` with the settings of most, without size and speed."""
-    places, common = [LOSS_COLUMNS.index(name) for name in SHORT_COLUMNS], shared_settings(data)
-    rows = loss_rows({"rows": [r for r in data["rows"] if r["size"] == SHORT_SIZE and set(r["set"]) == common]})
-    return markdown(SHORT_COLUMNS, [[row[place] for place in places] for row in rows])
+def same_teacher(data: Any) -> str:
+    """One-shot and the global mixture with the same teacher at every size, and by how much the second is better."""
+    common, rows = shared_settings(data), []
+    with_teacher = [row for row in data["rows"] if row["row"].endswith("+kd") and set(row["set"]) == common]
+    groups = grouped({"rows": [row for row in with_teacher if row["tokens"] < SHORT_TOKENS]})
+    control: list[Any] = []
+    for seeds in (seeds for seeds in groups if seeds[0]["row"] in ("one-shot+kd", "global+kd")):
+        cells = [seeds[0]["size"], f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M"]
+        cells.append(seeds[0]["title"].partition(", distilled")[0])
+        for text in ("textbooks", "wikitext2"):
+            own, usual = [row[text] for row in seeds], [row[text] for row in control]
+            cells += [spread(own), difference(usual, own) if seeds[0]["row"] == "global+kd" else ""]
+        rows.append([*cells, percent([without_boolq(row) for row in seeds if "tasks" in row])])
+        control = seeds
+    head = ["size", "parameters", "method", "textbooks", "better by", "WikiText-2", "better by", "six tasks, %"]
+    return markdown(head, rows)
 
 
 def loss_rows(data: Any) -> list[list[str]]:
@@ -430,7 +440,7 @@ def latency(data: Any) -> str:
 
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
-    "losses-short": losses_short,
+    "same-teacher": same_teacher,
     "margins": margins,
     "margins-distilled": margins_distilled,
     "choices": choices,
