@@ -13,7 +13,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import warn_beyond_positions
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import LayerCurvature, Metric
+from dwindle.pruning.saliency import LayerCurvature, Metric, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
@@ -30,6 +30,8 @@ class Calibration:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     fishers: Mapping[str, Tensor] = field(default_factory=dict)
     inputs: InputStatistics | None = None
+    groups: Scores | None = None
+    """Mean over sequences of the squared derivative by a mask on each head and channel (metric ``group``)."""
     loss: float | None = None
 
 
@@ -84,12 +86,12 @@ def _passes(
     """
     model, anatomy = prunable.model, prunable.anatomy
     outputs = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
-    names = {row.name for row in outputs} if metric.needs & {"gradient", "fisher"} else set()
+    names = {row.name for row in outputs} if metric.needs & {"gradient", "fisher", "groups"} else set()
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     tokens = min(_PASS_TOKENS.get(device.type, 2048), _PASS_LOGITS // model.config.vocab_size)
-    size = 1 if "fisher" in metric.needs else max(1, tokens // windows.shape[1])
+    size = 1 if metric.needs & {"fisher", "groups"} else max(1, tokens // windows.shape[1])
     first = 0
     with _only_these_need_gradients(model, names):
         for batch in torch.split(windows, size):
@@ -103,10 +105,19 @@ def _passes(
             if scored:
                 loss.backward()
                 prunable.mask_gradients()
+                if "groups" in metric.needs:
+                    _accumulate_groups(found, scored, prunable, last)
                 _accumulate(found, scored, metric, len(batch) / len(windows))
             first = last
             bar.advance(len(batch))
     return float(total) / len(windows)
+
+
+def _accumulate_groups(found: Calibration, scored: dict[str, nn.Parameter], prunable: Prunable, count: int) -> None:
+    """The mean over the first ``count`` sequences, of which this is the last."""
+    gradients = {name: p.grad for name, p in scored.items() if p.grad is not None}
+    this = begin_scores(prunable, gradients, None, metric_named("group"))()
+    found.groups = this.smoothed(found.groups, 1 - 1 / count)
 
 
 def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Metric, share: float) -> None:

@@ -40,15 +40,15 @@ class PruneConfig(Config):
     selection: Literal["coupled", "global"] = "coupled"
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere."""
     metric: str | None = None
-    """Saliency of a weight: taylor, taylor1, obd, wanda, obc, magnitude, random or a registered metric; the group with
-    the lowest saliency is removed first. Not set: taylor, with adapt and uniform taylor1."""
+    """Saliency of a weight: taylor, taylor1, obd, group, wanda, obc, magnitude, random or a registered metric; the
+    group with the lowest saliency is removed first. Not set: taylor, with adapt and uniform taylor1."""
     groups: list[Kind] | None = None
     """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
     uniform attn and ffn."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
-    compare: Literal["mean", "sum"] = "mean"
-    """How kinds of group are compared: mean saliency of an element, or the sum over the group."""
+    compare: Literal["mean", "sum", "saved"] = "mean"
+    """How groups are compared: mean saliency of an element, the sum over the group, or the sum per parameter saved."""
     amplitude: Annotated[float, Field(ge=0, le=1)] = 0.02
     """With adapt: how far apart one iteration moves the sparsities of the least and the most important layer."""
     distance: Distance = "cosine"

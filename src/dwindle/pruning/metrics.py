@@ -24,6 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 GROUP = "dwindle.metrics"
 """Of the entry points."""
 NEEDS = ("gradient", "fisher", "inputs")
+"""What a registered metric may ask for; ``groups`` (signed sums per sequence) is for built-in ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,13 @@ class Metric:
 
     score: Score
     needs: frozenset[str] = frozenset()
-    """What must be collected for it: of ``gradient``, ``fisher`` and ``inputs`` (then f comes from ``LayerCurvature``);
-    what is not collected is passed as w."""
+    """What must be collected for it: of ``gradient``, ``fisher``, ``inputs`` (then f comes from ``LayerCurvature``) and
+    ``groups``; what is not collected is passed as w."""
     curvature: Curvature | None = None
     """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
+    squares_sums: bool = False
+    """Whether a group's saliency is the square of its signed sum, averaged over sequences or steps, not a sum of
+    element scores."""
     is_plain: bool = True
     """Whether the score is arithmetic alone, which can be compiled (no draws, no checks)."""
 
@@ -161,6 +165,11 @@ def taylor1(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
     return (w_OI * g_OI).abs()
 
 
+def derivative(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
+    """w·g: its sum c over a group is the derivative of the loss by a mask on the group; E[c²] is the group's Fisher."""
+    return w_OI * g_OI
+
+
 def obd(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
     """½·w²·f: the second-order term alone (Optimal Brain Damage)."""
     return 0.5 * w_OI.square() * f_OI
@@ -194,6 +203,9 @@ register_metric("wanda", layer_error, needs=("inputs",), curvature="diagonal", p
 register_metric("obc", layer_error, needs=("inputs",), curvature="inverse", plain=True)
 register_metric("magnitude", magnitude, plain=True)
 register_metric("random", random, seeded=True)
+_METRICS["group"] = _Entry(
+    lambda seed: Metric(derivative, frozenset({"groups"}), squares_sums=True), f"{__name__}.derivative"
+)
 METRICS = tuple(_METRICS)
 """The built-in ones, whose names are taken."""
 METRIC_WORDS = ", ".join(f'"{name}"' for name in METRICS) + " or a registered one"

@@ -237,12 +237,14 @@ class Pruner(Callback):
         if self._smoothed is None:
             return {}
         named = {f"attn.{i}": t for i, t in enumerate(self._smoothed.attn)}
-        return named | {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
+        named |= {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
+        return named | {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         layers = range(self.prunable.anatomy.num_layers)
         attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
-        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"])
+        kv = [tensors[f"kv.{i}"] for i in layers if f"kv.{i}" in tensors]
+        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv)
 
 
 class AdamFisher(Mapping[str, Tensor]):

@@ -70,6 +70,9 @@ def prune_in_rounds(
 
 def group_scores(strategy: Strategy, prunable: Prunable, found: Calibration, metric: Metric) -> GroupScores:
     """The saliencies of one calibration in the form that a strategy works with."""
+    if metric.squares_sums:
+        assert found.groups is not None
+        return found.groups.copy()
     make = ElementScores if strategy.uses_elements else score_model
     return make(prunable, found.gradients, found.fishers, metric)
 

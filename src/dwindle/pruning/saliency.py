@@ -5,9 +5,9 @@ Shapes: O hidden rows of an output projection, I its input columns, H heads, N F
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -98,13 +98,27 @@ class Scores:
     attn: list[Tensor]
     ffn: list[Tensor]
     stem: Tensor
+    kv: list[Tensor] = field(default_factory=list)
+    """Key/value heads with all their queries, where that is not the sum over the queries (metric ``group``)."""
 
     @property
     def current(self) -> Scores:
         return self
 
     def copy(self) -> Scores:
-        return Scores(self.structure, [t.clone() for t in self.attn], [t.clone() for t in self.ffn], self.stem.clone())
+        return Scores(
+            self.structure,
+            [t.clone() for t in self.attn],
+            [t.clone() for t in self.ffn],
+            self.stem.clone(),
+            [t.clone() for t in self.kv],
+        )
+
+    def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
+        """The saliency of a key/value head with all its queries, whose own saliencies are given."""
+        if not self.kv:
+            return sum(queries)
+        return float(self.kv[layer][places([kv_head], self.structure.unit("kv", layer))[0]])
 
     def remove(self, group: Group) -> None:
         """Never choose this group again; the sums of other groups do not change."""
@@ -131,7 +145,7 @@ class Scores:
             return [value[place] for value, place in zip(values, where, strict=True)]
 
         stem = self.stem[places(structure.hidden, self.structure.hidden)]
-        return Scores(structure, pick(self.attn, "query"), pick(self.ffn, "ffn"), stem)
+        return Scores(structure, pick(self.attn, "query"), pick(self.ffn, "ffn"), stem, pick(self.kv, "kv"))
 
     def smoothed(self, previous: Scores | None, factor: float) -> Scores:
         """``factor``·previous + (1 − factor)·this."""
@@ -147,6 +161,7 @@ class Scores:
             mix(self.attn, previous.attn),
             mix(self.ffn, previous.ffn),
             mix([self.stem], [previous.stem])[0],
+            mix(self.kv, previous.kv),
         )
 
 
@@ -190,12 +205,25 @@ def begin_scores(
     transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one wait
 
     def result() -> Scores:
-        flat = transfer.result().masked_fill_(prunable.dead_flags, float("inf"))
-        parts = list(torch.split(flat, [len(part) for kind in KINDS for part in prunable.dead[kind]]))
+        flat, kv = transfer.result(), list[Tensor]()
+        lengths = [len(part) for kind in KINDS for part in prunable.dead[kind]]
         count = prunable.anatomy.num_layers
-        return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1])
+        if metric.squares_sums:
+            kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
+            flat = flat.square()
+        parts = list(torch.split(flat.masked_fill_(prunable.dead_flags, float("inf")), lengths))
+        return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv)
 
     return result
+
+
+def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
+    """Signed sums of query heads, added up over the queries of each key/value head."""
+    found = []
+    for layer, values in zip(structure.layers, heads, strict=True):
+        where = torch.tensor(places(layer.kv_of_query, layer.kv_heads))
+        found.append(values.new_zeros(len(layer.kv_heads)).index_add(0, where, values))
+    return found
 
 
 def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tuple[Tensor, Tensor]:

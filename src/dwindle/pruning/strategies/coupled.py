@@ -32,8 +32,8 @@ from dwindle.pruning.target import Shape, Target
 
 Values = NDArray[np.float64]
 """Saliencies of the alive query heads of a layer, in their order."""
-HeadPicker = Callable[[Layer, Values], list[int]]
-"""Positions of the query heads that are removed together."""
+HeadPicker = Callable[[Layer, Values, Values], tuple[list[int], float]]
+"""Positions of the query heads that are removed together, and their saliency; from those of queries and KV heads."""
 
 
 class CoupledStrategy(Strategy):
@@ -167,21 +167,23 @@ class Selector:
                 found[kind] = candidate
         return found
 
-    def _candidate(self, group: Group, total: float, elements: int) -> _Candidate:
-        return _Candidate(group, total / elements if self.config.compare == "mean" else total)
+    def _candidate(self, alive: Structure, group: Group, total: float, elements: int) -> _Candidate:
+        if self.config.compare == "saved":
+            elements = self.anatomy.count(alive).total - self.anatomy.count(alive.without(group)).total
+        return _Candidate(group, total if self.config.compare == "sum" else total / elements)
 
     def _ffn(self, scores: Scores, alive: Structure) -> _Candidate:
         values = [s.numpy() for s in scores.ffn]  # many small arrays: numpy's calls cost a tenth of torch's
         least = [int(v.argmin()) for v in values]
         members = tuple((la.ffn[p],) for la, p in zip(scores.structure.layers, least, strict=True))
         total = sum(float(v[p]) for v, p in zip(values, least, strict=True))
-        return self._candidate(Group("ffn", members), total, len(least) * len(alive.hidden))
+        return self._candidate(alive, Group("ffn", members), total, len(least) * len(alive.hidden))
 
     def _stem(self, scores: Scores, alive: Structure) -> _Candidate:
         least = int(scores.stem.argmin())
         inputs = sum(len(la.query_heads) * self.anatomy.head_dim + len(la.ffn) for la in alive.layers)
         group = Group("stem", ((scores.structure.hidden[least],),))
-        return self._candidate(group, float(scores.stem[least]), inputs)
+        return self._candidate(alive, group, float(scores.stem[least]), inputs)
 
     def _attn(self, scores: Scores, alive: Structure) -> _Candidate | None:
         """Cluster: one query of every layer. Regular: one query of every key/value head, or a whole key/value head."""
@@ -189,16 +191,16 @@ class Selector:
         best: _Candidate | None = None
         for pick in pickers:
             members, total, heads = [], 0.0, 0
-            for here, layer, score in zip(scores.structure.layers, alive.layers, scores.attn, strict=True):
-                values = score.numpy()
+            for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
+                here, values = scores.structure.layers[number], score.numpy()
                 if layer.query_heads is not here.query_heads:
                     values = values[np.searchsorted(here.query_heads, layer.query_heads)]
-                chosen = pick(layer, values)
+                chosen, saliency = pick(layer, values, _of_kv_heads(scores, number, here, layer))
                 members.append(tuple(layer.query_heads[place] for place in chosen))
-                total += sum(values[chosen].tolist())
+                total += saliency
                 heads += len(chosen)
             elements = heads * self.anatomy.head_dim * len(alive.hidden)
-            candidate = self._candidate(Group("attn", tuple(members)), total, elements)
+            candidate = self._candidate(alive, Group("attn", tuple(members)), total, elements)
             if best is None or candidate.saliency < best.saliency:
                 best = candidate
         return best
@@ -253,17 +255,28 @@ class Selector:
             )
 
 
-def _one_query(layer: Layer, values_H: Values) -> list[int]:
-    return [int(values_H.argmin())]
+def _of_kv_heads(scores: Scores, number: int, here: Layer, layer: Layer) -> Values:
+    """Saliencies of the alive key/value heads; empty where they are sums over the queries."""
+    if not scores.kv:
+        return np.zeros(0)
+    kept: Values = scores.kv[number].numpy()[np.searchsorted(here.kv_heads, layer.kv_heads)]
+    return kept
 
 
-def _one_query_each(layer: Layer, values_H: Values) -> list[int]:
+def _one_query(layer: Layer, values_H: Values, kv_K: Values) -> tuple[list[int], float]:
+    least = int(values_H.argmin())
+    return [least], float(values_H[least])
+
+
+def _one_query_each(layer: Layer, values_H: Values, kv_K: Values) -> tuple[list[int], float]:
     """Regular: the queries of a key/value head are neighbours, and equally many."""
     by_kv = values_H.reshape(len(layer.kv_heads), -1)
-    return [int(place) + kv * by_kv.shape[1] for kv, place in enumerate(by_kv.argmin(1))]
+    places = [int(place) + kv * by_kv.shape[1] for kv, place in enumerate(by_kv.argmin(1))]
+    return places, sum(values_H[places].tolist())
 
 
-def _one_kv_head(layer: Layer, values_H: Values) -> list[int]:
+def _one_kv_head(layer: Layer, values_H: Values, kv_K: Values) -> tuple[list[int], float]:
     by_kv = values_H.reshape(len(layer.kv_heads), -1)
-    first = int(by_kv.sum(1).argmin()) * by_kv.shape[1]
-    return list(range(first, first + by_kv.shape[1]))
+    least = int((kv_K if len(kv_K) else by_kv.sum(1)).argmin())
+    places = list(range(least * by_kv.shape[1], (least + 1) * by_kv.shape[1]))
+    return places, float(kv_K[least]) if len(kv_K) else sum(values_H[places].tolist())

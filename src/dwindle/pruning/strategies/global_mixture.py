@@ -101,7 +101,8 @@ class _Pool:
     """The prunable groups, kept sorted while some are removed; saliencies of the others are not updated."""
 
     def __init__(self, anatomy: Anatomy, config: PruneConfig, scores: Scores, alive: Structure) -> None:
-        self.anatomy, self.config = anatomy, config
+        self.anatomy, self.config, self._scores = anatomy, config, scores
+        self._hidden = len(alive.hidden)
         self._heads = [
             dict(zip(la.query_heads, values.tolist(), strict=True))
             for la, values in zip(scores.structure.layers, scores.attn, strict=True)
@@ -115,11 +116,10 @@ class _Pool:
         hidden = [_by_score(scores.stem, scores.structure.hidden, alive.hidden)]
         self._channels = _Blocks(channels if "ffn" in groups else [], config.round_to, config.min_ffn, mean)
         self._stem = _Blocks(hidden if "stem" in groups else [], config.round_to, config.min_hidden, mean)
-        self._attention: list[tuple[float, int, tuple[int, ...]]] = []
+        self._attention: list[tuple[float, int, tuple[int, ...], float]] = []
         if "attn" in groups:
-            self._attention = [
-                found for n in range(len(alive.layers)) if (found := self._least_salient(n, alive.layers[n]))
-            ]
+            candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
+            self._attention = [found for found in candidates if found is not None]
             heapify(self._attention)
 
     def candidates(self, alive: Structure) -> list[_Candidate]:
@@ -127,18 +127,21 @@ class _Pool:
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.config.compare == "mean"
         if self._attention:
-            value, layer, queries = self._attention[0]
-            found.append(_Candidate(value / (hidden if mean else 1), "attn", layer, queries))
+            value, layer, queries, total = self._attention[0]
+            found.append(_Candidate(value / hidden if mean else total, "attn", layer, queries))
         if (block := self._channels.least_salient) is not None:
             found.append(_Candidate(block.saliency / (hidden if mean else 1), "ffn", block.layer, block.members))
         if (block := self._stem.least_salient) is not None:
             found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
+        if self.config.compare == "saved":
+            found = [replace(one, saliency=one.saliency / self._saved(alive, one)) for one in found]
         odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
         return [one for one in found if odd.get(one.kind)] or found
 
     def remove(self, chosen: _Candidate, rest: Structure) -> None:
         if chosen.kind == "stem":
             self._stem.remove_least_salient()
+            self._hidden = len(rest.hidden)
         elif chosen.kind == "ffn":
             self._channels.remove_least_salient()
             self._inputs -= len(chosen.members)
@@ -148,21 +151,44 @@ class _Pool:
             if (found := self._least_salient(chosen.layer, rest.layers[chosen.layer])) is not None:
                 heappush(self._attention, found)
 
-    def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...]] | None:
-        """(saliency, layer, queries) of the heads of a layer to remove together; with ``mean`` per column."""
-        values, ways = self._heads[number], list[tuple[int, ...]]()
+    def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
+        """(saliency, layer, queries, sum) of the heads of a layer to remove together.
+
+        The saliency orders layers: with ``mean`` it is that of a column, with ``saved`` that of a parameter.
+        """
+        values, ways = self._heads[number], list[tuple[tuple[int, ...], float]]()
         if self.config.attention == "cluster":
-            ways = [(query,) for query in layer.query_heads]
+            ways = [((query,), values[query]) for query in layer.query_heads]
         else:
-            ways = [layer.queries_of(kv) for kv in layer.kv_heads] if len(layer.kv_heads) > 1 else []
+            for kv in layer.kv_heads if len(layer.kv_heads) > 1 else ():
+                queries = layer.queries_of(kv)
+                ways.append((queries, self._scores.of_kv_head(number, kv, [values[q] for q in queries])))
             if layer.queries_per_kv[0] > 1:  # one query of every key/value head keeps the layer regular
-                ways.append(tuple(min(layer.queries_of(kv), key=values.__getitem__) for kv in layer.kv_heads))
+                each = tuple(min(layer.queries_of(kv), key=values.__getitem__) for kv in layer.kv_heads)
+                ways.append((each, sum(values[q] for q in each)))
         least = max(self.config.min_heads, 1)
-        ways = [way for way in ways if len(layer.query_heads) - len(way) >= least]
+        ways = [(way, total) for way, total in ways if len(layer.query_heads) - len(way) >= least]
         if not ways:
             return None
-        width = self.anatomy.head_dim if self.config.compare == "mean" else 0
-        return min((sum(values[q] for q in way) / (len(way) * width or 1), number, way) for way in ways)
+        return min((total / self._size(number, layer, way), number, way, total) for way, total in ways)
+
+    def _size(self, number: int, layer: Layer, queries: tuple[int, ...]) -> int:
+        """What the sum over heads is divided by to compare layers, and ways of removing heads."""
+        if self.config.compare == "mean":
+            return len(queries) * self.anatomy.head_dim
+        if self.config.compare == "sum":
+            return 1
+        count = self.anatomy.count_layer
+        return count(number, self._hidden, layer) - count(number, self._hidden, layer.without(query_heads=queries))
+
+    def _saved(self, alive: Structure, one: _Candidate) -> int:
+        """Parameters that removing a candidate saves."""
+        rest = _without(alive, one)
+        if one.kind == "stem":
+            return self.anatomy.count(alive).total - self.anatomy.count(rest).total
+        layers = (structure.layers[one.layer] for structure in (alive, rest))
+        before, after = (self.anatomy.count_layer(one.layer, self._hidden, layer) for layer in layers)
+        return before - after
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from dwindle.anatomy import Layer
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.saliency import Scores
 
 
 @dataclass(slots=True)
@@ -69,25 +69,30 @@ def floors_of(source: Layer, config: PruneConfig) -> tuple[int, int]:
 
 
 def plan_layer(
+    number: int,
     layer: Layer,
     source: Layer,
-    scored: Layer,
-    heads: Tensor,
-    channels: Tensor,
+    scores: Scores,
     *,
     head_dim: int,
     config: PruneConfig,
     count: Callable[[Layer], int],
 ) -> LayerPlan:
-    """``heads`` and ``channels`` are the scores of ``scored``'s; ``count`` gives a layer's parameters."""
-    by_head = dict(zip(scored.query_heads, heads.tolist(), strict=True))
-    means = {unit: sum(by_head[q] for q in unit) / len(unit) / head_dim for unit in units_of(layer, config)}
+    """The plan of an alive layer of a source's; ``count`` gives a layer's parameters."""
+    scored, channels = scores.structure.layers[number], scores.ffn[number]
+    by_head = dict(zip(scored.query_heads, scores.attn[number].tolist(), strict=True))
+    kv_of = dict(zip(layer.query_heads, layer.kv_of_query, strict=True))
+    means: dict[tuple[int, ...], float] = {}
+    for unit in units_of(layer, config):
+        own = [by_head[query] for query in unit]
+        total = own[0] if config.attention == "cluster" else scores.of_kv_head(number, kv_of[unit[0]], own)
+        means[unit] = total / len(unit) / head_dim
     units = sorted(means, key=means.__getitem__)
     order = channels.argsort(stable=True)[: len(layer.ffn)]  # what is pruned has an infinite score
     names = [scored.ffn[place] for place in order.tolist()]
     full = (len(units_of(source, config)), len(source.ffn))
-    scores = ([means[unit] for unit in units], channels[order].tolist())
-    plan = LayerPlan(layer, units, names, scores, full, floors_of(source, config), [], [])
+    ranked = ([means[unit] for unit in units], channels[order].tolist())
+    plan = LayerPlan(layer, units, names, ranked, full, floors_of(source, config), [], [])
     steps = _by_ratio(plan) if config.balance == "ratio" else _by_score(plan, count, count(source))
     plan.thresholds, plan.axes = [threshold for threshold, _ in steps], [axis for _, axis in steps]
     return plan

@@ -107,11 +107,10 @@ class LayerwiseStrategy(Strategy):
     def _plans(self, scores: Scores, alive: Structure) -> list[LayerPlan]:
         return [
             plan_layer(
+                number,
                 layer,
                 self.anatomy.source.layers[number],
-                scores.structure.layers[number],
-                scores.attn[number],
-                scores.ffn[number],
+                scores,
                 head_dim=self.anatomy.head_dim,
                 config=self.config,
                 count=partial(count, len(alive.hidden)),
