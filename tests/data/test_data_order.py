@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 from dwindle.data import BatchStream, Mixture, PackedDataset, TokenStream
 from dwindle.data.mixture import MAX_PERIOD, turn_cycle, whole_shares
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import MemoryTokens
+from dwindle.data.token_stream import MemoryTokens
 
 
 def stream_of(num_tokens: int, first: int = 0, parts: int = 1) -> TokenStream:

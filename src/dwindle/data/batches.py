@@ -49,7 +49,7 @@ class BatchStream:
         self.num_micro_batches = -(-largest_slice // micro_batch)
 
     @property
-    def tokens_per_step(self) -> int:
+    def num_tokens_per_step(self) -> int:
         """Predicted tokens per step over all ranks (the requested number, rounded down to whole sequences)."""
         return self.sequences_per_step * self.seq_len
 

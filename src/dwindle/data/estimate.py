@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
-from dwindle.data.tokenfiles import is_token_files, open_token_files
+from dwindle.data.token_files import is_token_files, open_token_files
 from dwindle.data.tokenizing import DocumentEncoder
 
 if TYPE_CHECKING:

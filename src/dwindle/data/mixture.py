@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dwindle.core.errors import UserError
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import TokenStream
+from dwindle.data.token_stream import TokenStream
 
 MAX_PERIOD = 1 << 16
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from dwindle.core.errors import UserError
 from dwindle.data.mixture import num_windows
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import TokenStream
+from dwindle.data.token_stream import TokenStream
 
 
 def spread_windows(stream: TokenStream, seq_len: int, max_tokens: int, option: str) -> Tensor:

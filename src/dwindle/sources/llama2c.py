@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dwindle.core.errors import UserError
+from dwindle.sources.built_tokenizers import finish, sentencepiece
 from dwindle.sources.common import interleaved_to_halves
-from dwindle.sources.tokenizers_built import finish, sentencepiece
 
 _MAGIC = 0x616B3432
 _LEGACY_HEADER_BYTES = 7 * 4

@@ -16,10 +16,10 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import status
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.aliases import ALIASES
+from dwindle.sources.built_tokenizers import gguf_tokenizer
 from dwindle.sources.common import build_model, check_finite, parse_dtype
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors
-from dwindle.sources.tokenizers_built import gguf_tokenizer
 
 _FILE_SUFFIXES = (".gguf", ".bin", ".safetensors", ".json", ".jsonl", ".toml", ".txt")
 """What ends so is meant as a file, not as a hub id."""

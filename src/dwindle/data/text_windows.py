@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dwindle.core.errors import UserError
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
-from dwindle.data.sources import open_stream
-from dwindle.data.tokenfiles import is_token_files
+from dwindle.data.token_files import is_token_files
+from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, split_text
-from dwindle.data.tokenstream import MemoryTokens, TokenPart, TokenStream
+from dwindle.data.training_data import open_stream
 from dwindle.data.windows import random_windows, spread_windows
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.mixture import Mixture, PackedDataset
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
-from dwindle.data.tokenfiles import (
+from dwindle.data.token_files import (
     FORMAT,
     TokenFiles,
     is_token_files,
     open_token_files,
     write_inputs,
 )
+from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream, shared_token_count
 from dwindle.data.tokenizing import DocumentEncoder
-from dwindle.data.tokenstream import MemoryTokens, TokenPart, TokenStream, shared_token_count
 from dwindle.data.windows import spread_windows
 
 if TYPE_CHECKING:
