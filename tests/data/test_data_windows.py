@@ -90,7 +90,7 @@ def test_recipe_to_batches(tmp_path: Path, tokenizer: Any, text_file: Callable[.
         valid_tokens="64",
     )
     data = open_training_data(config, tokenizer, seed=7, cache_dir=tmp_path / "cache")
-    assert data.mixture.shares == {"books": 0.75, "web": 0.25} and data.mixture.seed == 7
+    assert data.mixture.turns == [3, 1] and data.mixture.seed == 7
     assert data.valid_windows is not None and data.valid_windows.shape == (4, 17)
     ids = packed_ids(tokenizer, [books])
     stream = BatchStream(data.mixture, tokens_per_step=128, micro_batch=8)

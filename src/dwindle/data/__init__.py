@@ -1,4 +1,4 @@
-"""Training data: read text, tokenize it once, and give every rank its samples in an order that one integer names."""
+"""Training data: readers, tokenizing, token files, mixtures, batches; the position in the data is one integer."""
 
 from dwindle.data.batches import BatchStream
 from dwindle.data.config import DataConfig, SourceConfig, check_inputs

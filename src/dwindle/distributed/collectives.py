@@ -1,7 +1,7 @@
-"""Who solves a layer's problem when there are several processes, and how its inputs and its result travel.
+"""Layer-wise problems (second-order repair and scores) distributed over processes.
 
-Problem ``number`` belongs to one process, the next to the next one: Grams are added up (or sampled tokens collected)
-there, and only the small result goes back to all.
+Problem ``number`` is owned by one process, in turn. Gram matrices are summed (or sampled rows gathered) at the owner,
+and only the small result is broadcast.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from dwindle.distributed.shards import several_processes
 
 
 class Exchange(Protocol):
-    """All processes call the same methods in the same order."""
+    """Communication for layer-wise problems; all processes call the same methods in the same order."""
 
     def is_mine(self, number: int) -> bool:
         """Whether this process solves problem ``number``."""
 
     def counts(self, own: int, device: torch.device) -> list[int]:
-        """How many tokens each process has seen, this one ``own``: the same in all problems of one exchange."""
+        """Number of tokens of each process (``own`` for this one), the same in all problems of one exchange."""
 
     def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The sum over processes, at the owner; what the others get is not used."""
+        """The sum over processes, at the owner; undefined elsewhere."""
 
     def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The rows of all processes, at the owner; how many each has may differ."""
+        """The rows of all processes, at the owner; their number may differ between processes."""
 
     def from_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The owner's tensor, everywhere; the others pass one of its shape."""
+        """The owner's tensor, on all processes; the others pass one of the same shape."""
 
 
 class Alone:
-    """One process owns everything."""
+    """A single process, which owns every problem."""
 
     def is_mine(self, number: int) -> bool:
         return True
@@ -54,7 +54,7 @@ class Alone:
 
 
 class Together:
-    """The processes of the default group take turns as owners."""
+    """The processes of the default group own the problems in turn."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -64,7 +64,7 @@ class Together:
         return number % self.size == self.rank
 
     def counts(self, own: int, device: torch.device) -> list[int]:
-        """Asked once: every layer sees the same tokens, and asking means waiting for the device."""
+        """Exchanged once, because every layer sees the same tokens and reading the counts synchronises the device."""
         if not self._counts:
             every = torch.zeros(self.size, dtype=torch.int64, device=device)
             every[self.rank] = own
@@ -95,9 +95,10 @@ class Together:
 
 
 def exchange_here() -> Exchange:
-    """For this process as it was started."""
+    """The exchange for the current process group."""
     return Together() if several_processes() else Alone()
 
 
 def num_processes() -> int:
+    """Size of the process group; 1 without one."""
     return dist.get_world_size() if several_processes() else 1
