@@ -90,15 +90,11 @@ class World:
         return task()
 
 
-def launched_by_torchrun() -> bool:
-    """Whether the environment describes a process group."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """The process group that the environment describes (torchrun, ``--nproc``), or a single process."""
-    if not launched_by_torchrun() or int(os.environ["WORLD_SIZE"]) == 1:
+    launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if not launched or int(os.environ["WORLD_SIZE"]) == 1:
         yield World()
         return
     world = _join(device)

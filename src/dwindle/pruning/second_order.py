@@ -25,7 +25,7 @@ from dwindle.anatomy import Anatomy, Kind, Row, Structure
 from dwindle.anatomy.anatomy import Removed
 from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
-from dwindle.distributed.collectives import Exchange, exchange_here, num_processes
+from dwindle.distributed.collectives import Exchange, num_processes
 from dwindle.distributed.shards import gathered, is_idle, local
 from dwindle.pruning.gram import (
     DEFAULT_DAMPING,
@@ -280,7 +280,7 @@ def repair(
 
     All problems are given to the device before the first result is looked at.
     """
-    exchange = exchange or exchange_here()
+    exchange = exchange or Exchange()
     problems = _problems(prunable, keep)
     factors: dict[int, Tensor] = {}
     regressions: dict[int, Regression] = {}

@@ -55,13 +55,12 @@ class GgufArchitecture:
     """The configuration class has ``head_dim``."""
 
 
+_LLAMA = GgufArchitecture(
+    model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True
+)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture(
-        model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True
-    ),
-    "deci": GgufArchitecture(
-        model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True
-    ),
+    "llama": _LLAMA,
+    "deci": _LLAMA,
     "qwen2": GgufArchitecture(model_type="qwen2", layer=_LLAMA_LAYER),
     "qwen3": GgufArchitecture(
         model_type="qwen3", layer={**_LLAMA_LAYER, **_QK_NORMS}, optional_biases=True, states_head_dim=True
