@@ -157,7 +157,7 @@ class FileInput(TextInput):
         try:
             yield
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, CorruptError) as error:
-            raise self._error(f"is damaged or cut short ({error}): fetch it again") from error
+            raise self._error(f"is damaged or truncated ({error}): fetch it again") from error
         except UnicodeDecodeError as error:
             raise self._error("is not UTF-8 text: convert it, for example with iconv -t utf-8") from error
         except OSError as error:

@@ -211,7 +211,7 @@ def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise UserError(
-            f"source {where}: config.json asks for {method} quantised weights, which cannot be trained or sliced: "
+            f"source {where}: config.json declares {method} quantised weights, which cannot be trained or sliced: "
             "give the unquantised model (or a GGUF of it)"
         )
 
@@ -254,7 +254,7 @@ def _check_safetensors(path: Path, where: str) -> None:
             empty = not handle.keys()
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"source {where}: {path} is damaged or cut short ({first_line(error)}): fetch it again"
+            f"source {where}: {path} is damaged or truncated ({first_line(error)}): fetch it again"
         ) from error
     if empty:
         raise UserError(f"source {where}: {path} holds no tensors: fetch it again")
