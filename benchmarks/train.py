@@ -40,14 +40,14 @@ from benchmarks.train_parts import (
 from dwindle.anatomy import KINDS, Anatomy, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.distributed.engine import forget_graphs
+from dwindle.distributed.precision import autocast_for
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import sizes_text
+from dwindle.training.compiling import forget_graphs
 from dwindle.training.loop import Trainer
-from dwindle.training.loss import autocast_for
 from dwindle.training.optim import build_adamw
 
 COMPACTED = {"smollm-1.7b": (1180, 19, 3030), "tiny": (40, 3, 90)}

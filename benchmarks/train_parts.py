@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy import KINDS, Anatomy, Kind, Structure
 from dwindle.core.errors import UserError
-from dwindle.distributed.engine import compile_blocks
+from dwindle.distributed.precision import Precision
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.pruner import Pruner, PrunerOptions
 from dwindle.pruning.second_order import DEFAULT_TOKENS
@@ -22,9 +22,9 @@ from dwindle.pruning.strategies.coupled import DEFAULT_MIN_WIDTH, SelectionOptio
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 from dwindle.training.callbacks import Callback
+from dwindle.training.compiling import compile_blocks
 from dwindle.training.flops import PEAK_FLOPS, flops_per_token
 from dwindle.training.loop import Trainer, TrainerOptions
-from dwindle.training.loss import Precision
 from dwindle.training.optim import LRSchedule, build_adamw
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ class RandomTokens:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab, (4, bench.batch, bench.seq_len + 1), generator=generator)
         self._tokens = tokens.pin_memory() if bench.device == "cuda" else tokens
-        self.tokens_per_step = bench.batch * bench.seq_len
+        self.num_tokens_per_step = bench.batch * bench.seq_len
         self._step = 0
 
     def next_step(self) -> list[Tensor]:

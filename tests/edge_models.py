@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure
-from dwindle.anatomy.build import cut
+from dwindle.anatomy import Anatomy, Structure, cut
 from dwindle.sources import Loaded, load
 from tiny import random_group, tiny_model
 

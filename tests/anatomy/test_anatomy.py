@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dwindle.anatomy.families as tables
-from dwindle.anatomy import Anatomy, Structure
-from dwindle.anatomy.build import config_for, cut
+from dwindle.anatomy import Anatomy, Structure, cut
+from dwindle.anatomy.build import config_for
 from dwindle.core.errors import UserError
 from tiny import FAMILIES, random_group, tiny_model, tokens
 
@@ -90,5 +90,5 @@ def test_structure_round_trips_through_json() -> None:
 
 
 def test_unknown_family_is_named() -> None:
-    with pytest.raises(UserError, match=r"'gpt2' is not supported: supported are .*llama"):
+    with pytest.raises(UserError, match=r"'gpt2' is not supported: choose one of .*llama"):
         Anatomy.of_config(AutoConfig.for_model("gpt2"))

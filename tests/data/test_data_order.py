@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 from dwindle.data import BatchStream, Mixture, PackedDataset, TokenStream
 from dwindle.data.mixture import MAX_PERIOD, turn_cycle, whole_shares
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import MemoryTokens
+from dwindle.data.token_stream import MemoryTokens
 
 
 def stream_of(num_tokens: int, first: int = 0, parts: int = 1) -> TokenStream:
@@ -134,7 +134,7 @@ def test_mixture_follows_its_ratios_over_cycles() -> None:
         assert list(mixture.counts(g + 1).values()) == [counts[i] for i in range(3)]
         for i, share in enumerate((0.7, 0.2, 0.1)):
             assert abs(counts[i] - share * (g + 1)) < 1
-    assert mixture.shares == {"books": 0.7, "web": 0.2, "code": 0.1}
+    assert mixture.turns == [7, 2, 1]
     assert mixture.epochs(500)["books"] == 350 / 25
     with pytest.raises(UserError, match=r"data.sources.b.weight: 0.0 must be above 0"):
         mixture_of({"a": 1.0, "b": 0.0})
@@ -173,7 +173,7 @@ def test_resumed_stream_continues_on_other_ranks() -> None:
     mixture = mixture_of({"a": 2.0, "b": 1.0})
     whole = BatchStream(mixture, tokens_per_step=40, micro_batch=4)
     for _ in range(3):
-        next(whole)
+        whole.next_step()
     state = whole.state_dict()
     assert state["next_sample"] == 30
     expected = torch.cat(whole.next_step())
@@ -185,7 +185,7 @@ def test_resumed_stream_continues_on_other_ranks() -> None:
         stream.load_state_dict(state)
         resumed += stream.next_step()
     assert torch.equal(torch.cat(resumed), expected)
-    assert whole.epochs() == {"a": 27 / 25, "b": 13 / 25}
+    assert mixture.epochs(whole.next_sample) == {"a": 27 / 25, "b": 13 / 25}
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_recipe_to_batches(tmp_path: Path, tokenizer: Any, text_file: Callable[.
         valid_tokens="64",
     )
     data = open_training_data(config, tokenizer, seed=7, cache_dir=tmp_path / "cache")
-    assert data.mixture.shares == {"books": 0.75, "web": 0.25} and data.mixture.seed == 7
+    assert data.mixture.turns == [3, 1] and data.mixture.seed == 7
     assert data.valid_windows is not None and data.valid_windows.shape == (4, 17)
     ids = packed_ids(tokenizer, [books])
     stream = BatchStream(data.mixture, tokens_per_step=128, micro_batch=8)
@@ -150,11 +150,11 @@ def test_damaged_cache_is_named(tmp_path: Path, tokenizer: Any, text_file: Calla
         ({"train": ["nowhere.txt"]}, "data.train: nowhere.txt does not exist"),
         ({"train": ["pydoc"], "valid": ["nowhere.txt"]}, "data.valid: nowhere.txt does not exist"),
         ({"sources": {"a": SourceConfig()}}, "data.sources.a.paths: is empty"),
-        ({"sources": {"a": SourceConfig(paths=["pydoc"], weight=-1.0)}}, "data.sources.a.weight: must be above 0"),
+        ({"sources": {"a": {"paths": ["pydoc"], "weight": -1.0}}}, "sources.a.weight: -1.0 must be above 0"),
         ({"sources": {"a": SourceConfig(paths=["pydoc"], max_tokens="x")}}, "data.sources.a.max_tokens: 'x' is not"),
-        ({"train": ["pydoc"], "seq_len": 0}, "data.seq_len: 0 is too short"),
+        ({"train": ["pydoc"], "seq_len": 0}, "seq_len: 0 must be at least 2"),
         ({"train": ["pydoc"], "valid_tokens": 10}, "data.valid_tokens: must be at least data.seq_len"),
-        ({"train": ["pydoc"], "text_field": ""}, "data.text_field"),
+        ({"train": ["pydoc"], "text_field": ""}, "text_field: "),
     ],
 )
 def test_bad_tables_are_refused(options: dict[str, Any], expected: str) -> None:

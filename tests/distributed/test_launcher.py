@@ -49,7 +49,7 @@ def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) 
         time.sleep(0.02)
     os.kill(children_of(launcher.pid)[-1], signal.SIGKILL)
     _, messages = launcher.communicate(timeout=60)
-    assert launcher.returncode != 0 and "was ended by SIGKILL" in messages
+    assert launcher.returncode != 0 and "was killed by SIGKILL" in messages
     assert list_checkpoints(run) and not (run / "model").exists()
     resume(run)
     assert_same(run, tmp_path / "alone")

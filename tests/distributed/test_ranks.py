@@ -20,7 +20,8 @@ import dwindle.run.pretrain
 from dwindle.core.directories import NotWritten
 from dwindle.core.errors import UserError
 from dwindle.data import DataConfig
-from dwindle.distributed.engines import Parallel, World, choose_parallel, num_shards
+from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
+from dwindle.distributed.world import World, joined
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe
@@ -269,8 +270,6 @@ def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pyte
 
 def test_tensors_of_the_main_process_reach_all() -> None:
     def task(rank: int) -> None:
-        from dwindle.distributed.engines import joined
-
         with joined("cpu") as world:
             for shape in ((3, 4), (5,), ()):
                 sent = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)

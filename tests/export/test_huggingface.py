@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dwindle
-from dwindle.anatomy import Anatomy, Group, Structure
-from dwindle.anatomy.build import cut
+from dwindle.anatomy import Anatomy, Group, Structure, cut
 from dwindle.core.errors import UserError
 from dwindle.export.huggingface import save_model
 from tiny import FAMILIES, random_group, tiny_model, tokens

@@ -176,7 +176,7 @@ def test_neighbours_leave_as_one_span() -> None:
     source = anatomy.source
     rest = source.without(Group("ffn", ((2, 3, 4, 9), ())))
     assert rest.layers[1] is source.layers[1]
-    leaving = anatomy.leaving(source, rest, source)
+    leaving = anatomy.removed(source, rest, source)
     assert leaving == {("ffn", 0): [2, 3, 4, 9]}
     assert list(anatomy.spans(anatomy["model.layers.0.mlp.down_proj.weight"], leaving, source)) == [
         (1, 2, 3),

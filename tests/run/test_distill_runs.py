@@ -63,7 +63,7 @@ def assert_equal(one: Path, other: Path) -> None:
 
 def test_a_compaction_keeps_the_graphs_of_the_teacher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced without code generation: a graph for the teacher, one for the source's shapes, one for each rebuilt."""
-    monkeypatch.setattr("dwindle.distributed.engine.torch.compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("dwindle.training.compiling.torch.compile", functools.partial(torch.compile, backend="eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     settings = recipe(place, distill={"weight": 0.5})

@@ -107,7 +107,7 @@ def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[
 
 def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced without code generation; four layers, so each rebuilt model has at most four sizes."""
-    monkeypatch.setattr("dwindle.distributed.engine.torch.compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr("dwindle.training.compiling.torch.compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
     run = place / "compiled"
     settings = recipe(place, prune=GLOBAL | {"groups": ["ffn"], "target": "78%", "horizon": 1.0}, compile=True)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from dwindle.core.errors import UserError
 from dwindle.sources import load, load_config, load_tokenizer
-from dwindle.sources.gguf_model import FAMILIES
+from dwindle.sources.gguf_model import ARCHITECTURES
 
 gguf = pytest.importorskip("gguf")
 
@@ -152,9 +152,9 @@ def keys_for(model_type: str, model: PreTrainedModel) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("architecture", list(FAMILIES))
+@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 def test_every_family_gives_the_same_weights_and_logits(architecture: str, tmp_path: Path) -> None:
-    model_type = FAMILIES[architecture].model_type
+    model_type = ARCHITECTURES[architecture].model_type
     model = tiny(model_type, **FAMILY_CASES[model_type])
     path = write_gguf(tmp_path / "m.gguf", model, arch=architecture, keys=keys_for(model_type, model))
     loaded = load(path)

@@ -86,7 +86,7 @@ def test_tied_model_shards_and_absent_tokenizer(tmp_path: Path) -> None:
     [
         load_tokenizer,
         lambda source: load_with_tokenizer(source, "float32", "cpu"),
-        lambda source: dwindle.prune(source, "90%", num_sequences=2, seq_len=8),
+        lambda source: dwindle.prune(source, "90%", sequences=2, seq_len=8),
         lambda source: dwindle.quantize(source, "w8a8", num_sequences=2, seq_len=8),
         lambda source: compare(source, metrics=["taylor"], to=["10%"]),
         lambda source: dwindle.export_model(source, "gguf", f"{source}.gguf"),
@@ -94,7 +94,7 @@ def test_tied_model_shards_and_absent_tokenizer(tmp_path: Path) -> None:
 )
 def test_whoever_needs_a_tokenizer_says_so_alike(tmp_path: Path, needs_text: Callable[[str], object]) -> None:
     tiny().save_pretrained(tmp_path / "m")
-    with pytest.raises(UserError, match=r"^source .*/m: has no tokenizer, which is needed here: put "):
+    with pytest.raises(UserError, match=r"^source .*/m: has no tokenizer, which is required here: put "):
         needs_text(str(tmp_path / "m"))
 
 

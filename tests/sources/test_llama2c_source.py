@@ -209,7 +209,7 @@ def test_bad_tokenizers_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"tokenizer\.bin: holds 299 tokens but the model has 300"):
         load_tokenizer(model)
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(UserError, match=r"tokenizer\.bin: not a complete"):
+    with pytest.raises(UserError, match=r"tokenizer\.bin: is not a complete"):
         load(model)
 
 

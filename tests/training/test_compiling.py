@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from dwindle.anatomy.modeling_dwindle import classes_for
-from dwindle.distributed import engine
+from dwindle.training import compiling
 
 
 @pytest.fixture(autouse=True)
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(engine.torch, "compile", functools.partial(torch.compile, backend="eager"))
-    engine.forget_graphs()
+    monkeypatch.setattr(compiling.torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiling.forget_graphs()
     torch._dynamo.utils.counters.clear()
     yield
-    engine.forget_graphs()
+    compiling.forget_graphs()
 
 
 def model_of(width: int, groups: list[list[int]]) -> torch.nn.Module:
@@ -35,7 +35,7 @@ def model_of(width: int, groups: list[list[int]]) -> torch.nn.Module:
         layer_shapes=[{"intermediate_size": width, "queries_per_kv": group} for group in groups],
     )
     model: torch.nn.Module = model_class(config)
-    engine.compile_blocks(model)
+    compiling.compile_blocks(model)
     return model
 
 
@@ -64,8 +64,8 @@ def test_graphs_of_an_earlier_model_are_used_again() -> None:
 
 
 def test_after_too_many_kinds_the_graphs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_MOST_LAYERS", 3)
+    monkeypatch.setattr(compiling, "_MOST_LAYERS", 3)
     widths = (16, 14, 12, 10)
     models = [model_of(width, [[2, 2]] * 2) for width in widths]
-    assert len(engine._compiled) == 1
+    assert len(compiling._compiled) == 1
     assert use(models[-1]) == 3

@@ -9,7 +9,8 @@ from tiny_run import VOCAB, RandomBatches, portable_bf16, tiny_llama
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
 
-from dwindle.training.loss import autocast_for, chunked_cross_entropy, evaluate_loss, language_model_loss
+from dwindle.distributed.precision import autocast_for
+from dwindle.training.loss import chunked_cross_entropy, evaluate_loss, language_model_loss
 
 
 def full_loss(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:

@@ -13,12 +13,13 @@ from tiny_run import VOCAB, RandomBatches, make_trainer, portable_bf16, tiny_lla
 
 from dwindle.anatomy import Group
 from dwindle.core.errors import UserError
+from dwindle.core.jsonl import JsonLinesFile
 from dwindle.pruning.surgery import Prunable
 from dwindle.training import display as display_module
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.display import Display
 from dwindle.training.loop import Trainer
-from dwindle.training.metrics import JsonLinesFile, MetricsWriter, TensorBoardWriter, tensorboard_installed
+from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import build_adamw
 
 

@@ -76,5 +76,5 @@ def test_builder_and_its_messages() -> None:
 def test_another_schedule_is_refused_on_load() -> None:
     schedule = build_schedule("cosine", lr=1.0, num_steps=50)
     schedule.load_state_dict(schedule.state_dict())
-    with pytest.raises(UserError, match=r"lr was 2.0 when the run began and is 1.0 now"):
+    with pytest.raises(UserError, match=r"lr was 2.0 when the run started and is 1.0 now"):
         schedule.load_state_dict(build_schedule("cosine", lr=2.0, num_steps=50).state_dict())

@@ -12,10 +12,11 @@ from tiny_run import RandomBatches, make_trainer, tiny_llama
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
 from dwindle.training.checkpoint import CheckpointWarning, latest_checkpoint, list_checkpoints, open_checkpoint
 from dwindle.training.loop import Trainer
-from dwindle.training.metrics import JsonLinesFile, MetricsWriter
+from dwindle.training.metrics import MetricsWriter
 from dwindle.training.rng import seed_everything
 from dwindle.training.stop import StopSignal
 

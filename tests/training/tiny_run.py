@@ -40,6 +40,10 @@ class RandomBatches:
     def __init__(self, sizes: tuple[int, ...] = (4,), seq_len: int = 12) -> None:
         self.sizes, self.seq_len, self.position = sizes, seq_len, 0
 
+    @property
+    def num_tokens_per_step(self) -> int:
+        return sum(self.sizes) * self.seq_len
+
     def step_tokens(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 + step)
         return torch.randint(0, VOCAB, (sum(self.sizes), self.seq_len + 1), generator=generator)

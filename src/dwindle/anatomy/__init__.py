@@ -1,6 +1,6 @@
-"""What a model is made of: which axis of which tensor counts heads, channels or hidden indices, as data."""
+"""Model families as data: which axis of which tensor counts heads, FFN channels, hidden indices or tokens."""
 
-from dwindle.anatomy.anatomy import Anatomy, ParameterCount, Row
+from dwindle.anatomy.anatomy import Anatomy, ParameterCount, Row, cut
 from dwindle.anatomy.families import FAMILIES, Family, family_of
 from dwindle.anatomy.structure import KINDS, Group, Kind, Layer, Structure
 
@@ -15,5 +15,6 @@ __all__ = [
     "ParameterCount",
     "Row",
     "Structure",
+    "cut",
     "family_of",
 ]

@@ -1,4 +1,4 @@
-"""A family's table bound to one model: every tensor with its axes, and the arithmetic that follows from it.
+"""A family's table applied to one model: each tensor, the units along its axes, shapes and parameter counts.
 
 Zeroing, slicing, counting, moving optimizer moments and exporting all iterate over ``Anatomy.rows``.
 """
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.families import Family, family_of
-from dwindle.anatomy.structure import Layer, Structure
+from dwindle.anatomy.structure import Layer, Structure, head_dim_of, source_structure
 from dwindle.core.errors import UserError
 
 _LAYER_PREFIX = "model.layers."
 
 FIXED = ("vocab", "dim")
-"""Units that pruning never touches."""
+"""Units that are never pruned."""
 
-Leaving = Mapping[tuple[str, int | None], list[int]]
-"""Places that leave, by unit and layer (None: hidden)."""
+Removed = Mapping[tuple[str, int | None], list[int]]
+"""Positions that are removed, by unit and layer (None: hidden)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One tensor. ``axes[i]`` is the concatenation of units along axis i, such as ``("query", "kv", "kv")``."""
+    """One tensor. ``axes[i]`` lists the units concatenated along axis i, such as ``("query", "kv", "kv")``."""
 
     name: str
     layer: int | None
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def is_norm(self) -> bool:
-        """An RMSNorm gain whose width can shrink (per-head norms of fixed size are not)."""
+        """Whether this is an RMSNorm gain whose width can shrink; per-head norms have a fixed size."""
         return self.name.endswith("norm.weight") and self.axes != (("dim",),)
 
     @property
@@ -52,6 +52,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
+    """Exact number of parameters; tied tensors count once."""
+
     total: int
     embedding: int
 
@@ -61,7 +63,7 @@ class ParameterCount:
 
 
 class Anatomy:
-    """The table of one model, in the source's sizes; it stays valid after pruning and compaction."""
+    """The table of one model at the source's sizes; it remains valid after pruning and compaction."""
 
     def __init__(self, family: Family, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.family = family
@@ -76,7 +78,7 @@ class Anatomy:
         tables = {layer: tuple((r.axes, r.full_shape) for r in rows) for layer, rows in self._rows_of.items()}
         distinct = list(dict.fromkeys(tables.values()))
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
-        self._remembered: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         matrices = [row for row in self.rows if row.layer is not None and len(row.axes) == 2]
         self._outputs = {(row.layer, row.axes[1][0]): row for row in matrices if row.axes[0] == ("hidden",)}
         for row in self.rows:
@@ -88,14 +90,14 @@ class Anatomy:
 
     @classmethod
     def of(cls, model: nn.Module) -> Anatomy:
-        """From a live model; only names and shapes are read."""
+        """From a model; only names and shapes are read."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         config: Any = model.config
         return cls(family_of(config.model_type, config.name_or_path), config, shapes)
 
     @classmethod
     def of_config(cls, config: Any) -> Anatomy:
-        """Without weights: the model is built on the meta device."""
+        """From a configuration, without weights: the model is built on the meta device."""
         from dwindle.anatomy.build import build_on_meta
 
         family_of(config.model_type, config.name_or_path)
@@ -112,29 +114,31 @@ class Anatomy:
                 number, _, key = name.removeprefix(_LAYER_PREFIX).partition(".")
                 layer, table = int(number), self.family.layer
             if key not in table:
-                raise UserError(f"tensor {name} is not in this family's anatomy table: the model is not a plain one")
+                raise UserError(
+                    f"tensor {name} is not in the anatomy table of its family: such models are not supported"
+                )
             axes = tuple(tuple(axis.split("+")) for axis in table[key].split())
             yield Row(name, layer, axes, shape)
 
     def width(self, unit: str, layer: int | None, structure: Structure) -> int:
-        """How many entries one unit of an axis has in ``structure`` (not for vocab and dim, which never change)."""
+        """Number of entries of one unit of an axis in ``structure``; not for vocab and dim, which never change."""
         return len(structure.unit(unit, layer)) * self.stretch(unit)
 
     def stretch(self, unit: str) -> int:
-        """How many neighbouring entries one index of a unit stands for."""
+        """Number of consecutive entries per index of a unit: the head size for heads, else 1."""
         return self.head_dim if unit in ("query", "kv") else 1
 
     def shape(self, row: Row, structure: Structure) -> tuple[int, ...]:
-        """The tensor's shape when the model has this structure."""
+        """The shape of a tensor in a model with this structure."""
         return tuple(
             full if axis[0] in FIXED else sum(self.width(unit, row.layer, structure) for unit in axis)
             for axis, full in zip(row.axes, row.full_shape, strict=True)
         )
 
     def count(self, structure: Structure) -> ParameterCount:
-        """Exact parameters, from the table alone; tied tensors are one tensor.
+        """Exact number of parameters, from the table alone; tied tensors count once.
 
-        Selection counts thousands of structures whose layers mostly have the same sizes, so sizes are remembered.
+        Selection counts thousands of structures whose layers mostly have the same sizes, so results are cached.
         """
         hidden = len(structure.hidden)
         total, embedding = self._sizes(None, structure, (hidden,))
@@ -144,25 +148,25 @@ class Anatomy:
         return ParameterCount(total, embedding)
 
     def layer_counts(self, structure: Structure) -> list[int]:
-        """Exact parameters of every decoder layer."""
+        """Exact number of parameters of every decoder layer."""
         return [self.count_layer(n, len(structure.hidden), layer) for n, layer in enumerate(structure.layers)]
 
     def count_layer(self, number: int, hidden: int, layer: Layer) -> int:
-        """Exact parameters of one decoder layer of these sizes."""
+        """Exact number of parameters of one decoder layer of these sizes."""
         alone = Structure(tuple(range(hidden)), (layer,) * (number + 1))
         return self._sizes(number, alone, (hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn)))[0]
 
     def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """(all, embedding) parameters of one layer, or of what lies outside the layers."""
+        """(all, embedding) parameters of one layer, or of the tensors outside the layers."""
         rows = self._rows_of[layer]
         key = (self._table_of[layer], sizes)
-        if key not in self._remembered:
+        if key not in self._cached_sizes:
             counts = [(prod(self.shape(row, structure)), row.is_embedding) for row in rows]
-            self._remembered[key] = (sum(n for n, _ in counts), sum(n for n, is_embedding in counts if is_embedding))
-        return self._remembered[key]
+            self._cached_sizes[key] = (sum(n for n, _ in counts), sum(n for n, is_embedding in counts if is_embedding))
+        return self._cached_sizes[key]
 
     def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor | None:
-        """Where the kept entries of one axis lie in a tensor that has the structure ``within``; None: all of it."""
+        """Positions of the kept entries of one axis in a tensor with structure ``within``; None for a fixed axis."""
         units = row.axes[axis]
         if units[0] in FIXED:
             return None
@@ -174,10 +178,10 @@ class Anatomy:
             offset += self.width(unit, row.layer, within)
         return torch.cat(pieces)
 
-    def leaving(self, before: Structure, after: Structure, within: Structure) -> Leaving:
-        """For every unit of a layer (or, hidden, of all) that loses something: where that lies in ``within``.
+    def removed(self, before: Structure, after: Structure, within: Structure) -> Removed:
+        """For every unit of a layer (hidden: of all layers) that shrinks: the removed positions in ``within``.
 
-        Found once for an event, however many tensors it touches.
+        Computed once per event for all tensors.
         """
         units: list[tuple[str, int | None]] = [("hidden", None)]
         for number, (had, has) in enumerate(zip(before.layers, after.layers, strict=True)):
@@ -190,21 +194,21 @@ class Anatomy:
                 found[unit, layer] = places(gone, within.unit(unit, layer))
         return found
 
-    def spans(self, row: Row, leaving: Leaving, within: Structure) -> Iterator[tuple[int, int, int]]:
-        """(axis, start, length) of what a tensor with structure ``within`` loses; neighbours are one span."""
+    def spans(self, row: Row, removed: Removed, within: Structure) -> Iterator[tuple[int, int, int]]:
+        """(axis, start, length) of the removed parts of a tensor with structure ``within``; adjacent ones merged."""
         for axis, units in enumerate(row.axes):
             offset = 0
             for unit in units:
                 if unit in FIXED:
                     break
                 stretch = self.stretch(unit)
-                for first, count in _runs(leaving.get((unit, None if unit == "hidden" else row.layer), [])):
+                for first, count in _runs(removed.get((unit, None if unit == "hidden" else row.layer), [])):
                     yield axis, offset + first * stretch, count * stretch
                 if len(units) > 1:
                     offset += self.width(unit, row.layer, within)
 
     def slice(self, row: Row, tensor: Tensor, keep: Structure, within: Structure) -> Tensor:
-        """The tensor of a model with structure ``keep``, cut out of one with structure ``within``."""
+        """The tensor of a model with structure ``keep``, sliced out of one with structure ``within``."""
         for axis in range(len(row.axes)):
             where = self.positions(row, axis, keep, within)
             if where is not None and len(where) != tensor.shape[axis]:
@@ -216,20 +220,19 @@ class Anatomy:
         return self._outputs[layer, "query" if kind == "attn" else "ffn"]
 
 
-def head_dim_of(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
+    """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
+    from dwindle.anatomy.build import build, config_for
 
-
-def source_structure(config: Any) -> Structure:
-    """Everything that a configuration describes, numbered from zero."""
-    from dwindle.anatomy.modeling_dwindle import layer_shapes
-
-    shapes = layer_shapes(config)
-    return Structure.full(
-        hidden=config.hidden_size,
-        ffn=[shape["intermediate_size"] for shape in shapes],
-        kv_of_query=[[kv for kv, n in enumerate(shape["queries_per_kv"]) for _ in range(n)] for shape in shapes],
-    )
+    tensors = {
+        name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
+        for name, parameter in model.named_parameters()
+    }
+    smaller = build(config_for(model.config, keep), tensors)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        smaller.generation_config = generation
+    return smaller
 
 
 def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
@@ -240,7 +243,7 @@ def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
     if 32 * missing > len(before):
         kept = set(after)
         return [index for index in before if index not in kept]
-    gone: list[int] = []  # a few of many, as in an event: each is the first place where the two no longer agree
+    gone: list[int] = []  # few of many, as in an event: binary search for each position where the two tuples diverge
     low = 0
     while len(gone) < missing:
         high = len(after) + len(gone)
@@ -256,12 +259,12 @@ def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
 
 
 def places(indices: Iterable[int], present: tuple[int, ...]) -> list[int]:
-    """Where each index stands in a sorted tuple."""
+    """Position of each index in a sorted tuple."""
     return [bisect_left(present, index) for index in indices]
 
 
 def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of neighbouring places, which are sorted."""
+    """(first, count) of each run of consecutive positions; the input is sorted."""
     start = 0
     for number in range(1, len(places) + 1):
         if number == len(places) or places[number] != places[number - 1] + 1:

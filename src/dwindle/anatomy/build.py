@@ -1,4 +1,4 @@
-"""Configurations and empty models for a structure: stock classes when they can express it, ours when not."""
+"""Configurations and models for a structure: stock transformers classes where possible, else ours."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from dwindle.anatomy.anatomy import Anatomy, head_dim_of
 from dwindle.anatomy.families import CUSTOM_PREFIX
 from dwindle.anatomy.modeling_dwindle import classes_for
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Structure, head_dim_of
 
 _DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_name_or_path", "model_type")
 
@@ -19,8 +18,8 @@ _DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_
 def config_for(config: Any, structure: Structure) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration.
 
-    Uniform structures get a stock configuration. ``LlamaConfig`` refuses hidden sizes that are not a multiple of the
-    heads; a Llama without biases is exactly a Mistral without a sliding window, so that is written instead.
+    Uniform structures get a stock configuration. ``LlamaConfig`` rejects hidden sizes that are not a multiple of the
+    number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
     """
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
     first = structure.layers[0]
@@ -66,7 +65,7 @@ def is_custom(config: Any) -> bool:
 
 
 def build_on_meta(config: Any) -> nn.Module:
-    """The model without storage."""
+    """The model on the meta device, without storage."""
     with torch.device("meta"):
         if is_custom(config):
             model: nn.Module = classes_for(config.model_type)[1](config)
@@ -76,7 +75,7 @@ def build_on_meta(config: Any) -> nn.Module:
 
 
 def build_random(config: Any, seed: int) -> nn.Module:
-    """The model as its family initialises it (fp32), the same for the same seed; other random numbers are untouched."""
+    """The model with its family's random initialization (fp32), by ``seed``; the global generators are not touched."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(seed)
         if is_custom(config):
@@ -87,27 +86,14 @@ def build_random(config: Any, seed: int) -> nn.Module:
 
 
 def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
-    """The model around the given tensors, which it takes over (no copy)."""
+    """The model with the given tensors as parameters (no copy)."""
     model = build_on_meta(config)
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()  # type: ignore[operator]
     backbone: Any = model.model
     backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(sample.device)
-    left = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
-    assert not left, f"tensors without values: {left}"
+    missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    assert not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
     return model.eval()
-
-
-def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
-    """A new model with the structure ``keep``, its tensors sliced out of a model that has ``within``."""
-    tensors = {
-        name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
-        for name, parameter in model.named_parameters()
-    }
-    smaller = build(config_for(model.config, keep), tensors)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        smaller.generation_config = generation
-    return smaller

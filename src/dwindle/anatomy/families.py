@@ -1,6 +1,6 @@
 """The supported model families, each one table.
 
-A row gives, for one tensor, what every axis counts:
+A row gives, for one tensor, the unit of every axis:
 
     vocab    tokens (never pruned)
     hidden   hidden channels, shared by the whole model
@@ -9,9 +9,9 @@ A row gives, for one tensor, what every axis counts:
     ffn      intermediate channels of this layer
     dim      the head size itself (never pruned)
 
-``a+b`` means that the axis is a concatenation (fused projections). Rows for tensors that a given model
-does not have (biases, an untied head) are passed over; a tensor without a row is an error, so that nothing
-is ever pruned around. Adding a family is adding a table here and a line in the parity test.
+``a+b`` means that the axis is a concatenation (fused projections). Rows for tensors that a given model does not have
+(biases, an untied head) are ignored; a tensor without a row is an error, so that no tensor is missed when groups are
+pruned. To add a family, add a table here and a line in the parity test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dwindle.core.errors import UserError
 
 CUSTOM_PREFIX = "dwindle_"
-"""Model types that dwindle writes itself: ``dwindle_llama`` has the tensors of ``llama``."""
+"""Prefix of the model types that dwindle writes: ``dwindle_llama`` has the tensors of ``llama``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +107,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model_type: str, source: str = "") -> Family:
-    """The table for a configuration's ``model_type``; ``source`` is where that was read, for the message."""
+    """The table for a configuration's ``model_type``; ``source`` names its origin in the error message."""
     family = FAMILIES.get(model_type.removeprefix(CUSTOM_PREFIX))
     if family is None:
         where = f"source {source}: " if source else ""
         known = ", ".join(sorted(FAMILIES))
-        raise UserError(f"{where}model type {model_type!r} is not supported: supported are {known}")
+        raise UserError(f"{where}model type {model_type!r} is not supported: choose one of {known}")
     return family

@@ -1,9 +1,9 @@
 # Copyright the dwindle authors. Licensed under the Apache License, Version 2.0.
-"""Decoder models whose layers have different sizes, or query heads that share key/value heads irregularly.
+"""Decoder models whose layers have different sizes, or irregular groups of query heads per key/value head.
 
-This file is written beside the weights of every model that stock transformers classes cannot express; it needs
-torch and transformers only. A model type ``dwindle_llama`` is transformers' own ``llama`` with each layer
-built at its own size: tensors keep their names, and everything but the key/value gather is the stock code.
+This file is saved with the weights of every model that stock transformers classes cannot express; it needs torch and
+transformers only. The model type ``dwindle_llama`` is transformers' ``llama`` with each layer built at its own size:
+tensors keep their names, and everything except the key/value gather is the stock code.
 
 ``config.layer_shapes[l]`` is ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``: the first two query heads
 of layer l read key/value head 0, the next one head 1, and so on. The cache holds key/value heads before the gather.
@@ -26,7 +26,7 @@ ATTENTION = "dwindle_cluster"
 
 
 def layer_shapes(config: Any) -> list[dict[str, Any]]:
-    """The sizes of every layer, for stock configurations too."""
+    """The sizes of every layer, also for stock configurations."""
     shapes: list[dict[str, Any]] | None = getattr(config, "layer_shapes", None)
     if shapes is not None:
         return shapes
@@ -39,7 +39,7 @@ def layer_shapes(config: Any) -> list[dict[str, Any]]:
 
 
 def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
-    """[batch, kv heads, length, dim] to one key (or value) for each query head."""
+    """[batch, kv heads, length, dim] → one key (or value) per query head."""
     if all(n == 1 for n in queries_per_kv):
         return states
     parts = [states[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(queries_per_kv)]
@@ -63,7 +63,7 @@ def _resize_layers(model: Any) -> None:
     layers: nn.ModuleList = model.model.layers
     for index, shape in enumerate(layer_shapes(model.config)):
         config = copy.copy(model.config)
-        # The setter of a copied configuration would run the checks of the family; these sizes are ours.
+        # not setattr, which would run the checks of the stock configuration on these sizes
         config.__dict__.update(
             intermediate_size=shape["intermediate_size"],
             num_attention_heads=sum(shape["queries_per_kv"]),
@@ -114,7 +114,7 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
 
 
 def __getattr__(name: str) -> Any:
-    """``DwindleLlamaConfig``, ``DwindleLlamaForCausalLM``, …: made when asked for, as ``auto_map`` does."""
+    """``DwindleLlamaConfig``, ``DwindleLlamaForCausalLM``, …: created on access, for ``auto_map``."""
     for suffix, which in (("Config", 0), ("ForCausalLM", 1)):
         if name.startswith("Dwindle") and name.endswith(suffix):
             return classes_for(PREFIX + name.removeprefix("Dwindle").removesuffix(suffix).lower())[which]

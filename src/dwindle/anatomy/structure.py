@@ -26,7 +26,7 @@ class Layer:
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
-        """A key/value head lives as long as one of its queries does."""
+        """A key/value head is kept while one of its query heads is."""
         return tuple(sorted(set(self.kv_of_query)))
 
     @property
@@ -43,7 +43,7 @@ class Layer:
         return len(set(self.queries_per_kv)) == 1 and tuple(sorted(self.kv_of_query)) == self.kv_of_query
 
     def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
-        """The rest; parts that lose nothing stay the same objects, which makes differences cheap to find."""
+        """The remaining layer; unchanged parts stay the same objects, which makes differences cheap to find."""
         gone = set(query_heads)
         heads, kv_of_query = self.query_heads, self.kv_of_query
         if gone:
@@ -54,17 +54,17 @@ class Layer:
         return self if heads is self.query_heads and channels is self.ffn else Layer(heads, kv_of_query, channels)
 
     def unit(self, name: str) -> tuple[int, ...]:
-        """The indices that one unit of an anatomy table counts."""
+        """The indices of one unit of an anatomy table."""
         return {"query": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
 
 
 def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Both sorted. As a rule one of thousands is missing: then comparing slices is ten times faster than sets."""
+    """Both sorted. Usually one of thousands is missing; comparing slices is then ten times faster than sets."""
     missing = len(of) - len(some)
     if some is of or missing < 0 or 32 * missing > len(of):
         return some is of or set(some) <= set(of)
     start = 0
-    for taken in range(missing + 1):  # the stretches between those that are missing must agree
+    for taken in range(missing + 1):  # the stretches between the missing indices must be equal
         low, high = start, len(some)
         while low < high:
             middle = (low + high) // 2
@@ -79,7 +79,7 @@ def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
 
 
 def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
-    """Sorted indices without a few of them: slices, because events are many and layers wide."""
+    """Sorted indices without a few of them; slices are faster than sets for wide layers."""
     for index in gone:
         place = bisect_left(indices, index)
         if place < len(indices) and indices[place] == index:
@@ -89,7 +89,7 @@ def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What leaves together in one event.
+    """Heads, channels or hidden indices that are removed together in one event.
 
     ``attn`` and ``ffn``: ``members[l]`` are the query heads (channels) of layer l;
     ``stem``: ``members[0]`` are the hidden indices, the same in every tensor.
@@ -101,14 +101,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Structure:
-    """The hidden indices and layers that are present; immutable, every index in the source's numbering, sorted."""
+    """The hidden indices and layers of a model; immutable, all indices sorted and in the source's numbering."""
 
     hidden: tuple[int, ...]
     layers: tuple[Layer, ...]
 
     @classmethod
     def full(cls, *, hidden: int, ffn: list[int], kv_of_query: list[list[int]]) -> Structure:
-        """A model with nothing removed yet; irregular key/value maps (an earlier cluster model) are allowed."""
+        """A model with nothing removed; irregular key/value maps (a model pruned earlier) are allowed."""
         layers = tuple(
             Layer(tuple(range(len(kv))), tuple(kv), tuple(range(n))) for kv, n in zip(kv_of_query, ffn, strict=True)
         )
@@ -116,12 +116,13 @@ class Structure:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether every layer has the same sizes and regular grouped-query attention: a stock model."""
+        """Whether all layers have the same sizes and regular grouped-query attention, as in a stock model."""
         first = self.layers[0]
         sizes = {(len(la.query_heads), len(la.kv_heads), len(la.ffn)) for la in self.layers}
         return len(sizes) == 1 and first.is_regular and all(la.is_regular for la in self.layers)
 
     def without(self, group: Group) -> Structure:
+        """The structure after removing one group."""
         if group.kind == "stem":
             return replace(self, hidden=_drop(self.hidden, group.members[0]))
         key = "query_heads" if group.kind == "attn" else "ffn"
@@ -129,14 +130,14 @@ class Structure:
         return replace(self, layers=layers)
 
     def unit(self, name: str, layer: int | None) -> tuple[int, ...]:
-        """The indices that one unit of an anatomy table counts, in one layer or (hidden) everywhere."""
+        """The indices of one unit of an anatomy table, in one layer or (hidden) in the whole model."""
         if name == "hidden":
             return self.hidden
         assert layer is not None, name
         return self.layers[layer].unit(name)
 
     def contains(self, other: Structure) -> bool:
-        """Whether ``other`` can be cut out of this one."""
+        """Whether ``other`` is a substructure of this one."""
         return (
             len(self.layers) == len(other.layers)
             and _is_part(other.hidden, self.hidden)
@@ -166,3 +167,20 @@ class Structure:
             Layer(tuple(la["query_heads"]), tuple(la["kv_of_query"]), tuple(la["ffn"])) for la in data["layers"]
         )
         return cls(tuple(data["hidden"]), layers)
+
+
+def head_dim_of(config: Any) -> int:
+    """The head size, also for configurations that leave it implicit."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def source_structure(config: Any) -> Structure:
+    """The full structure that a configuration describes, numbered from zero."""
+    from dwindle.anatomy.modeling_dwindle import layer_shapes
+
+    shapes = layer_shapes(config)
+    return Structure.full(
+        hidden=config.hidden_size,
+        ffn=[shape["intermediate_size"] for shape in shapes],
+        kv_of_query=[[kv for kv, n in enumerate(shape["queries_per_kv"]) for _ in range(n)] for shape in shapes],
+    )

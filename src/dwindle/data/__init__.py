@@ -1,14 +1,14 @@
-"""Training data: read text, tokenize it once, and give every rank its samples in an order that one integer names."""
+"""Training data: readers, tokenizing, token files, mixtures, batches; the position in the data is one integer."""
 
 from dwindle.data.batches import BatchStream
 from dwindle.data.config import DataConfig, SourceConfig, check_inputs
 from dwindle.data.mixture import Mixture, PackedDataset
 from dwindle.data.readers import read_documents
-from dwindle.data.sources import TrainingData, open_stream, open_training_data, refuse_shared_text
-from dwindle.data.textwindows import calibration_windows, validation_windows
-from dwindle.data.tokenfiles import TokenFiles, open_token_files, write_token_files
+from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.data.token_files import TokenFiles, open_token_files, write_token_files
+from dwindle.data.token_stream import TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, tokenizer_fingerprint
-from dwindle.data.tokenstream import TokenStream
+from dwindle.data.training_data import TrainingData, open_stream, open_training_data, refuse_shared_text
 
 __all__ = [
     "BatchStream",

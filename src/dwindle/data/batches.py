@@ -1,4 +1,4 @@
-"""The batches of one rank: any number of ranks and micro-batches together see the same samples, step by step."""
+"""Batches of one rank. The samples of a step do not depend on the number of ranks or on the micro-batch size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dwindle.data.mixture import Mixture
 
 
 class BatchStream:
-    """Gives each step's micro-batches to one rank; its position is one integer, the next global sample.
+    """The micro-batches of one rank; the position is one integer, the next global sample.
 
-    A step is the samples [g, g + S), S = tokens_per_step // seq_len. Each rank takes a contiguous slice, slices
-    differing by at most one sequence. Every rank gets the same number of micro-batches, because sharded training needs
-    the same number of collective calls everywhere; none is above ``micro_batch`` sequences, and the sizes within a
-    rank differ by at most one. So a micro-batch can be smaller than the others, or even empty (only if S is not a
-    multiple of ``world_size``): weigh losses by their tokens.
+    A step consists of the samples [g, g + S), S = tokens_per_step // seq_len. Each rank takes a contiguous slice;
+    slices differ by at most one sequence. Every rank gets the same number of micro-batches, because sharded training
+    needs the same number of collectives on all ranks. No micro-batch exceeds ``micro_batch`` sequences, and sizes
+    within a rank differ by at most one. A micro-batch can be smaller than the others, or even empty (only if S is not a
+    multiple of ``world_size``), so losses must be weighted by their tokens.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BatchStream:
         self.num_micro_batches = -(-largest_slice // micro_batch)
 
     @property
-    def tokens_per_step(self) -> int:
+    def num_tokens_per_step(self) -> int:
         """Predicted tokens per step over all ranks (the requested number, rounded down to whole sequences)."""
         return self.sequences_per_step * self.seq_len
 
@@ -64,22 +64,12 @@ class BatchStream:
         self.next_sample += self.sequences_per_step
         return step
 
-    def __iter__(self) -> BatchStream:
-        return self
-
-    def __next__(self) -> list[Tensor]:
-        return self.next_step()
-
-    def epochs(self) -> dict[str, float]:
-        """How often each source has been seen so far, over all ranks."""
-        return self.mixture.epochs(self.next_sample)
-
     def state_dict(self) -> dict[str, Any]:
-        """Position and what it is a position in; the same on every rank, plain JSON."""
+        """The position and the identity of the data, as JSON; the same on every rank."""
         return {"next_sample": self.next_sample, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where a run stopped; refuses a position in other data. Ranks and step size may change."""
+        """Continue from a saved position; other data is an error. The number of ranks and the step size may change."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise UserError(_MISMATCH[key].format(was=_brief(state.get(key)), now=_brief(value)))

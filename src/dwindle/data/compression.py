@@ -1,4 +1,4 @@
-"""Opening ``.gz``, ``.xz`` and ``.zst`` as a stream; data that is cut short is an error, never a shorter text."""
+"""Streaming ``.gz``, ``.xz`` and ``.zst``; truncated data is an error, never a shorter text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CorruptError(Exception):
 
 
 def open_compressed(raw: io.BufferedReader, compression: str | None, label: str) -> IO[bytes]:
-    """The uncompressed bytes of ``raw``; ``label`` starts the message when a package is missing."""
+    """The uncompressed bytes of ``raw``; ``label`` is the start of the message if a package is missing."""
     if compression is None:
         return raw
     if compression == ".gz":
@@ -48,8 +48,8 @@ def _open_zstd(raw: io.BufferedReader, label: str) -> IO[bytes]:
 class _ZstdStream(io.RawIOBase):
     """All frames of a zstd file, one after the other.
 
-    Both libraries offer the same small object (``decompress``, ``eof``, ``unused_data``). The ready-made stream of
-    ``zstandard`` is not used because it takes a file that ends in the middle of a frame for a complete one.
+    Both libraries have the same decompressor interface (``decompress``, ``eof``, ``unused_data``). The stream reader of
+    ``zstandard`` is not used, because it does not report a file that ends in the middle of a frame.
     """
 
     def __init__(self, raw: io.BufferedReader, new_decoder: Any, error: type[Exception]) -> None:

@@ -11,7 +11,7 @@ from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.readers import HUB_PREFIX, PYDOC_IDS, expand_inputs, open_input
-from dwindle.data.tokenfiles import is_token_files
+from dwindle.data.token_files import is_token_files
 
 
 class SourceConfig(Config):

@@ -1,4 +1,4 @@
-"""About how many tokens a text has, from a look at its beginning: for plans, which read nothing whole."""
+"""Estimated number of tokens of a text, from its beginning; used by ``dwindle plan``, which reads nothing whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
-from dwindle.data.tokenfiles import is_token_files, open_token_files
+from dwindle.data.token_files import is_token_files, open_token_files
 from dwindle.data.tokenizing import DocumentEncoder
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ _ENCODED_CHARS = 200_000
 
 
 def streamed_inputs(config: DataConfig) -> list[str]:
-    """What comes from the network, to train on or to validate on."""
+    """Training and validation inputs that are streamed from the hub."""
     return [name for name in [*config.trained_on(), *config.valid] if name.startswith(HUB_PREFIX)]
 
 
 def estimated_epochs(
     config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> Callable[[int], dict[str, float]]:
-    """How often each source has been seen after so many samples, like ``Mixture.epochs``, but before it is tokenized.
+    """A function from the number of samples to the epochs of each source, like ``Mixture.epochs`` but estimated.
 
-    Sources of the network, whose size is not known, are left out; ``tokenizer`` is called only if others are there.
+    Streamed sources, whose size is unknown, are left out; ``tokenizer`` is called only if there are others.
     """
     sources = config.named_sources()
     total = sum(source.weight for source in sources.values())
@@ -42,7 +42,7 @@ def estimated_epochs(
         option = config.option_of(name)
         most = float("inf") if source.max_tokens is None else parse_count(source.max_tokens)
         paths = expand_inputs(source.paths, option)
-        few = paths[:: -(-len(paths) // _READ_FILES)]  # of hundreds of shards some, spread evenly
+        few = paths[:: -(-len(paths) // _READ_FILES)]  # a few of many shards, evenly spaced
         found = [min(_tokens(path, encoder, config.text_field, option), most) for path in few]
         tokens[name] = sum(found) * len(paths) / len(few)
 
@@ -54,7 +54,7 @@ def estimated_epochs(
 
 
 def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:
-    """Exact for token files; of text the beginning is tokenized and the rest taken to be like it."""
+    """Exact for token files; extrapolated from the beginning for text."""
     if is_token_files(name):
         return open_token_files(name).num_tokens
     texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)

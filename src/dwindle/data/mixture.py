@@ -1,6 +1,6 @@
-"""Which window of which source is sample g: a pure function of the seed and one integer.
+"""Sample g of a weighted mixture: a pure function of the seed and one integer.
 
-Legend: g = global sample index; L = seq_len; a window holds L + 1 tokens, so that it yields L predictions.
+Legend: g = global sample index; L = seq_len; a window has L + 1 tokens, which give L predictions.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 from dwindle.core.errors import UserError
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import TokenStream
+from dwindle.data.token_stream import TokenStream
 
 MAX_PERIOD = 1 << 16
 
 
 class PackedDataset:
-    """One named source: its token stream cut into windows, in a new order every epoch.
+    """One named source: its token stream split into windows, reshuffled every epoch.
 
-    Window i holds tokens [i·L, i·L + L]: neighbours share one token, so every token but the very first is predicted
-    exactly once per epoch. Fewer than L tokens at the end of the stream are left out.
+    Window i has the tokens [i·L, i·L + L]: adjacent windows share one token, so every token except the first is
+    predicted exactly once per epoch. An incomplete window at the end of the stream is dropped.
     """
 
     def __init__(self, name: str, stream: TokenStream, seq_len: int, seed: int, option: str = "data.train") -> None:
@@ -36,12 +36,12 @@ class PackedDataset:
         self._order = Permutation(1, "")
 
     def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Window ``index`` in the order of the text."""
+        """Window ``index``, in text order."""
         start = index * self.seq_len
         return self.stream.read(start, start + self.seq_len + 1)
 
     def window_index(self, sample: int) -> int:
-        """The window that this source's sample number ``sample`` is, in any epoch."""
+        """The window of this source's sample number ``sample``, in any epoch."""
         epoch, index = divmod(sample, self.num_windows)
         if epoch != self._epoch:
             self._order = Permutation(self.num_windows, f"{self.seed}/{self.name}/{epoch}")
@@ -49,16 +49,16 @@ class PackedDataset:
         return self._order(index)
 
     def sample(self, sample: int) -> npt.NDArray[np.int64]:
-        """Sample number ``sample`` of this source: token ids [L + 1]; epochs follow each other without end."""
+        """Sample number ``sample`` of this source: token ids [L + 1]; there is no last epoch."""
         return self.window(self.window_index(sample))
 
 
 class Mixture:
-    """Weighted sources whose shares of the tokens are the weights, over any stretch of the run.
+    """Weighted sources; the weights are exact ratios of tokens at any point of the run.
 
-    All windows are equally long, so shares of samples are shares of tokens. The sources take turns in a fixed
-    cycle (see ``turn_cycle``): after any number of samples each source is within one sample of its exact
-    share. Sample g, and how far each source has come by then, follow from g alone.
+    All windows have the same length, so ratios of samples are ratios of tokens. The sources alternate in a fixed cycle
+    (see ``turn_cycle``): after any number of samples each source is within one sample of its exact share. Sample g, and
+    the position in each source, are functions of g alone.
     """
 
     def __init__(
@@ -79,17 +79,12 @@ class Mixture:
         self._source_of, self._turn_of = turn_cycle(self.turns)
 
     @property
-    def shares(self) -> dict[str, float]:
-        """Share of each source, as used (weights normalised; exact up to 1/65536)."""
-        return {s.name: turns / self.period for s, turns in zip(self.sources, self.turns, strict=True)}
-
-    @property
     def fingerprints(self) -> dict[str, str]:
-        """Content of each source."""
+        """Content hash of each source."""
         return {source.name: source.stream.fingerprint for source in self.sources}
 
     def locate(self, g: int) -> tuple[int, int]:
-        """(which source, which of that source's samples) global sample ``g`` is."""
+        """(source, sample number within that source) of global sample ``g``."""
         assert g >= 0
         cycle, turn = divmod(g, self.period)
         source = int(self._source_of[turn])
@@ -101,7 +96,7 @@ class Mixture:
         return self.sources[source].sample(sample)
 
     def counts(self, g: int) -> dict[str, int]:
-        """How many of the first ``g`` samples came from each source."""
+        """Number of samples from each source among the first ``g``."""
         cycles, rest = divmod(g, self.period)
         partial = np.bincount(self._source_of[:rest], minlength=len(self.sources))
         return {
@@ -110,18 +105,13 @@ class Mixture:
         }
 
     def epochs(self, g: int) -> dict[str, float]:
-        """How often each source has been seen after ``g`` samples."""
+        """Epochs of each source after ``g`` samples."""
         counts = self.counts(g)
         return {source.name: counts[source.name] / source.num_windows for source in self.sources}
 
-    def verify(self) -> None:
-        """Check the content of every token file; raises UserError naming the damaged one."""
-        for source in self.sources:
-            source.stream.verify()
-
 
 def num_windows(stream: TokenStream, seq_len: int, option: str) -> int:
-    """Windows of ``seq_len`` + 1 tokens in a stream; refuses a stream without a single one."""
+    """Number of windows of ``seq_len`` + 1 tokens in a stream; an error if there is none."""
     count = (len(stream) - 1) // seq_len
     if count < 1:
         raise UserError(
@@ -132,9 +122,9 @@ def num_windows(stream: TokenStream, seq_len: int, option: str) -> int:
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the ratio of the weights: 0.7, 0.2, 0.1 become 7, 2, 1.
+    """The smallest integers in the ratio of the weights: 0.7, 0.2, 0.1 become 7, 2, 1.
 
-    Weights whose ratio needs a sum above 65536 are rounded to that sum (largest remainders, at least 1 each).
+    If their sum would exceed 65536, they are rounded to that sum (largest remainders, at least 1 each).
     """
     exact = [Fraction(str(float(weight))) for weight in weights]
     total = sum(exact)
@@ -152,12 +142,12 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 
 
 def turn_cycle(turns: Sequence[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The cycle in which sources take turns: (source of each turn, how often that source had a turn before).
+    """The cycle in which sources alternate: (source of each turn, earlier turns of that source in the cycle).
 
     Tijdeman's rule ("The chairman assignment problem", 1980): with k sources of shares w, turn t goes to the source
-    with the earliest deadline among those whose deficit w·t - count has reached 1/(2k - 2). Every count then
-    stays within 1 - 1/(2k - 2) of its share at all times. Taking the largest deficit instead does not
-    guarantee that for more than two sources. All quantities are kept whole by the factor period·(2k - 2).
+    with the earliest deadline among those whose deficit w·t - count has reached 1/(2k - 2). Every count then stays
+    within 1 - 1/(2k - 2) of its share at all times. Choosing the largest deficit instead does not guarantee that for
+    more than two sources. The factor period·(2k - 2) keeps all quantities integer.
     """
     period, k = sum(turns), len(turns)
     margin = max(2 * k - 2, 1)

@@ -1,4 +1,4 @@
-"""A shuffled order that is computed, not stored: any position of any epoch in constant time and memory."""
+"""A pseudorandom permutation in constant time and memory per position."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _NUM_ROUNDS = 6
 class Permutation:
     """A bijection of [0, n) that depends only on ``n`` and ``key``.
 
-    A Feistel network permutes the numbers of an even number of bits; values that fall outside [0, n) are sent
-    through again (cycle walking, under four passes on average) until they come back inside. Hence there is no
-    table to save, and a resumed run asks for sample i directly.
+    A Feistel network permutes all numbers of an even number of bits; a value outside [0, n) is encrypted again (cycle
+    walking, under four passes on average) until it is inside. There is no table to save: a resumed run computes
+    position i directly.
     """
 
     def __init__(self, n: int, key: str) -> None:

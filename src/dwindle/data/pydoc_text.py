@@ -1,8 +1,7 @@
 """A text that every machine has: the language reference inside CPython (``pydoc_data.topics``), with a split.
 
 Topics quote each other (``compound`` contains all of ``if``, ``for``, ``with`` …), so a split by topic alone would
-validate on trained text. Topics that share a paragraph are therefore kept together, and whole clusters are
-dealt out.
+validate on trained text. Topics that share a paragraph form a cluster, and clusters are assigned as a whole.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def pydoc_documents(split: str | None = None) -> list[str]:
 
 
 def _valid_topics(topics: dict[str, str]) -> set[str]:
-    """Whole clusters, in an order that depends only on their names, as long as they fit in the share."""
+    """Whole clusters, in an order that depends only on their names, up to the size of the validation split."""
     budget = VALID_SHARE * sum(map(len, topics.values()))
     clusters = _clusters(topics)
     clusters.sort(key=lambda names: hashlib.sha256(names[0].encode()).digest())
@@ -61,6 +60,6 @@ def _clusters(topics: dict[str, str]) -> list[list[str]]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """The paragraphs long enough to be recognised, with layout and indentation evened out."""
+    """Paragraphs that are long enough to compare, with whitespace normalised."""
     flat = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
     return [part for part in flat if len(part) >= _PARAGRAPH_MIN_CHARS]

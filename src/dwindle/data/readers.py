@@ -1,7 +1,7 @@
-"""Documents out of files: text, JSON lines and Parquet, compressed or not, Hugging Face datasets, and ``pydoc``.
+"""Readers of documents: text, JSON lines and Parquet, compressed or not, Hugging Face datasets, and ``pydoc``.
 
-Each reader knows how far it has come, so that tokenizing can show progress, and what it has read (size and
-SHA-256), so that token files can say where they come from. Every fault is one line that names the file.
+Each reader knows its position, for the progress bar, and the size and SHA-256 of its input, for the index of token
+files. Every error is one line that names the file.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _HASH_BLOCK_BYTES = 1 << 20
 
 
 def read_documents(path_or_id: str, *, text_field: str = "text", option: str = "data") -> Iterator[str]:
-    """The documents of one input, in order, blank ones left out; ``option`` is the name used in error messages."""
+    """The documents of one input, in order, without blank ones; ``option`` is the name used in error messages."""
     return open_input(path_or_id, text_field=text_field, option=option).documents()
 
 
 def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data") -> TextInput:
-    """The right reader for a file name or id; refuses what does not exist before anything is read."""
+    """The reader for a file name or id; a missing file or unknown format is an error before anything is read."""
     if path_or_id in PYDOC_IDS:
         return PydocInput(path_or_id, option)
     if path_or_id.startswith(HUB_PREFIX):
@@ -62,11 +62,11 @@ def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data
         return JsonLinesInput(path, compression, text_field, option)
     if kind == ".txt":
         return PlainTextInput(path, compression, option)
-    raise UserError(f"{option}: {path_or_id} has no known kind: accepted are {ACCEPTED}")
+    raise UserError(f"{option}: {path_or_id} has an unknown format: use one of {ACCEPTED}")
 
 
 def expand_inputs(paths: list[str], option: str = "data") -> list[str]:
-    """Wildcards spelled out (sorted), everything else as it is; refuses an empty list and an empty wildcard."""
+    """Wildcards expanded (sorted), other names unchanged; an empty list or a wildcard without a match is an error."""
     if not paths:
         raise UserError(f"{option}: no files given: name at least one of {ACCEPTED}")
     expanded: list[str] = []
@@ -83,7 +83,7 @@ def expand_inputs(paths: list[str], option: str = "data") -> list[str]:
 
 
 class TextInput(ABC):
-    """One input; ``position`` of ``total`` (in ``unit``) moves while ``documents()`` is iterated."""
+    """One input; ``position`` (of ``total``, in ``unit``) advances while ``documents()`` is iterated."""
 
     unit = "kB"
 
@@ -102,11 +102,11 @@ class TextInput(ABC):
 
     @property
     def cache_key(self) -> str:
-        """What decides whether text tokenized earlier is still the same text."""
+        """Identifies the text in the cache of tokenized texts."""
         return self.digest()[1]
 
     def documents(self) -> Iterator[str]:
-        """Every document that is not blank; refuses an input without any."""
+        """Every document that is not blank; an input without any is an error."""
         empty = True
         for text in self._texts():
             if text and not text.isspace():
@@ -116,7 +116,7 @@ class TextInput(ABC):
             raise self._error("contains no text: give a file with at least one document")
 
     def beginning(self, num_chars: int) -> tuple[list[str], float]:
-        """Documents from the start, at least so many characters, and about which share of the whole they are."""
+        """The first documents with at least ``num_chars`` characters, and their approximate fraction of the input."""
         texts, seen = list[str](), 0
         for text in self.documents():
             texts.append(text)
@@ -134,7 +134,7 @@ class TextInput(ABC):
 
 
 class FileInput(TextInput):
-    """What all inputs on disk share: progress in bytes of the file, its digest, and faults as one line."""
+    """Common to all files: progress in bytes, the digest, and errors as one line."""
 
     def __init__(self, path: Path, option: str) -> None:
         super().__init__(str(path), option)
@@ -145,7 +145,7 @@ class FileInput(TextInput):
     def digest(self) -> tuple[int, str]:
         if self._digest is None:
             sha, size = hashlib.sha256(), 0
-            with self._faults_named(), self.path.open("rb") as file:
+            with self._named_errors(), self.path.open("rb") as file:
                 while block := file.read(_HASH_BLOCK_BYTES):
                     sha.update(block)
                     size += len(block)
@@ -153,11 +153,11 @@ class FileInput(TextInput):
         return self._digest
 
     @contextmanager
-    def _faults_named(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, CorruptError) as error:
-            raise self._error(f"is damaged or cut short ({error}): fetch it again") from error
+            raise self._error(f"is damaged or truncated ({error}): fetch it again") from error
         except UnicodeDecodeError as error:
             raise self._error("is not UTF-8 text: convert it, for example with iconv -t utf-8") from error
         except OSError as error:
@@ -165,7 +165,7 @@ class FileInput(TextInput):
 
     @contextmanager
     def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:
-        with self._faults_named(), self.path.open("rb") as raw:
+        with self._named_errors(), self.path.open("rb") as raw:
             binary = open_compressed(self._counted(raw), compression, f"{self.option}: {self.name}")
             yield io.TextIOWrapper(binary, encoding="utf-8-sig")
 
@@ -174,7 +174,7 @@ class FileInput(TextInput):
 
 
 class _Counted(io.RawIOBase):
-    """Bytes of a file, with the reader's position moved along."""
+    """Raw file reader that updates the position of its input."""
 
     def __init__(self, raw: BinaryIO, owner: FileInput) -> None:
         self._raw = raw
@@ -202,7 +202,7 @@ class PlainTextInput(FileInput):
             yield file.read()
 
     def beginning(self, num_chars: int) -> tuple[list[str], float]:
-        """Of a file that is one document only so much is read, however long it is."""
+        """At most ``num_chars`` characters of the file are read."""
         with self._open_text(self.compression) as file:
             text = file.read(num_chars)
             share = self._share_read() if file.read(1) else 1.0
@@ -241,7 +241,7 @@ class JsonLinesInput(FileInput):
 
 
 class ParquetInput(FileInput):
-    """One row per document; only the text column is read, a batch of rows at a time."""
+    """One document per row; only the text column is read, in batches of rows."""
 
     unit = "rows"
 
@@ -274,7 +274,7 @@ class ParquetInput(FileInput):
 
 
 class PydocInput(TextInput):
-    """CPython's own language reference, whole or one side of its fixed split."""
+    """The language reference of CPython, whole or one side of its fixed split."""
 
     unit = "topics"
 
@@ -294,10 +294,10 @@ class PydocInput(TextInput):
 
 
 class HubInput(TextInput):
-    """``hf:org/name[:config][:split]``, streamed, so that nothing is downloaded that is not read.
+    """``hf:org/name[:config][:split]``, streamed, so that only what is read is downloaded.
 
-    Its cache key is the id alone: a resumed run must map the tokens of the first one even if the hub has
-    changed or cannot be reached.
+    Its cache key is the id alone: a resumed run must map the same tokens even if the dataset has changed or the hub
+    cannot be reached.
     """
 
     unit = "documents"
@@ -320,7 +320,7 @@ class HubInput(TextInput):
         return self.name
 
     def digest(self) -> tuple[int, str]:
-        """Of the text read so far: a stream has no size of its own."""
+        """Of the text read so far, because a stream has no known size."""
         return self._bytes, self._sha.hexdigest()
 
     def _texts(self) -> Iterator[str]:
@@ -350,14 +350,14 @@ class HubInput(TextInput):
                 first = list(islice(records, 1))
             yield from first
             yield from records
-        except Exception as error:  # the library raises many kinds: network, missing id, missing split
+        except Exception as error:  # the library raises many types: network, missing id, missing split
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise self._error(f"cannot be read ({reason}): check the id, its split and the network") from error
 
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Two lines for each of its retries would bury our one, which says the same; once text flows they are news."""
+    """Silence the retries of the first request, which end in one error of ours; later ones are shown."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -373,7 +373,7 @@ def _no_field(field: str, names: Any) -> str:
 
 
 def _without_lone_surrogates(text: str) -> str:
-    """JSON may carry half a surrogate pair, which no tokenizer accepts; it becomes U+FFFD."""
+    """Replace lone surrogates, which JSON allows and tokenizers reject, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""From documents to token ids: which tokenizer this is, how documents are separated, and fast batch encoding."""
+"""From documents to token ids: tokenizer fingerprint, document separators, batch encoding."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ class EncodedPiece(NamedTuple):
 
 
 class DocumentEncoder:
-    """Encodes documents the way they are packed for training.
+    """Encodes documents as they are packed for training.
 
-    Every document is followed by the end-of-text token: a token literally named ``<|endoftext|>`` or
-    ``<|end_of_text|>`` where the vocabulary has one (chat models name another token as ``eos``, but were
-    pretrained with that separator), else ``eos``, else ``bos``. A document starts with ``bos`` only where the
-    tokenizer itself puts one (Llama-2, Llama-3, llama2.c), and not where ``bos`` is the end-of-text token, which
-    already stands before the document. No other special token is added; those spelled out in the text are
-    recognised, as the tokenizer normally does.
+    Every document is followed by the end-of-text token: the token named ``<|endoftext|>`` or ``<|end_of_text|>`` if the
+    vocabulary has one (chat models use another token as ``eos``, but were pretrained with that separator), else
+    ``eos``, else ``bos``. A document starts with ``bos`` only if the tokenizer itself adds one (Llama-2, Llama-3,
+    llama2.c), and not if ``bos`` is the end-of-text token, which already precedes the document. No other special token
+    is added; special tokens in the text are recognised, as usual.
 
-    Documents above half a million characters are encoded in pieces cut at line ends, so that memory stays
-    bounded; only the token at a cut can differ from encoding the whole.
+    Documents above half a million characters are encoded in pieces split at line ends, so that memory stays bounded;
+    only the tokens at a split can differ from encoding the whole document.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -53,11 +52,11 @@ class DocumentEncoder:
 
     @property
     def identity(self) -> str:
-        """Everything that decides which ids a text becomes."""
+        """Everything that determines the ids of a text."""
         return f"{self.fingerprint}/{self.end_of_text}/{self.beginning_of_text}/{self.dtype.str}"
 
     def encode(self, documents: Iterable[str]) -> Iterator[EncodedPiece]:
-        """All documents in order, batched so that the tokenizer can use every core."""
+        """All documents in order, in batches, so that the tokenizer uses all cores."""
         texts: list[str] = []
         edges: list[tuple[bool, bool]] = []
         num_chars = 0
@@ -90,10 +89,10 @@ class DocumentEncoder:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over what decides how text becomes ids: vocabulary, merges, normalizer, pre-tokenizer, added tokens.
+    """SHA-256 of everything that determines ids: vocabulary, merges, normalizer, pre-tokenizer, added tokens.
 
-    Left out is what a mere call changes (padding, truncation) and what only matters for prompts and decoding, so
-    that the fingerprint survives saving, loading and use.
+    Padding and truncation, which a call can change, and settings for prompts and decoding are left out, so that the
+    fingerprint does not change by saving, loading or use.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -106,7 +105,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token between documents (see DocumentEncoder)."""
+    """The token after each document (see DocumentEncoder)."""
     vocabulary = tokenizer.get_vocab()
     for name in _SEPARATOR_NAMES:
         if name in vocabulary:
@@ -115,12 +114,12 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if candidate is not None:
             return int(candidate)
     raise UserError(
-        "tokenizer: it has no end-of-text, eos or bos token to put between documents: set eos_token in its files"
+        "tokenizer: it has no end-of-text, eos or bos token to separate documents: set eos_token in its files"
     )
 
 
 def beginning_of_text_id(tokenizer: PreTrainedTokenizerBase, end_of_text: int) -> int | None:
-    """``bos`` where the tokenizer itself starts a text with it; None otherwise (see DocumentEncoder)."""
+    """``bos`` if the tokenizer itself starts a text with it, else None (see DocumentEncoder)."""
     bos = tokenizer.bos_token_id
     if bos is None or bos == end_of_text:
         return None
@@ -129,7 +128,7 @@ def beginning_of_text_id(tokenizer: PreTrainedTokenizerBase, end_of_text: int) -
 
 
 def split_text(text: str, max_chars: int) -> Iterator[str]:
-    """``text`` in pieces of at most ``max_chars``, cut after a line end, else after a space, else anywhere."""
+    """``text`` in pieces of at most ``max_chars``, split after a line end, else after a space, else anywhere."""
     start = 0
     while len(text) - start > max_chars:
         stop = start + max_chars
@@ -147,7 +146,7 @@ def _largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _private_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """A copy of the fast tokenizer without truncation and padding, which earlier calls may have left switched on."""
+    """A copy of the fast tokenizer without truncation and padding, which earlier calls may have enabled."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

@@ -1,4 +1,4 @@
-"""Fixed sets of windows: for validation in the order of the text, for calibration at random from a seed."""
+"""Fixed sets of windows: in text order for validation, random by seed for calibration."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 from dwindle.core.errors import UserError
 from dwindle.data.mixture import num_windows
 from dwindle.data.permutation import Permutation
-from dwindle.data.tokenstream import TokenStream
+from dwindle.data.token_stream import TokenStream
 
 
 def spread_windows(stream: TokenStream, seq_len: int, max_tokens: int, option: str) -> Tensor:
-    """int64 [n, seq_len + 1]: all windows in order, or, above ``max_tokens``, as many spread evenly over the text."""
+    """int64 [n, seq_len + 1]: all windows in order, or evenly spaced ones with at most ``max_tokens`` in total."""
     available = num_windows(stream, seq_len, option)
     wanted = min(available, max_tokens // seq_len)
     if wanted < 1:
@@ -26,8 +26,7 @@ def spread_windows(stream: TokenStream, seq_len: int, max_tokens: int, option: s
 
 
 def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, option: str) -> Tensor:
-    """int64 [num_sequences, seq_len]: disjoint windows in random order; a short text gives evenly spread, overlapping
-    ones instead."""
+    """int64 [num_sequences, seq_len]: disjoint windows in random order; of a short text, overlapping ones."""
     available = len(stream) // seq_len
     if available < 1:
         raise UserError(

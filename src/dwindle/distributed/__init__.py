@@ -1,1 +1,1 @@
-"""Processes: who takes part, what each holds, and how tensors move between them."""
+"""Multi-process training: the process group, engines (one process, DDP, FSDP2), DTensor helpers, sharded files."""

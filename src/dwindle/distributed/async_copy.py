@@ -1,6 +1,6 @@
-"""Small tensors between host and device without waiting: a GPU has the whole optimizer step queued when groups leave.
+"""Asynchronous copies of small tensors between host and device.
 
-An ordinary copy waits until everything queued before it is done, so that each would cost as much as that takes.
+When groups are pruned, the whole optimizer step is queued on the GPU. A plain copy would wait for all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Fetched:
-    """A copy to the host that later work on the device does not delay."""
+    """A copy to the host that does not wait for work queued later on the device."""
 
     def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
@@ -24,13 +24,14 @@ class Fetched:
             self._event.record()
 
     def result(self) -> Tensor:
+        """The values; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
 
 def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Host tensors of one dtype as parts of one copy on the device."""
+    """Host tensors of one dtype on the device, sent as one copy."""
     if device.type != "cuda" or not tensors:
         return [tensor.to(device) for tensor in tensors]
     together = torch.cat([tensor.flatten() for tensor in tensors]).pin_memory().to(device, non_blocking=True)

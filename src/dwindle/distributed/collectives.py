@@ -1,12 +1,10 @@
-"""Who solves a layer's problem when there are several processes, and how its inputs and its result travel.
+"""Layer-wise problems (second-order repair and scores) distributed over processes.
 
-Problem ``number`` belongs to one process, the next to the next one: Grams are added up (or sampled tokens collected)
-there, and only the small result goes back to all.
+Problem ``number`` is owned by one process, in turn. Gram matrices are summed (or sampled rows gathered) at the owner,
+and only the small result is broadcast.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,56 +13,25 @@ from torch import Tensor
 from dwindle.distributed.shards import several_processes
 
 
-class Exchange(Protocol):
-    """All processes call the same methods in the same order."""
-
-    def is_mine(self, number: int) -> bool:
-        """Whether this process solves problem ``number``."""
-
-    def counts(self, own: int, device: torch.device) -> list[int]:
-        """How many tokens each process has seen, this one ``own``: the same in all problems of one exchange."""
-
-    def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The sum over processes, at the owner; what the others get is not used."""
-
-    def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The rows of all processes, at the owner; how many each has may differ."""
-
-    def from_owner(self, number: int, tensor: Tensor) -> Tensor:
-        """The owner's tensor, everywhere; the others pass one of its shape."""
-
-
-class Alone:
-    """One process owns everything."""
-
-    def is_mine(self, number: int) -> bool:
-        return True
-
-    def counts(self, own: int, device: torch.device) -> list[int]:
-        return [own]
-
-    def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def from_owner(self, number: int, tensor: Tensor) -> Tensor:
-        return tensor
-
-
-class Together:
-    """The processes of the default group take turns as owners."""
+class Exchange:
+    """Communication over the default process group; all processes call the same methods in the same order."""
 
     def __init__(self) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.size = num_processes()
+        self.rank = dist.get_rank() if self.size > 1 else 0
         self._counts: list[int] = []
 
     def is_mine(self, number: int) -> bool:
+        """Whether this process solves problem ``number``."""
         return number % self.size == self.rank
 
     def counts(self, own: int, device: torch.device) -> list[int]:
-        """Asked once: every layer sees the same tokens, and asking means waiting for the device."""
+        """Number of tokens of each process (``own`` for this one), the same in all problems of one exchange.
+
+        Exchanged once, because every layer sees the same tokens and reading the counts synchronises the device.
+        """
+        if self.size == 1:
+            return [own]
         if not self._counts:
             every = torch.zeros(self.size, dtype=torch.int64, device=device)
             every[self.rank] = own
@@ -74,30 +41,33 @@ class Together:
         return self._counts
 
     def sum_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        """The sum over processes, at the owner; undefined elsewhere."""
+        if self.size == 1:
+            return tensor
         total = tensor.clone()
         dist.reduce(total, dst=number % self.size)
         return total
 
     def rows_to_owner(self, number: int, tensor: Tensor) -> Tensor:
+        """The rows of all processes, at the owner; their number may differ between processes."""
+        if self.size == 1:
+            return tensor
         counts = self.counts(len(tensor), tensor.device)
         most = max(counts)
         padded = torch.cat([tensor, tensor.new_zeros(most - len(tensor), *tensor.shape[1:])])
-        mine = self.is_mine(number)
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if mine else None
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.is_mine(number) else None
         dist.gather(padded.contiguous(), parts, dst=number % self.size)
         if parts is None:
             return tensor
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def from_owner(self, number: int, tensor: Tensor) -> Tensor:
-        dist.broadcast(tensor, src=number % self.size)
+        """The owner's tensor, on all processes; the others pass one of the same shape."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=number % self.size)
         return tensor
 
 
-def exchange_here() -> Exchange:
-    """For this process as it was started."""
-    return Together() if several_processes() else Alone()
-
-
 def num_processes() -> int:
+    """Size of the process group; 1 without one."""
     return dist.get_world_size() if several_processes() else 1

@@ -1,152 +1,61 @@
-"""Several processes: joining the group that torchrun describes, and the engines for DDP, FSDP2 and HSDP.
+"""Engines: how one step is computed by one process, by DDP replicas or by FSDP2 shards, behind one interface.
 
-Every process sees its own slice of each step's sequences. Losses are scaled by ``processes / tokens of the step``,
-so that the average which DDP and FSDP2 form over processes is the mean over all tokens, as in one process.
+Each process gets its own slice of the sequences of a step. Losses are scaled by ``processes / tokens of the step``, so
+that the mean over processes, which DDP and FSDP2 compute, is the mean over all tokens, as in one process.
+
+Shapes: B sequences, T tokens each, N windows.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import timedelta
 from inspect import signature
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from dwindle.anatomy.build import build, build_on_meta
 from dwindle.core.errors import UserError
-from dwindle.distributed.engine import Engine
-from dwindle.distributed.shards import gathered, idle, local, total_norm
-from dwindle.training.loss import Precision, TokenLoss, autocast_for, language_model_loss
+from dwindle.distributed.lazy_weights import Fetch
+from dwindle.distributed.precision import Precision, autocast_for
+from dwindle.distributed.sharded_safetensors import piece_name
+from dwindle.distributed.shards import gathered, idle, is_sharded, local, total_norm
+from dwindle.distributed.world import World
 
 Parallel = Literal["auto", "none", "ddp", "fsdp", "hsdp"]
-T = TypeVar("T")
 Root = TypeVar("Root", bound=nn.Module)
+Files = dict[str, dict[str, Tensor]]
+"""File name → tensors by name."""
 
-_TIMEOUT = timedelta(minutes=10)
-"""How long a collective may wait; a process that died is noticed sooner, by its launcher or its connections."""
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DDP_BELOW = 1_000_000_000
-"""Parameters up to which every process holds the whole model."""
+"""``auto`` replicates models with fewer parameters than this, and shards larger ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """Who this process is among all; the default is one process alone."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    store: Any = None
+class Loss(Protocol):
+    """The fields of a loss that an engine reads; a NamedTuple."""
 
     @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+    def objective(self) -> Tensor: ...
 
     @property
-    def num_nodes(self) -> int:
-        return self.size // self.local_size
+    def cross_entropy(self) -> Tensor: ...
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            dist.barrier()
+    @property
+    def distillation(self) -> Tensor | None: ...
 
-    def broadcast(self, tensor: Tensor | None) -> Tensor:
-        """The main process's tensor, on every process; its shape and type go before it as numbers."""
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        about = torch.zeros(10, dtype=torch.int64)
-        if tensor is not None:
-            about[: tensor.ndim + 2] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
-        about = about.to(device)
-        dist.broadcast(about, src=0)
-        kind, ndim, *shape = about.tolist()
-        if tensor is None:
-            tensor = torch.empty(shape[:ndim], dtype=_DTYPES[kind])
-        sent = tensor.to(device).contiguous()
-        dist.broadcast(sent, src=0)
-        return sent
-
-    def main_first(self, name: str, task: Callable[[], T]) -> T:
-        """Run on the main process, then on the others: they find the files that it wrote.
-
-        Waiting is patient (tokenizing may take hours), and a mistake that the main process reports is not repeated.
-        """
-        if self.size == 1:
-            return task()
-        key = f"dwindle/{name}"
-        if self.is_main:
-            try:
-                result = task()
-            except BaseException:
-                self.store.set(key, "failed")
-                raise
-            self.store.set(key, "done")
-            return result
-        try:
-            while not self.store.check([key]):
-                time.sleep(0.05)
-            done = self.store.get(key) == b"done"
-        except dist.DistError:  # the main process holds the store, and has ended
-            done = False
-        if not done:
-            raise SystemExit(2)
-        return task()
+    def _replace(self, *, cross_entropy: Tensor = ..., distillation: Tensor | None = ...) -> Self: ...
 
 
-def launched_by_torchrun() -> bool:
-    """Whether the environment describes a group of processes."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-@contextmanager
-def joined(device: str) -> Iterator[World]:
-    """The group of processes that the environment describes (torchrun, ``--nproc``), or this process alone."""
-    if not launched_by_torchrun() or int(os.environ["WORLD_SIZE"]) == 1:
-        yield World()
-        return
-    world = _join(device)
-    try:
-        yield world
-    except UserError as error:
-        raise error if world.is_main else UserError(f"process {world.rank}: {error}") from error
-    dist.destroy_process_group()  # not after an error: others may be waiting in a collective
-
-
-def _join(device: str) -> World:
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    size = int(os.environ["WORLD_SIZE"])
-    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"--nproc: {local_size} processes on this machine, which has {torch.cuda.device_count()} GPUs: "
-                "start one process per GPU"
-            )
-        torch.cuda.set_device(local_rank)
-    store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=PrefixStore("collectives", store),
-        rank=rank,
-        world_size=size,
-        timeout=_TIMEOUT,
-        device_id=torch.device("cuda", local_rank) if device == "cuda" else None,
-    )
-    return World(rank, size, local_rank, local_size, PrefixStore("dwindle", store))
+LossFunction = Callable[..., Loss]
+"""``loss(model, tokens_BT, chunk_tokens=…, …)``, such as ``training.loss.language_model_loss``."""
 
 
 def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Parallel:
-    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, with replicas over nodes."""
+    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, or HSDP over several nodes."""
     if world.size == 1:
         return "none"
     if wanted == "none":
@@ -160,87 +69,149 @@ def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Para
 
 
 def num_shards(world: World, parallel: Parallel) -> int:
-    """Devices over which one copy of the model is spread."""
+    """Number of devices over which one copy of the model is sharded."""
     return {"fsdp": world.size, "hsdp": world.local_size}.get(parallel, 1)
 
 
-def choose_engine(world: World, parallel: Parallel, *, device: str, precision: Precision) -> Engine:
-    """The engine for what ``choose_parallel`` chose."""
+def choose_engine(world: World, parallel: Parallel, loss: LossFunction, *, device: str, precision: Precision) -> Engine:
+    """The engine for the result of ``choose_parallel``."""
     if parallel == "none":
-        return Engine()
+        return Engine(loss)
     if parallel == "ddp":
-        return ReplicatedEngine(world)
-    return ShardedEngine(world, device=device, precision=precision, replicate=parallel == "hsdp")
+        return ReplicatedEngine(loss, world)
+    return ShardedEngine(loss, world, device=device, precision=precision, replicate=parallel == "hsdp")
 
 
-class LossModule(nn.Module):
-    """The loss as a forward pass: DDP and FSDP2 act on the calls of a module, and the head is used by the loss."""
+class Engine:
+    """One process, and the interface of all engines."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+    _forward_is_collective = False
 
-    def forward(self, tokens_BT: Tensor, options: dict[str, Any]) -> TokenLoss:
-        return language_model_loss(self.model, tokens_BT, **options)
+    def __init__(self, loss: LossFunction, world: World | None = None) -> None:
+        self.loss_function = loss
+        self.world = world or World()
 
+    @property
+    def rank(self) -> int:
+        return self.world.rank
 
-class SharedEngine(Engine):
-    """What DDP and FSDP2 have in common."""
+    @property
+    def size(self) -> int:
+        return self.world.size
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.rank, self.size = world.rank, world.size
-        self._root: Any = None
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.world.is_main
 
-    def num_tokens(self, micro_batches: Sequence[Tensor], batches: Any) -> int:
-        return int(batches.tokens_per_step)
+    def build(self, config: Any, dtype: torch.dtype, whole: Callable[[], nn.Module]) -> nn.Module:
+        """The model of ``config``: ``whole()`` here; on the meta device where ``materialize`` will shard it."""
+        return whole()
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> TokenLoss:
-        """A process without a sequence in this micro-batch takes part with one that does not count."""
-        assert self._root is not None, "the engine has not been given a model"
-        if tokens_BT.shape[0]:
-            return cast(TokenLoss, self._root(tokens_BT, options))
-        with idle(model):
-            loss = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
-        taught = None if loss.distillation is None else loss.distillation * 0
-        return TokenLoss(loss.objective, loss.cross_entropy * 0, taught)
+    def materialize(self, model: nn.Module, fetch: Fetch | None) -> None:
+        """Load and shard the weights of a model on the meta device, which is then trained."""
 
-    def share(self, sums: Tensor, stop: bool) -> Tensor:
-        everything = super().share(sums, stop)
-        dist.all_reduce(everything)
-        return everything
+    def materialize_frozen(self, root: nn.Module, fetch: Fetch) -> None:
+        """The same for a model that is only called, such as a teacher; ``root.model`` is the model."""
 
-    def barrier(self) -> None:
-        self.world.barrier()
+    def adopt(self, model: nn.Module) -> None:
+        """Prepare for steps on this model, at the start and after each compaction."""
+
+    def gather(self, model: nn.Module) -> nn.Module:
+        """The model with whole weights, to save it; every process must call this."""
+        return model
+
+    def files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
+        """The checkpoint files that this process writes, from the tensors of each group."""
+        return {f"{group}.safetensors": dict(named) for group, named in tensors.items()} if self.is_main else {}
+
+    def autocast(self, precision: Precision, device: str) -> AbstractContextManager[object]:
+        """Around the forward pass."""
+        return autocast_for(precision, device)
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around the passes of one micro-batch; gradients are reduced over processes in the last one only."""
+        return nullcontext()
+
+    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+        """The loss of this process's sequences."""
+        return self.loss_function(model, tokens_BT, **options)
+
+    def sum_over_processes(self, values: Tensor) -> Tensor:
+        """``values`` summed over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """The 2-norm of all gradients."""
+        return get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients, whose norm is ``norm``, to at most ``max_norm``."""
+        clip_grads_with_norm_(parameters, max_norm, norm)
 
     @torch.no_grad()
     def evaluate(
         self, model: nn.Module, windows_NT: Tensor, *, batch: int, chunk_tokens: int, precision: Precision
     ) -> float:
-        """Each process takes a share of the windows, and all make the same number of passes."""
+        """Mean nats per token over held-out windows.
+
+        Each process evaluates a slice of the windows; where weights are gathered, all make the same number of passes.
+        """
+        assert windows_NT.ndim == 2 and windows_NT.shape[0] > 0 and windows_NT.shape[1] > 1
         total, device = windows_NT.shape[0], local(next(model.parameters())).device
-        first, end = total * self.rank // self.size, total * (self.rank + 1) // self.size
-        mine = windows_NT[first:end]
-        largest_share = -(-total // self.size)
-        passes = -(-largest_share // batch)
+        mine = windows_NT[total * self.rank // self.size : total * (self.rank + 1) // self.size]
+        largest_slice = -(-total // self.size)
         sums = torch.zeros((), dtype=torch.float64, device=device)
         was_training = model.training
         model.eval()
-        for number in range(passes):
-            tokens = mine[number * batch : (number + 1) * batch].to(device)
-            with self.autocast(precision, device.type):
-                sums += self.loss(model, tokens, chunk_tokens=chunk_tokens).cross_entropy
-        model.train(was_training)
-        self.after_evaluation()
-        dist.all_reduce(sums)
-        return float(sums) / (total * (windows_NT.shape[1] - 1))
+        try:
+            for start in range(0, largest_slice, batch):
+                tokens_BT = mine[start : start + batch].to(device)
+                if not len(tokens_BT) and not self._forward_is_collective:
+                    break
+                with self.autocast(precision, device.type):
+                    sums += self.loss(model, tokens_BT, chunk_tokens=chunk_tokens).cross_entropy
+        finally:
+            model.train(was_training)
+        self._after_evaluation()
+        return float(self.sum_over_processes(sums)) / (total * (windows_NT.shape[1] - 1))
 
-    def after_evaluation(self) -> None:
-        """Undo what forward passes without a backward pass leave behind."""
+    def _after_evaluation(self) -> None:
+        """Undo the side effects of forward passes that no backward pass followed."""
 
 
-class ReplicatedEngine(SharedEngine):
-    """DDP: every process holds the whole model and the gradients are averaged."""
+class LossModule(nn.Module):
+    """The loss as a forward pass, the head included: DDP and FSDP2 hook into the calls of modules."""
+
+    def __init__(self, model: nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, tokens_BT: Tensor, options: dict[str, Any]) -> Loss:
+        return self.loss(self.model, tokens_BT, **options)
+
+
+class _WrappedEngine(Engine):
+    """Common to DDP and FSDP2: the loss is a call of the wrapped module ``_root``."""
+
+    _root: Any = None
+
+    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+        """A process without a sequence in this micro-batch runs a dummy sequence with weight 0, to join collectives."""
+        assert self._root is not None, "the engine has not been given a model"
+        if tokens_BT.shape[0]:
+            return cast(Loss, self._root(tokens_BT, options))
+        with idle(model):
+            loss: Loss = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
+        distillation = None if loss.distillation is None else loss.distillation * 0
+        return loss._replace(cross_entropy=loss.cross_entropy * 0, distillation=distillation)
+
+
+class ReplicatedEngine(_WrappedEngine):
+    """DDP: every process holds the whole model, and gradients are averaged."""
 
     def adopt(self, model: nn.Module) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -248,25 +219,24 @@ class ReplicatedEngine(SharedEngine):
         known = signature(DistributedDataParallel).parameters
         sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
         options: dict[str, Any] = {sync: False, "gradient_as_bucket_view": True}
-        self._root = DistributedDataParallel(LossModule(model), **options)
+        self._root = DistributedDataParallel(LossModule(model, self.loss_function), **options)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else cast(AbstractContextManager[object], self._root.no_sync())
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> TokenLoss:
-        if not torch.is_grad_enabled():  # nothing to average, so the passes need not match
-            if tokens_BT.shape[0]:
-                return language_model_loss(model, tokens_BT, **options)
-            nothing = torch.zeros((), device=tokens_BT.device)
-            return TokenLoss(nothing, nothing)
+    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+        if not torch.is_grad_enabled():  # no gradients to reduce, so the wrapper is not needed
+            return self.loss_function(model, tokens_BT, **options)
         return super().loss(model, tokens_BT, **options)
 
 
-class ShardedEngine(SharedEngine):
-    """FSDP2: weights, gradients and moments are spread over processes; HSDP spreads them inside each node."""
+class ShardedEngine(_WrappedEngine):
+    """FSDP2: weights, gradients and moments are sharded over all processes; HSDP shards them inside each node."""
 
-    def __init__(self, world: World, *, device: str, precision: Precision, replicate: bool) -> None:
-        super().__init__(world)
+    _forward_is_collective = True
+
+    def __init__(self, loss: LossFunction, world: World, *, device: str, precision: Precision, replicate: bool) -> None:
+        super().__init__(loss, world)
         from torch.distributed.device_mesh import init_device_mesh
 
         self.device = device
@@ -277,29 +247,24 @@ class ShardedEngine(SharedEngine):
             shape, names = (world.num_nodes, world.local_size), ("replicate", "shard")  # type: ignore[assignment]
         self.mesh = init_device_mesh(device, shape, mesh_dim_names=names)
 
-    @property
-    def shard_rank(self) -> int:
-        return int(self.mesh.get_local_rank("shard"))
+    def build(self, config: Any, dtype: torch.dtype, whole: Callable[[], nn.Module]) -> nn.Module:
+        model = build_on_meta(config)
+        cast(Any, model).config.dtype = dtype
+        return model
 
-    @property
-    def num_shards(self) -> int:
-        return int(self.mesh.size(self.mesh.ndim - 1))
+    def materialize(self, model: nn.Module, fetch: Fetch | None) -> None:
+        assert fetch is not None, "a sharded model is filled tensor by tensor"
+        self._root = self._shard(LossModule(model, self.loss_function), fetch)
 
-    @property
-    def holds_first_replica(self) -> bool:
-        """Whether this process writes its shards to checkpoints."""
-        return not self.replicate or int(self.mesh.get_local_rank("replicate")) == 0
+    def materialize_frozen(self, root: nn.Module, fetch: Fetch) -> None:
+        """The root group (embeddings, final norm) stays gathered, because only a backward pass reshards it."""
+        self._shard(root, fetch)
 
-    def shard(self, model: nn.Module, fetch: Callable[[str], Tensor]) -> None:
-        """Fill and shard the model to train (see ``shard_root``)."""
-        self._root = self.shard_root(LossModule(model), fetch)
+    def _shard(self, root: Root, fetch: Fetch) -> Root:
+        """Fill ``root.model``, which is on the meta device, one layer at a time, and keep this process's rows of it.
 
-    def shard_root(self, root: Root, fetch: Callable[[str], Tensor]) -> Root:
-        """Fill a model that has no storage yet, one layer at a time, and keep this process's rows of each.
-
-        ``root`` is what will be called, around the model. ``fetch`` gives a whole tensor by name, and is called in the
-        same order everywhere. Embeddings (tied or not) and the final norm are one group: the loss uses them together.
-        A frozen teacher is sharded likewise; that group of it stays gathered, because only a backward pass frees it.
+        ``fetch`` returns a whole tensor by name and is called in the same order on every process. Embeddings (tied or
+        not) and the final norm form one FSDP group, because the loss uses them together.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -317,7 +282,7 @@ class ShardedEngine(SharedEngine):
         fully_shard(root, mesh=self.mesh, mp_policy=policy)
         return root
 
-    def _fill(self, module: nn.Module, prefix: str, fetch: Callable[[str], Tensor]) -> None:
+    def _fill(self, module: nn.Module, prefix: str, fetch: Fetch) -> None:
         for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
                 whole = fetch(prefix + name).to(self.device)
@@ -329,8 +294,30 @@ class ShardedEngine(SharedEngine):
         assert self._root is not None and self._root.model is model, "the model was not sharded by this engine"
         assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()]), "tensors without values"
 
+    def gather(self, model: nn.Module) -> nn.Module:
+        """A copy in host memory, gathered tensor by tensor."""
+        whole = build(model.config, {name: gathered(p).to("cpu", copy=True) for name, p in model.named_parameters()})
+        whole.generation_config = model.generation_config
+        return whole
+
+    def files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
+        """Each process of the first replica writes its rows of sharded tensors; the main process everything else."""
+        rank, count = int(self.mesh.get_local_rank("shard")), int(self.mesh.size(self.mesh.ndim - 1))
+        in_first_replica = not self.replicate or int(self.mesh.get_local_rank("replicate")) == 0
+        files: Files = {}
+        for group, named in tensors.items():
+            any_sharded = any(is_sharded(tensor) for tensor in named.values())
+            mine = {
+                name: local(tensor)
+                for name, tensor in named.items()
+                if (in_first_replica if is_sharded(tensor) else self.is_main)
+            }
+            if mine:
+                files[piece_name(group, rank, count) if any_sharded else f"{group}.safetensors"] = mine
+        return files
+
     def autocast(self, precision: Precision, device: str) -> AbstractContextManager[object]:
-        """The gathered weights are bf16 already."""
+        """Nothing to do in bf16: FSDP2 gathers the weights as bf16."""
         return nullcontext() if self._bf16 else autocast_for(precision, device)
 
     @contextmanager
@@ -341,22 +328,13 @@ class ShardedEngine(SharedEngine):
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         return total_norm([p.grad for p in parameters if p.grad is not None], get_total_norm)
 
-    def clip(self, parameters: Iterable[nn.Parameter], largest: float, norm: Tensor) -> None:
+    def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         held = []
         for parameter in parameters:
             if parameter.grad is not None:
                 held.append(nn.Parameter(local(parameter), requires_grad=False))
                 held[-1].grad = local(parameter.grad)
-        clip_grads_with_norm_(held, largest, norm)
+        clip_grads_with_norm_(held, max_norm, norm)
 
-    def after_evaluation(self) -> None:
+    def _after_evaluation(self) -> None:
         self._root.reshard()
-
-    def whole(self, parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """All tensors, whole, in the memory of the main process (empty elsewhere)."""
-        found = {}
-        for name, tensor in parameters:
-            full = gathered(tensor)
-            if self.is_main:
-                found[name] = full.to("cpu", copy=True)
-        return found

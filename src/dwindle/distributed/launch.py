@@ -1,7 +1,7 @@
-"""``--nproc N``: N processes on this machine, in the environment that ``torchrun --standalone`` gives them.
+"""``--nproc N``: N processes on this machine, with the environment variables of ``torchrun --standalone``.
 
-torchrun itself passes Ctrl-C on as well as the terminal does, and kills after 30 seconds; here every process gets
-each signal once, and has the time it needs to finish its step and write a checkpoint.
+With torchrun, each process receives Ctrl-C twice (from the terminal and from torchrun) and is killed after 30 seconds.
+Here every process gets each signal once, and as much time as it needs to finish its step and write a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 _GRACE_S = 20.0
-"""What the others are given to end by themselves once one process has failed."""
+"""Time for the other processes to exit by themselves after one has failed."""
 
 
 def launch(num_processes: int, arguments: Sequence[str]) -> int:
-    """Run ``python -m dwindle <arguments>`` N times as one group; the exit code of the first that failed, or 0."""
+    """Run ``python -m dwindle <arguments>`` in N processes; returns the exit code of the first that failed, or 0."""
     port = _free_port()
     processes = [_start(rank, num_processes, port, arguments) for rank in range(num_processes)]
 
@@ -45,7 +45,7 @@ def _start(rank: int, size: int, port: int, arguments: Sequence[str]) -> subproc
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     environment = os.environ | {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    # A session of its own, so that Ctrl-C reaches it through us and only once.
+    # a new session, so that Ctrl-C reaches the process through this launcher only, once
     return subprocess.Popen([sys.executable, "-m", "dwindle", *arguments], env=environment, start_new_session=True)
 
 
@@ -60,7 +60,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
     rank, code = failed[0]
     if code < 0:
-        print(f"error: process {rank} was ended by {signal.Signals(-code).name}: stopping the others", file=sys.stderr)
+        print(f"error: process {rank} was killed by {signal.Signals(-code).name}: stopping the others", file=sys.stderr)
     deadline = time.monotonic() + _GRACE_S
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,23 +1,24 @@
-"""Weights for models that no process need hold whole: one tensor at a time, by name."""
+"""Weights by name, one tensor at a time, for models that no process holds whole."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from dwindle.distributed.engines import World
 from dwindle.distributed.sharded_safetensors import TensorPieces
+from dwindle.distributed.world import World
 from dwindle.sources import load
 
+Fetch = Callable[[str], Tensor]
+"""A whole tensor by name; every process requests the same names in the same order."""
 
-def source_tensors(source: str, dtype: torch.dtype, world: World) -> Callable[[str], Tensor]:
-    """Tensors of a source by name: read one at a time where the format allows, else loaded by the main process.
 
-    Every process calls the result in the same order.
-    """
+def source_tensors(source: str, dtype: torch.dtype, world: World) -> Fetch:
+    """Tensors of a source: read one at a time from safetensors; other formats are loaded by the main process."""
     files = sorted(Path(source).expanduser().glob("model*.safetensors"))
     if files:
         named = {name: pieces for pieces in map(TensorPieces, [[file] for file in files]) for name in pieces}
@@ -25,11 +26,17 @@ def source_tensors(source: str, dtype: torch.dtype, world: World) -> Callable[[s
     return from_main(lambda: load(source, dtype=dtype).model, world)
 
 
-def from_main(make: Callable[[], nn.Module], world: World) -> Callable[[str], Tensor]:
-    """Tensors by name of a model that only the main process makes; every process asks in the same order."""
+def from_main(make: Callable[[], nn.Module], world: World) -> Fetch:
+    """Tensors of a model that only the main process makes."""
     whole = dict(make().named_parameters()) if world.is_main else {}
 
     def broadcast(name: str) -> Tensor:
         return world.broadcast(whole[name].detach() if world.is_main else None)
 
     return broadcast
+
+
+def on_first_use(opening: Callable[[], Fetch]) -> Fetch:
+    """The same tensors, opened with the first request: an engine with whole models requests none."""
+    opened = cache(opening)
+    return lambda name: opened()(name)

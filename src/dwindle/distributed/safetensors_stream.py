@@ -1,8 +1,8 @@
-"""safetensors files written as a stream.
+"""safetensors files written tensor by tensor.
 
-The library's own writer first copies every tensor to host memory, hides a full disk behind its own exception
-and leaves hashing to a second pass. A checkpoint wants none of the three, and the format is simple: the
-length of a JSON header, the header, the bytes. Reading goes through the library.
+The library's writer copies every tensor to host memory first, raises its own exception on a full disk, and needs a
+second pass for hashing. A checkpoint should avoid all three, and the format is simple: the length of a JSON header, the
+header, the bytes. Reading uses the library.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIASES = "aliases"
+ALIASES_KEY = "aliases"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write and fsync a safetensors file, tied tensors once; return its sha256."""
+    """Write and fsync a safetensors file, tied tensors once; returns its sha256."""
     stored, aliases = _deduplicate(tensors)
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -54,10 +54,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor by name, on the CPU; tied names give the same tensor again."""
+    """All tensors by name, on the CPU; tied names share one tensor."""
     with safe_open(str(path), framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
+        aliases = json.loads((file.metadata() or {}).get(ALIASES_KEY, "{}"))
     return tensors | {name: tensors[of] for name, of in aliases.items()}
 
 
@@ -65,19 +65,19 @@ def _deduplicate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     owner: dict[tuple[Any, ...], str] = {}
-    for name, tensor in sorted(tensors.items()):  # equal content gives an equal file, whatever the order
+    for name, tensor in sorted(tensors.items()):  # the file does not depend on the order of the mapping
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in owner:
             aliases[name] = owner[place]
         else:
             owner[place] = name
             stored[name] = tensor
-    # wide types first, so that every tensor starts at a multiple of its element size
+    # wide dtypes first, so that every tensor is aligned to its element size
     return dict(sorted(stored.items(), key=lambda item: -item[1].element_size())), aliases
 
 
 def _header(stored: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", ALIASES: json.dumps(aliases)}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", ALIASES_KEY: json.dumps(aliases)}}
     offset = 0
     for name, tensor in stored.items():
         end = offset + tensor.numel() * tensor.element_size()

@@ -1,7 +1,7 @@
-"""Tensors read from one safetensors file, or from several that hold consecutive rows of each tensor.
+"""Tensors from one safetensors file, or from several that hold consecutive rows of each tensor.
 
 ``model.safetensors`` is a whole group; ``model-00002-of-00003.safetensors`` holds the rows of the second of three
-processes. Tensors that were not spread over processes are in the first file only.
+processes. Tensors that were not sharded are in the first file only.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dwindle.distributed.safetensors_stream import ALIASES
+from dwindle.distributed.safetensors_stream import ALIASES_KEY
 
 
 def piece_name(group: str, number: int, count: int) -> str:
-    """The file of one process (counted from 0) of several."""
+    """The file name of process ``number`` (from 0) of ``count``."""
     return f"{group}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def files_of(folder: Path, group: str) -> list[Path]:
-    """The files of a group in the order of their rows; empty when the group was not saved."""
+    """The files of a group, ordered by rows; empty if the group was not saved."""
     whole = folder / f"{group}.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob(f"{group}-?????-of-?????.safetensors"))
 
 
 class TensorPieces(Mapping[str, Tensor]):
-    """Tensors by name, read when asked for, whole or some rows of them; on the CPU."""
+    """Tensors by name, read on demand, whole or by rows; on the CPU."""
 
     def __init__(self, files: list[Path]) -> None:
         self._stack = ExitStack()
         self._files: list[Any] = [self._stack.enter_context(safe_open(str(f), framework="pt")) for f in files]
-        self._aliases = [json.loads((f.metadata() or {}).get(ALIASES, "{}")) for f in self._files]
+        self._aliases = [json.loads((f.metadata() or {}).get(ALIASES_KEY, "{}")) for f in self._files]
         self._stored = [set(f.keys()) for f in self._files]
         self._names = dict.fromkeys(sorted(set().union(*self._stored, *self._aliases)))
 

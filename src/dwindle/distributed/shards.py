@@ -1,7 +1,7 @@
-"""Tensors of which each process may hold only some rows (FSDP2 shards), and plain tensors, through the same calls.
+"""The same functions for plain tensors and for DTensors that FSDP2 shards by rows.
 
-Sharding is always by rows (dimension 0), in the way of ``torch.chunk``: the last processes may hold fewer rows, or
-none. A plain tensor is held whole by every process.
+Sharding is always along dimension 0, like ``torch.chunk``: the last processes may hold fewer rows, or none. A plain
+tensor is held whole by every process.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 
 def several_processes() -> bool:
-    """Whether this process is one of a group."""
+    """Whether this process belongs to a group of more than one."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def idle(model: Any) -> Iterator[None]:
-    """Around a pass that a process without a sequence takes part with: whoever watches the model must not count it."""
+    """Around the forward pass of a process that has no sequence and only joins collectives; hooks must ignore it."""
     model.model.is_idle = True
     try:
         yield
@@ -31,11 +31,13 @@ def idle(model: Any) -> Iterator[None]:
 
 
 def is_idle(backbone: nn.Module) -> bool:
+    """Whether the current forward pass only joins collectives (see ``idle``)."""
     return getattr(backbone, "is_idle", False)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    if type(tensor) in (Tensor, nn.Parameter) or not several_processes():  # the import below is not free
+    """Whether this process holds only some rows."""
+    if type(tensor) in (Tensor, nn.Parameter) or not several_processes():  # avoids the slow import below
         return False
     from torch.distributed.tensor import DTensor
 
@@ -43,7 +45,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rows that this process holds; writing into them changes the tensor."""
+    """The rows of this process, as a view: writing into them changes the tensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -51,7 +53,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def _shard_dim(tensor: Tensor) -> int:
-    """The dimension of the device mesh over which the rows are spread."""
+    """The dimension of the device mesh over which the rows are sharded."""
     placements = cast(Any, tensor).placements
     dims = [dim for dim, placement in enumerate(placements) if placement.is_shard(0)]
     assert len(dims) == 1, f"not sharded by rows: {placements}"
@@ -59,7 +61,7 @@ def _shard_dim(tensor: Tensor) -> int:
 
 
 def row_range(tensor: Tensor) -> tuple[int, int]:
-    """First row and number of rows that this process holds."""
+    """First row and number of rows of this process."""
     total = tensor.shape[0] if tensor.ndim else 1
     if not is_sharded(tensor):
         return 0, total
@@ -75,7 +77,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def shaped_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """A tensor distributed as ``parameter`` is, with the values of ``whole``."""
+    """A tensor sharded like ``parameter``, with the values of ``whole``."""
     if not is_sharded(parameter):
         return whole
     empty = torch.empty_like(parameter.detach())
@@ -86,7 +88,7 @@ def shaped_like(parameter: Tensor, whole: Tensor) -> Tensor:
 
 
 def narrowed(tensor: Tensor, axis: int, start: int, length: int) -> Tensor | None:
-    """What this process holds of ``tensor.narrow(axis, start, length)``, to be written into."""
+    """The part of ``tensor.narrow(axis, start, length)`` on this process, as a view; None if it has no such rows."""
     if not is_sharded(tensor):
         return tensor.narrow(axis, start, length)
     first, rows = row_range(tensor)
@@ -99,7 +101,7 @@ def narrowed(tensor: Tensor, axis: int, start: int, length: int) -> Tensor | Non
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Give the memory of a parameter back although others may still refer to it."""
+    """Free the memory of a parameter even if there are other references to it."""
     if is_sharded(parameter):
         local(parameter).untyped_storage().resize_(0)
     else:
@@ -107,12 +109,12 @@ def release(parameter: nn.Parameter) -> None:
 
 
 def shard_group(tensor: Tensor) -> Any:
-    """The processes that together hold a sharded tensor once."""
+    """The process group over which a tensor is sharded."""
     return cast(Any, tensor).device_mesh.get_group(_shard_dim(tensor))
 
 
 def same_everywhere(values: Tensor, like: Tensor, *, partial: bool) -> Tensor:
-    """Sums computed from ``like``'s local rows, completed over its shards (if ``partial``), equal on all processes."""
+    """Sums over the local rows of ``like``, summed over its shards (if ``partial``) and bit-equal on all processes."""
     if not several_processes():
         return values
     if partial and is_sharded(like):
@@ -122,7 +124,7 @@ def same_everywhere(values: Tensor, like: Tensor, *, partial: bool) -> Tensor:
 
 
 def total_norm(gradients: Iterable[Tensor], norm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """The 2-norm over all gradients, whole or sharded, from one small all-reduce."""
+    """The 2-norm of all gradients, plain or sharded, with one all-reduce of a scalar."""
     every = list(gradients)
     sharded = [gradient for gradient in every if is_sharded(gradient)]
     if not sharded:

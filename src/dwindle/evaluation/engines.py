@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from dwindle.core.progress import Bar
+from dwindle.distributed.precision import Precision
 from dwindle.evaluation.data import TaskData
 from dwindle.evaluation.encoding import Pair
 from dwindle.evaluation.metrics import Accuracy, accuracy
 from dwindle.evaluation.perplexity import TextData
 from dwindle.evaluation.scoring import Scorer
-from dwindle.training.loss import Precision
 
 
 class Scored(NamedTuple):

@@ -16,6 +16,7 @@ from torch import nn
 
 from dwindle.anatomy import Anatomy
 from dwindle.core.errors import UserError
+from dwindle.distributed.precision import Precision
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import Engine, OwnEngine
@@ -26,7 +27,6 @@ from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check
 from dwindle.evaluation.results import write_text as write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
-from dwindle.training.loss import Precision
 
 EngineName = Literal["dwindle", "harness"]
 ENGINES: tuple[EngineName, ...] = ("dwindle", "harness")

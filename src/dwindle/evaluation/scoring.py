@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
 from dwindle.core.errors import UserError
+from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.evaluation.encoding import Pair, Tokens
-from dwindle.training.loss import Precision, autocast_for
 
 SHARED = 0
 """Branch number of the tokens that all choices have in common."""

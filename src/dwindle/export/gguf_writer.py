@@ -16,8 +16,7 @@ from dwindle.anatomy.families import CUSTOM_PREFIX
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
 from dwindle.export.gguf_vocabulary import Vocabulary
-from dwindle.sources.gguf_model import FAMILIES as SOURCE_FAMILIES
-from dwindle.sources.gguf_model import STEM_NAMES
+from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 
 BLOCK = 32
 """Numbers in one block of every quantised type that is written here; a row is a whole number of blocks."""
@@ -72,7 +71,7 @@ def architecture_of(model: Any) -> str:
             )
         return "deci"
     architecture = "llama" if family == "mistral" else family
-    if architecture not in SOURCE_FAMILIES:
+    if architecture not in ARCHITECTURES:
         raise UserError(f"--to gguf: {family} has no GGUF architecture here: export to hf or onnx instead")
     return architecture
 
@@ -107,7 +106,7 @@ class _Layout:
         self.model = model
         self.anatomy = Anatomy.of(model)
         self.architecture = architecture_of(model)
-        self.family = SOURCE_FAMILIES[self.architecture]
+        self.family = ARCHITECTURES[self.architecture]
         self._layer_parts = {ours: theirs for theirs, ours in self.family.layer.items()}
         self._stem_parts = {ours: theirs for theirs, ours in STEM_NAMES.items()}
 
@@ -184,7 +183,7 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
         "vocab_size": int(config.vocab_size),
         **_rope_scaling(rope),
     }
-    for key, (name, _) in SOURCE_FAMILIES[architecture].keys.items():
+    for key, (name, _) in ARCHITECTURES[architecture].keys.items():
         value = getattr(config, name, None)
         if value is not None:
             values[key] = int(value) if key == "attention.sliding_window" else float(value)

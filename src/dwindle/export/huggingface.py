@@ -15,9 +15,9 @@ from transformers.utils import logging
 from dwindle.anatomy import Anatomy, Structure, modeling_dwindle
 from dwindle.anatomy.build import is_custom
 from dwindle.core.directories import atomic_directory, refuse_existing
+from dwindle.core.jsonl import json_line
 from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
-from dwindle.training.metrics import json_line
 
 STRUCTURE = "structure.json"
 """In every directory that is written here and, unlike ``config.json``, in no other: only those are ever replaced."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy import Structure
+from dwindle.core.jsonl import JsonLinesFile
 from dwindle.core.sizes import format_count
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed
@@ -31,7 +32,7 @@ from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, sizes_of
 from dwindle.training.callbacks import Callback
-from dwindle.training.metrics import JsonLinesFile
+from dwindle.training.checkpoint import how_to_go_on
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -63,7 +64,7 @@ class Pruner(Callback):
         self.milestones = sorted(milestones, key=lambda item: -item[1])
         self.on_milestone = on_milestone
         self.num_events = 0
-        self._ledger = JsonLinesFile(ledger)
+        self._ledger = JsonLinesFile(ledger, how_to_go_on)
         self._smoothed: Scores | None = None
         self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None

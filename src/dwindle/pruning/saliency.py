@@ -16,7 +16,7 @@ from torch import Tensor
 from dwindle.anatomy import KINDS, Group, Kind, Row, Structure
 from dwindle.anatomy.anatomy import places
 from dwindle.distributed.async_copy import Fetched
-from dwindle.distributed.collectives import Exchange, exchange_here
+from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.gram import Inputs
 from dwindle.pruning.metrics import METRICS, Metric, Score, metric_named
@@ -51,7 +51,7 @@ class LayerCurvature(Mapping[str, Tensor]):
         exchange: Exchange | None = None,
     ) -> None:
         self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
-        self._exchange = exchange or exchange_here()
+        self._exchange = exchange or Exchange()
         anatomy = prunable.anatomy
         rows = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
         self._rows = {row.name: (number, row) for number, row in enumerate(rows)}

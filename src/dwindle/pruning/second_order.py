@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy import Anatomy, Kind, Row, Structure
-from dwindle.anatomy.anatomy import Leaving
+from dwindle.anatomy.anatomy import Removed
 from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
-from dwindle.distributed.collectives import Exchange, exchange_here, num_processes
+from dwindle.distributed.collectives import Exchange, num_processes
 from dwindle.distributed.shards import gathered, is_idle, local
 from dwindle.pruning.gram import (
     DEFAULT_DAMPING,
@@ -280,7 +280,7 @@ def repair(
 
     All problems are given to the device before the first result is looked at.
     """
-    exchange = exchange or exchange_here()
+    exchange = exchange or Exchange()
     problems = _problems(prunable, keep)
     factors: dict[int, Tensor] = {}
     regressions: dict[int, Regression] = {}
@@ -300,7 +300,7 @@ def repair(
 
 def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
     """Every input that loses columns now; what is known of them on the host is sent to the device at once."""
-    leaving = prunable.anatomy.leaving(prunable.alive, keep, prunable.physical)
+    leaving = prunable.anatomy.removed(prunable.alive, keep, prunable.physical)
     units = tuple(dict.fromkeys(unit for unit, _ in leaving if unit != "kv"))
     taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in leaving]
     one_each = {(tap.unit, tap.layer): tap for tap in taps}
@@ -342,7 +342,7 @@ def norm_factor(mean_square_N: Tensor, gain_N: Tensor, gone_P: Tensor, num_kept:
     return (num_kept / num_all / (1 - share.clamp(0.0, 0.9))).sqrt()
 
 
-def columns(prunable: Prunable, tap: Tap, leaving: Leaving) -> tuple[Tensor, Tensor]:
+def columns(prunable: Prunable, tap: Tap, leaving: Removed) -> tuple[Tensor, Tensor]:
     """Where the columns that leave and that stay lie in the tensors as they are now."""
     kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
     stays = ~prunable.dead[kinds[tap.unit]][tap.layer or 0]

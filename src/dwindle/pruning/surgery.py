@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
-from dwindle.anatomy.anatomy import Leaving
-from dwindle.anatomy.build import build, build_on_meta, config_for, cut
+from dwindle.anatomy.anatomy import Removed, cut
+from dwindle.anatomy.build import build, build_on_meta, config_for
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
@@ -59,7 +59,7 @@ class Prunable:
     def kill(self, keep: Structure, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Zero everything that is alive now and not in ``keep``: weights, moments and pending gradients."""
         assert self.alive.contains(keep)
-        leaving = self.anatomy.leaving(self.alive, keep, self.physical)
+        leaving = self.anatomy.removed(self.alive, keep, self.physical)
         doomed: list[Tensor] = []
         with torch.no_grad():
             for row, parameter in self._parameters():
@@ -72,7 +72,7 @@ class Prunable:
 
     def restore(self, alive: Structure) -> None:
         """Take note that everything outside ``alive`` is already zero (a checkpoint)."""
-        self._bury(alive, self.anatomy.leaving(self.alive, alive, self.physical))
+        self._bury(alive, self.anatomy.removed(self.alive, alive, self.physical))
 
     def prune(self, group: Group, optimizer: torch.optim.Optimizer | None = None) -> None:
         """One event."""
@@ -195,7 +195,7 @@ class Prunable:
             self._named = dict(self.model.named_parameters())
         return self._named
 
-    def _bury(self, keep: Structure, leaving: Leaving) -> None:
+    def _bury(self, keep: Structure, leaving: Removed) -> None:
         """Book-keeping of an event: ``keep`` is what is alive from now on."""
         kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
         for (unit, layer), where in leaving.items():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dwindle.anatomy import Anatomy
+from dwindle.distributed.precision import Precision
 from dwindle.training.config import TrainingConfig
-from dwindle.training.loss import Precision
 
 _LOGITS_BYTES = 3 * 4
 """Of one logit of a chunk: itself, its probability and its gradient."""

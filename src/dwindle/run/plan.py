@@ -14,6 +14,7 @@ from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import beyond_positions, format_bytes
 from dwindle.data.estimate import estimated_epochs, streamed_inputs
+from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
@@ -23,7 +24,6 @@ from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of,
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.memory import Footprint, footprint
 from dwindle.sources import load_config, load_tokenizer
-from dwindle.training.loss import Precision, weights_dtype
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """Maximum in one forward pass; with fewer, a GPU waits for the host while it trains a small model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -17,28 +17,20 @@ from shlex import quote
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dwindle.anatomy import Anatomy, Structure
-from dwindle.anatomy.build import build, build_on_meta, build_random, config_for
+from dwindle.anatomy.build import build, build_random, config_for
 from dwindle.core.config import write_toml
 from dwindle.core.directories import NotWritten, atomic_directory, refuse_place
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.run_lock import RunLock
 from dwindle.data import BatchStream, open_training_data
-from dwindle.distributed.engine import compile_blocks
-from dwindle.distributed.engines import (
-    Parallel,
-    ShardedEngine,
-    SharedEngine,
-    World,
-    choose_engine,
-    choose_parallel,
-    joined,
-    num_shards,
-)
-from dwindle.distributed.lazy_weights import from_main, source_tensors
+from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
+from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
+from dwindle.distributed.precision import weights_dtype
+from dwindle.distributed.world import World, joined
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import read_ledger, source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
@@ -75,11 +67,11 @@ from dwindle.training.checkpoint import (
     open_checkpoint,
     write_failure,
 )
-from dwindle.training.checkpoint_writer import CheckpointWriter
+from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loop import Trainer, TrainerOptions
-from dwindle.training.loss import weights_dtype
+from dwindle.training.loss import language_model_loss
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import build_adamw, build_schedule
 from dwindle.training.rng import seed_everything
@@ -301,27 +293,29 @@ class Job:
         if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
             physical = physical_structure(saved)
         parallel = parallel_of(recipe, self.world, self.anatomy)
-        self.engine = choose_engine(self.world, parallel, device=self.device, precision=self.precision)
-        fetch = None
-        if isinstance(self.engine, ShardedEngine):
-            model, fetch = build_on_meta(config_for(config, physical)), self._fetcher(checkpoint)
-            model.config.dtype = weights_dtype(self.precision)
-        elif checkpoint is None:
-            model = self._fresh_model()
-        else:
-            tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
-            model = build(config_for(config, physical), tensors)
+        self.engine = choose_engine(
+            self.world, parallel, language_model_loss, device=self.device, precision=self.precision
+        )
+        resized = config_for(config, physical)
+        model = self.engine.build(
+            resized, weights_dtype(self.precision), lambda: self._whole_model(checkpoint, resized)
+        )
         plan = plan_pruning(recipe, self.anatomy)
         self.pruner: Pruner | None = None
         if plan is not None:
             self.pruner = self._pruner(Prunable(model, self.anatomy, physical), plan)
-        optimizer = self._prepare(model, fetch)
+        optimizer = self._prepare(model, on_first_use(lambda: self._tensors(checkpoint)))
         if self.pruner is not None:
             self.pruner.prunable.refresh()
         return model, optimizer
 
+    def _whole_model(self, checkpoint: Checkpoint | None, config: Any) -> nn.Module:
+        if checkpoint is None:
+            return self._fresh_model()
+        return build(config, {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()})
+
     def _fresh_model(self) -> nn.Module:
-        """The source as training finds it; on several processes that shard it, only the main one makes this."""
+        """The source at the start of training."""
         source, dtype = self.recipe.source, weights_dtype(self.precision)
         if source.random_init:
             return build_random(load_config(source.model), self.recipe.training.seed).to(self.device, dtype)
@@ -329,23 +323,23 @@ class Job:
         return model
 
     def _teacher(self, config: Any) -> Teacher | None:
-        """The frozen model of [distill]: whole in every process, or sharded like the model that it teaches."""
+        """The frozen model of [distill]: whole in every process, or sharded like the model that is trained."""
         source = teacher_of(self.recipe, config)
         if source is None:
             return None
         dtype = teacher_dtype(self.precision, self.device)
-        sharded = isinstance(self.engine, ShardedEngine)
-        model = build_on_meta(load_config(source)) if sharded else load(source, dtype=dtype, device=self.device).model
+        model = self.engine.build(
+            load_config(source), dtype, lambda: load(source, dtype=dtype, device=self.device).model
+        )
         if self.recipe.training.compile:
             compile_blocks(model)
         states = HiddenStates(model)
-        if isinstance(self.engine, ShardedEngine):
-            self.engine.shard_root(states, source_tensors(source, dtype, self.world))
+        self.engine.materialize_frozen(states, on_first_use(lambda: source_tensors(source, dtype, self.world)))
         distill = self.recipe.distill
         return Teacher.of(states, Distillation(distill.weight, distill.temperature, distill.top_k))
 
-    def _fetcher(self, checkpoint: Checkpoint | None) -> Callable[[str], Tensor]:
-        """Whole tensors by name, one at a time, for a model that no process need hold whole."""
+    def _tensors(self, checkpoint: Checkpoint | None) -> Fetch:
+        """Weights by name, one at a time, for an engine that shards the model."""
         dtype = weights_dtype(self.precision)
         if checkpoint is not None:
             return checkpoint.pieces("model").__getitem__
@@ -367,17 +361,15 @@ class Job:
             on_milestone=self._save_milestone,
         )
 
-    def _prepare(self, model: nn.Module, fetch: Callable[[str], Tensor] | None = None) -> torch.optim.Optimizer:
-        """What every model needs before it trains, also after a compaction: compiled blocks and an optimizer.
+    def _prepare(self, model: nn.Module, fetch: Fetch | None = None) -> torch.optim.Optimizer:
+        """Compile the layers and build the optimizer, at the start and after each compaction.
 
-        ``fetch`` comes with a model without storage, which is then filled and sharded.
+        ``fetch`` gives the weights of a model on the meta device.
         """
         training = self.recipe.training
         if training.compile:
             compile_blocks(model)
-        if fetch is not None:
-            assert isinstance(self.engine, ShardedEngine)
-            self.engine.shard(model, fetch)
+        self.engine.materialize(model, fetch)
         return build_adamw(
             model,
             lr=training.lr,
@@ -416,20 +408,8 @@ class Job:
                 callbacks.append(TensorBoardWriter(self.run / "tensorboard"))
             callbacks.append(Display())
         settings = self.recipe.checkpoint
-        writer = None
-        if isinstance(self.engine, SharedEngine):
-            writer = CheckpointWriter(self.engine, self.run, settings.keep_last)
-        callbacks.append(
-            Checkpointer(
-                self.run,
-                settings.every,
-                settings.keep_last,
-                extra_files=LOGS,
-                writer=writer,
-                is_main=self.world.is_main,
-            )
-        )
-        return callbacks
+        last = Checkpointer(self.run, settings.every, settings.keep_last, extra_files=LOGS, engine=self.engine)
+        return [*callbacks, last]
 
     def _count(self) -> int:
         if self.pruner is not None:
@@ -454,14 +434,14 @@ class Job:
         return found
 
     def _save(self, out: Path, results: Results) -> Path:
-        """All processes take part in gathering a sharded model; the main one writes, and the others wait for it."""
-        model, structure = self.trainer.model, self.anatomy.source
-        if self.pruner is not None or isinstance(self.engine, ShardedEngine):
-            prunable = self.pruner.prunable if self.pruner is not None else Prunable(model, self.anatomy)
-            model, structure = prunable.compacted(), prunable.alive
+        """All processes gather the weights of a sharded model; the main one writes, and the others wait for it."""
+        if self.pruner is not None:
+            model, structure = self.pruner.prunable.compacted(), self.pruner.prunable.alive
+        else:
+            model, structure = self.engine.gather(self.trainer.model), self.anatomy.source
         main = self.world.is_main
         self.world.main_first(f"save {out}", lambda: self._write(model, structure, out, results) if main else None)
-        self.world.barrier()  # or the main process, which tells that it is written, may end before all have heard
+        self.world.barrier()  # the main process hosts the store and must not exit before all have read it
         return out
 
     def _write(self, model: nn.Module, structure: Structure, out: Path, results: Results) -> None:

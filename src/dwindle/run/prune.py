@@ -14,8 +14,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy, ParameterCount, Structure
-from dwindle.anatomy.build import cut, is_custom
+from dwindle.anatomy import Anatomy, ParameterCount, Structure, cut
+from dwindle.anatomy.build import is_custom
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count

@@ -1,4 +1,4 @@
-"""Where models come from: Hugging Face directories and hub ids, GGUF files, llama2.c files, short aliases."""
+"""Loading models: Hugging Face directories and hub ids, GGUF files, llama2.c files, aliases."""
 
 from dwindle.sources.aliases import ALIASES
 from dwindle.sources.loading import (

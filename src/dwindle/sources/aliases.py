@@ -1,4 +1,4 @@
-"""Short names of models, and what is known about them; light, so that cards and reports can look without torch."""
+"""Aliases: short names of models, with their origin and licence; importable without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Alias:
     file: str
     install: str
     hub_id: str
-    """Where the model comes from, as its publishers state it; the same for ``licence``."""
+    """The model on the hub, as its publishers state it; the same for ``licence``."""
     licence: str
 
     @property
     def origin(self) -> str:
-        """What the file is, where the short name does not say it."""
+        """A description of the file."""
         model, _, kind = Path(self.file).stem.rpartition(".")
         return f"{model}, dequantised from a {kind} GGUF file"
 
@@ -37,6 +37,6 @@ ALIASES: dict[str, Alias] = {
 
 
 def alias_of(source: str | os.PathLike[str]) -> Alias | None:
-    """What a short name stands for; None for everything else, also for a path that is called like one."""
+    """The alias of this name; None for other sources, and for an existing path of the same name."""
     where = os.fspath(source)
     return None if Path(where).expanduser().exists() else ALIASES.get(where)

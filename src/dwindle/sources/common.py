@@ -1,4 +1,4 @@
-"""What every kind of source shares: quiet transformers, building a model from tensors, refusing bad weights."""
+"""Common to all sources: silencing transformers, building a model from tensors, checking weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$"
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the load report and, off a terminal, the progress bar: what matters is raised as an error."""
+    """Silence the load report and, without a terminal, the progress bar; problems are raised as errors."""
     verbosity = hf_logging.get_verbosity()
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
@@ -37,7 +37,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def config_reason(error: BaseException) -> str:
-    """Why transformers refuses a configuration: its own message names a validator, the error inside it the reason."""
+    """Why transformers rejects a configuration; the reason is in the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
@@ -46,7 +46,7 @@ def config_reason(error: BaseException) -> str:
 def build_model(
     config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
 ) -> PreTrainedModel:
-    """The model of ``config``, stock or ours, with exactly these tensors; anything missing is an error."""
+    """The model of ``config``, stock or ours, with exactly these tensors; a missing tensor is an error."""
     custom = is_custom(config)
     model_class = classes_for(config.model_type)[1] if custom else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     config.architectures = [model_class.__name__]
@@ -65,14 +65,14 @@ def build_model(
 
 
 def check_loaded(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
-    """What transformers only warns of: tensors that are missing, left over, or tied by the configuration alone."""
-    _check_holes(info, where)
-    _check_left_over(model, info, where)
+    """Raise UserError for missing, unexpected or wrongly tied tensors, about which transformers only warns."""
+    _check_missing(info, where)
+    _check_unexpected(model, info, where)
     _check_tied(model, where)
 
 
-def _check_holes(info: dict[str, Any], where: str) -> None:
-    """transformers fills what it does not find with random numbers; a source with holes must not load."""
+def _check_missing(info: dict[str, Any], where: str) -> None:
+    """transformers initialises missing tensors at random; such a source must not load."""
     for name, found, expected in sorted(info["mismatched_keys"], key=str):
         raise UserError(
             f"source {where}: tensor {name} has shape {tuple(found)} but the configuration says "
@@ -87,21 +87,21 @@ def _check_holes(info: dict[str, Any], where: str) -> None:
         raise UserError(f"source {where}: the weights cannot be read: {first}")
 
 
-def _check_left_over(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
-    """transformers drops what the configuration has no place for, such as biases or further layers."""
+def _check_unexpected(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
+    """transformers ignores tensors that the configuration does not have, such as biases or further layers."""
     buffers = [f".{name}" for name, _ in model.named_buffers()]
     names = [name for name in sorted(info["unexpected_keys"]) if not _COMPUTED.search(name)]
     left = [name for name in names if not any(buffer.endswith(f".{name}") for buffer in buffers)]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise UserError(
-            f"source {where}: the configuration has no place for tensor {left[0]}{more} of the weights: correct "
-            "config.json (its number of layers, its biases) or take the weights that belong to it"
+            f"source {where}: the weights have tensor {left[0]}{more}, which the configuration does not have: correct "
+            "config.json (its number of layers, its biases) or use the matching weights"
         )
 
 
 def _check_tied(model: PreTrainedModel, where: str) -> None:
-    """transformers keeps two different tensors apart though the configuration ties them; nothing after it would."""
+    """transformers loads two different tensors even if the configuration ties them; later code relies on the tie."""
     head, tied = model.get_output_embeddings(), getattr(model.config, "tie_word_embeddings", False)
     if tied and head is not None and head.weight is not model.get_input_embeddings().weight:
         raise UserError(
@@ -111,9 +111,9 @@ def _check_tied(model: PreTrainedModel, where: str) -> None:
 
 
 def check_floating(model: PreTrainedModel, integers: Mapping[str, str], where: str) -> None:
-    """Whole numbers are rounded weights, of which only a quantisation's scales make numbers that mean something.
+    """Raise UserError for integer weights, which are meaningless without the scales of a quantisation.
 
-    ``integers`` are the stored tensors of that kind with their types; buffers, such as masks, may be among them.
+    ``integers`` maps the stored integer tensors to their dtypes; buffers, such as masks, are allowed.
     """
     parameters = [f".{name}" for name, _ in model.named_parameters(remove_duplicate=False)]
     for name, dtype in sorted(integers.items()):
@@ -125,10 +125,10 @@ def check_floating(model: PreTrainedModel, integers: Mapping[str, str], where: s
 
 
 def check_finite(model: PreTrainedModel, where: str) -> None:
-    """A single NaN poisons every saliency and every step, so it is refused before anything starts.
+    """Raise UserError for non-finite weights: a single NaN would spoil every score and every step.
 
-    One float32 sum per tensor is enough: it is finite unless a value is not, or unless it overflows, and
-    only then are the values looked at one by one.
+    One float32 sum per tensor is enough: it is finite unless a value is not, or unless it overflows; only then is every
+    value checked.
     """
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point() or tensor.device.type == "meta":
@@ -141,7 +141,7 @@ def check_finite(model: PreTrainedModel, where: str) -> None:
 
 
 def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """``"bfloat16"`` or ``torch.bfloat16``; ``"auto"`` gives None, which means the type stored in the source."""
+    """The dtype of ``"bfloat16"`` or ``torch.bfloat16``; None for ``"auto"``, the dtype stored in the source."""
     if isinstance(dtype, torch.dtype):
         found: object = dtype
     elif dtype == "auto":
@@ -154,7 +154,9 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
 
 
 def interleaved_to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Row order of a query or key projection: llama2.c and llama.cpp rotate neighbouring rows (2i, 2i+1) of a
-    head together, transformers rotates row i with row i + d/2."""
+    """Reorder the rows of a query or key projection for transformers' rotary embedding.
+
+    llama2.c and llama.cpp rotate adjacent rows (2i, 2i+1) of a head together, transformers rows i and i + d/2.
+    """
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape).contiguous()

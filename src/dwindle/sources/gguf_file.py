@@ -1,8 +1,7 @@
 """Reading a GGUF file: metadata, the tensor table, and tensors as float32.
 
-The header is parsed here with ``struct`` over a memory map: the ``gguf`` package's reader makes several numpy
-arrays per vocabulary string and takes seconds for what is a tenth of a second of work. The package is only
-needed to unpack quantised blocks.
+The header is parsed with ``struct`` over a memory map: the reader of the ``gguf`` package creates several numpy arrays
+per vocabulary string and takes seconds instead of a tenth of a second. The package is only needed to dequantise blocks.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PLAIN_BYTES = {_F32: 4, _F16: 2, _F64: 8, _BF16: 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies in the file."""
+    """Shape, type and location of one tensor."""
 
     shape: tuple[int, ...]
     """In torch order (GGUF writes the fastest axis first)."""
@@ -42,7 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A parsed header; tensor data stays on disk until ``read`` asks for it."""
+    """A parsed header; tensor data is read on demand."""
 
     path: Path
     metadata: dict[str, Any]
@@ -54,17 +53,17 @@ class GgufFile:
         return str(self.metadata["general.architecture"])
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value under the architecture's own prefix: ``get("block_count")`` is ``llama.block_count``."""
+        """A value under the architecture's prefix: ``get("block_count")`` is ``llama.block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def check_complete(self) -> None:
-        """Every tensor lies inside the file: finds a broken download before minutes of unpacking."""
+        """Raise UserError if a tensor lies beyond the end of the file, before minutes of dequantising."""
         for name, info in self.tensors.items():
             if info.offset + _num_bytes(info, name, self.path) > len(self.blob):
                 raise damaged(self.path, f"it ends before the data of tensor {name}")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor as float32, in memory of its own."""
+        """One tensor as float32, copied."""
         info = self.tensors[name]
         raw = np.frombuffer(self.blob, np.uint8, _num_bytes(info, name, self.path), info.offset)
         if info.ggml_type == _F32:
@@ -79,7 +78,7 @@ class GgufFile:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Parse the header; a file that is no GGUF, or is cut short inside its header, is a UserError."""
+    """Parse the header; a file that is not GGUF, or whose header is truncated, is an error."""
     try:
         with path.open("rb") as handle:
             blob = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
@@ -88,20 +87,21 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         metadata, tensors = _Header(blob, path).parse()
     except (struct.error, UnicodeDecodeError, OverflowError, KeyError, MemoryError) as error:
-        raise damaged(path, "its header is cut short or inconsistent") from error
+        raise damaged(path, "its header is truncated or inconsistent") from error
     if not isinstance(metadata.get("general.architecture"), str):
-        raise damaged(path, "its header names no general.architecture")
+        raise damaged(path, "its header has no general.architecture")
     if int(metadata.get("split.count", 1)) > 1:
-        raise UserError(f"source {path}: one part of a split GGUF: merge the parts with `llama-gguf-split --merge`")
+        raise UserError(f"source {path}: is one part of a split GGUF: merge the parts with `llama-gguf-split --merge`")
     return GgufFile(path, metadata, tensors, blob)
 
 
 def damaged(path: Path, reason: str) -> UserError:
+    """The error for a file that cannot be read."""
     return UserError(f"source {path}: not a readable GGUF file ({reason}): fetch it again")
 
 
 class _Header:
-    """A cursor over the header's bytes; every length is checked against the file before it is believed."""
+    """A cursor over the bytes of the header; every length is checked against the size of the file."""
 
     def __init__(self, blob: mmap.mmap, path: Path) -> None:
         self.blob = blob
@@ -114,7 +114,7 @@ class _Header:
         self.position = 4
         (version,) = self.unpack("I")
         if version not in _VERSIONS:
-            endian = "big-endian files are not read" if version > 0xFFFF else f"version {version} is not read"
+            endian = "big-endian files are unsupported" if version > 0xFFFF else f"version {version} is unsupported"
             raise damaged(self.path, endian)
         tensor_count, metadata_count = self.unpack("QQ")
         self.check_count(tensor_count + metadata_count)
@@ -163,7 +163,7 @@ class _Header:
                 return list(self.unpack(f"{count}{_SCALARS[element]}"))
             return [self.value(element) for _ in range(count)]
         (scalar,) = self.unpack(_SCALARS[kind])
-        # 1e-05 was stored as float32: give back the decimal a person wrote, not 9.999999747378752e-06.
+        # 1e-05 was stored as float32: return the decimal, not 9.999999747378752e-06
         return float(str(np.float32(scalar))) if kind == _FLOAT32_VALUE else scalar
 
     def check_count(self, count: int) -> None:
@@ -190,7 +190,7 @@ def _num_bytes(info: TensorInfo, name: str, path: Path) -> int:
         return count * _PLAIN_BYTES[info.ggml_type]
     elements, size = _block_sizes(info.ggml_type, name, path)
     if not info.shape or info.shape[-1] % elements:
-        raise damaged(path, f"the rows of tensor {name} are no multiple of {elements}")
+        raise damaged(path, f"the row length of tensor {name} is not a multiple of {elements}")
     return count // elements * size
 
 
@@ -203,7 +203,7 @@ def _dequantize(raw: npt.NDArray[np.uint8], info: TensorInfo, name: str, path: P
         values: npt.NDArray[np.float32] = gguf.quants.dequantize(blocks, kind)
     except NotImplementedError as error:
         raise UserError(
-            f"source {path}: tensor {name} is stored as {kind.name}, which the gguf package cannot unpack: "
+            f"source {path}: tensor {name} is stored as {kind.name}, which the gguf package cannot dequantise: "
             "give a file in another type, such as Q8_0 or F16"
         ) from error
     return values

@@ -1,10 +1,10 @@
 """From a GGUF header to a transformers configuration and state dict, one table row per architecture.
 
-Row order of q and k: llama.cpp's converter reorders them for the architectures that derive from its LlamaModel
-(llama, deci, granite, smollm3), and leaves them alone for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
+Row order of q and k: llama.cpp's converter reorders them for the architectures that derive from its LlamaModel (llama,
+deci, granite, smollm3), but not for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
 
-``deci`` is llama.cpp's name for a Llama whose layers have sizes of their own, with or without q/k/v biases (which make
-it a Qwen2 here).
+``deci`` is llama.cpp's name for a Llama whose layers have different sizes, with or without q/k/v biases (with them it
+is a Qwen2 here).
 """
 
 from __future__ import annotations
@@ -39,30 +39,33 @@ _LLAMA_LAYER = {**_PRE_NORMS, **_ATTENTION, **_FEED_FORWARD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What differs between architectures."""
+class GgufArchitecture:
+    """What differs between architectures of GGUF files."""
 
     model_type: str
     layer: dict[str, str]
-    """Part of a ``blk.N`` tensor name -> part of a ``model.layers.N`` parameter name."""
+    """Part of a ``blk.N`` tensor name → part of a ``model.layers.N`` parameter name."""
     permuted: bool = False
     """q and k rows are stored for interleaved rotation."""
     keys: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    """Metadata key -> (configuration key, value where the file does not say)."""
+    """Metadata key → (configuration key, default)."""
     optional_biases: bool = False
-    """The configuration has ``attention_bias``; set from the tensors that are there."""
+    """The configuration has ``attention_bias``, which is set if the file has such tensors."""
     states_head_dim: bool = False
     """The configuration class has ``head_dim``."""
 
 
-FAMILIES: dict[str, Family] = {
-    "llama": Family(model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True),
-    "deci": Family(model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True),
-    "qwen2": Family(model_type="qwen2", layer=_LLAMA_LAYER),
-    "qwen3": Family(
+_LLAMA = GgufArchitecture(
+    model_type="llama", layer=_LLAMA_LAYER, permuted=True, optional_biases=True, states_head_dim=True
+)
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": _LLAMA,
+    "deci": _LLAMA,
+    "qwen2": GgufArchitecture(model_type="qwen2", layer=_LLAMA_LAYER),
+    "qwen3": GgufArchitecture(
         model_type="qwen3", layer={**_LLAMA_LAYER, **_QK_NORMS}, optional_biases=True, states_head_dim=True
     ),
-    "phi3": Family(
+    "phi3": GgufArchitecture(
         model_type="phi3",
         layer={
             **_PRE_NORMS,
@@ -73,7 +76,7 @@ FAMILIES: dict[str, Family] = {
         },
         keys={"attention.sliding_window": ("sliding_window", None)},
     ),
-    "granite": Family(
+    "granite": GgufArchitecture(
         model_type="granite",
         layer=_LLAMA_LAYER,
         permuted=True,
@@ -85,7 +88,7 @@ FAMILIES: dict[str, Family] = {
             "attention.scale": ("attention_multiplier", None),
         },
     ),
-    "olmo2": Family(
+    "olmo2": GgufArchitecture(
         model_type="olmo2",
         layer={
             **_ATTENTION,
@@ -96,7 +99,7 @@ FAMILIES: dict[str, Family] = {
         },
         optional_biases=True,
     ),
-    "smollm3": Family(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
+    "smollm3": GgufArchitecture(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
 }
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -104,20 +107,19 @@ _STEM_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 _ROPE_TENSORS = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 
 
-def family_of(file: GgufFile) -> Family:
-    family = FAMILIES.get(file.architecture)
-    if family is None:
+def architecture_of(file: GgufFile) -> GgufArchitecture:
+    architecture = ARCHITECTURES.get(file.architecture)
+    if architecture is None:
         raise UserError(
             f"source {file.path}: GGUF architecture {file.architecture!r} is not supported: "
-            f"give one of {', '.join(FAMILIES)}"
+            f"give one of {', '.join(ARCHITECTURES)}"
         )
-    return family
+    return architecture
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """The configuration of the model in this file, with nothing in it that only GGUF knows: a stock one, or where
-    layers differ one of ours."""
-    family = family_of(file)
+    """The transformers configuration of a GGUF file: a stock one, or one of ours if layers have different sizes."""
+    architecture = architecture_of(file)
     _refuse_unsupported(file)
     hidden_size = _whole(file, "embedding_length")
     layers = _layer_sizes(file)
@@ -138,17 +140,17 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
     }
-    for key, (name, default) in family.keys.items():
+    for key, (name, default) in architecture.keys.items():
         values[name] = file.get(key, default)
-    if family.states_head_dim or head_dim * num_heads != hidden_size:
+    if architecture.states_head_dim or head_dim * num_heads != hidden_size:
         values["head_dim"] = head_dim
-    if family.optional_biases:
+    if architecture.optional_biases:
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if "blk.0.ffn_up.bias" in file.tensors:
         values["mlp_bias"] = True
     if file.architecture == "deci":
         return _per_layer_config(file, values, layers)
-    return _make_config(file, family.model_type, values)
+    return _make_config(file, architecture.model_type, values)
 
 
 def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple[int, int, int]]) -> PreTrainedConfig:
@@ -156,7 +158,7 @@ def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple
     if values["attention_bias"] and "blk.0.attn_output.bias" not in file.tensors:
         model_type = "qwen2"
         del values["attention_bias"]
-    # Sizes come from the structure; one head is a number that every family's checks accept until then.
+    # the sizes come from the structure; one head passes the checks of every family until then
     base = _make_config(file, model_type, values | {"num_attention_heads": 1, "num_key_value_heads": 1})
     structure = Structure.full(
         hidden=values["hidden_size"],
@@ -192,10 +194,10 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
 
 def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
     if model_type == "llama" and values["hidden_size"] % values["num_attention_heads"]:
-        # LlamaConfig refuses this; a mistral without a window is the same mathematics.
+        # LlamaConfig rejects this; a Mistral without a sliding window is the same function
         model_type = "mistral"
         if values.pop("attention_bias") or values.pop("mlp_bias", False):
-            raise _refuse(file, "has biases and a hidden size that is no multiple of its heads")
+            raise _refuse(file, "has biases and a hidden size that is not a multiple of its number of heads")
         values["sliding_window"] = None
     if model_type == "granite" and values["attention_multiplier"] is None:
         head_dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
@@ -206,15 +208,17 @@ def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> Pre
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         reason = config_reason(error)
-        raise UserError(f"source {file.path}: its metadata makes no valid {model_type} model: {reason}") from error
+        raise UserError(
+            f"source {file.path}: its metadata is not a valid {model_type} configuration: {reason}"
+        ) from error
     return config
 
 
 def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The model's state dict, unpacked tensor by tensor so that float32 copies never pile up."""
-    family = family_of(file)
+    """The state dict, dequantised tensor by tensor, so that only one float32 copy exists at a time."""
+    architecture = architecture_of(file)
     file.check_complete()
-    renamed = {name: parameter_name(name, family) for name in file.tensors if not _ROPE_TENSORS.fullmatch(name)}
+    renamed = {name: parameter_name(name, architecture) for name in file.tensors if not _ROPE_TENSORS.fullmatch(name)}
     unknown = sorted(name for name, target in renamed.items() if target is None)
     if unknown:
         raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
@@ -225,7 +229,7 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
         assert target is not None
         tensor = torch.from_numpy(file.read(name))
         part = name.split(".")[-2]
-        if family.permuted and part in heads:
+        if architecture.permuted and part in heads:
             count = heads[part][int(name.split(".")[1])]
             if tensor.shape[0] % (2 * count):
                 raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
@@ -234,11 +238,11 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     return result
 
 
-def parameter_name(name: str, family: Family) -> str | None:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; None if the family has no such part."""
+def parameter_name(name: str, architecture: GgufArchitecture) -> str | None:
+    """``blk.3.attn_q.weight`` → ``model.layers.3.self_attn.q_proj.weight``; None for an unknown part."""
     if match := _LAYER_TENSOR.fullmatch(name):
         index, part, kind = match.groups()
-        return f"model.layers.{index}.{family.layer[part]}.{kind}" if part in family.layer else None
+        return f"model.layers.{index}.{architecture.layer[part]}.{kind}" if part in architecture.layer else None
     match = _STEM_TENSOR.fullmatch(name)
     return f"{STEM_NAMES[match[1]]}.{match[2]}" if match and match[1] in STEM_NAMES else None
 
@@ -272,7 +276,7 @@ def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _vocab_size(file: GgufFile) -> int:
-    """From the embedding itself: the metadata may count padding differently, the matrix cannot."""
+    """From the shape of the embedding; the metadata may not count padding."""
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"source {file.path}: tensor token_embd.weight is missing: the file is not a usable model")
@@ -280,7 +284,7 @@ def _vocab_size(file: GgufFile) -> int:
 
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """``rope_parameters`` for what the file says, or an error where transformers has no exact counterpart."""
+    """``rope_parameters`` of the file; an error if transformers has no exact counterpart."""
     rope: dict[str, Any] = {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
     rotary_dim = int(file.get("rope.dimension_count") or head_dim)
     if rotary_dim != head_dim:
@@ -305,7 +309,7 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise _refuse(file, f"scales its positions by {kind!r}, which is not supported")
-    # llama.cpp multiplies yarn's own attention factor by these; transformers has no such knob.
+    # llama.cpp multiplies the attention factor of YaRN by these; transformers has no such parameter
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
         if file.get(f"rope.scaling.{key}", 1.0) != 1.0:
             raise _refuse(file, f"sets {file.architecture}.rope.scaling.{key}, which is not supported")
@@ -339,10 +343,10 @@ def _longrope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """llama.cpp stores Llama 3's scaling only as the finished divisors; find the parameters that give them.
+    """The parameters of Llama 3's scaling, of which llama.cpp stores only the resulting divisors.
 
-    Its converter always uses 8192 as the original context, and every published model 1 and 4 as the two
-    frequency factors, so the largest divisor is the scale. Divisors that do not fit are refused.
+    Its converter always uses 8192 as the original context, and every published model uses 1 and 4 as the two frequency
+    factors, so the largest divisor is the scale. Other divisors are an error.
     """
     stored = file.read("rope_freqs.weight").reshape(-1)
     if (stored == 1.0).all():

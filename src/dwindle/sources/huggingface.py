@@ -1,4 +1,4 @@
-"""Hugging Face directories and hub ids. Safetensors first, never remote code, never unchecked pickle."""
+"""Hugging Face directories and hub ids: safetensors preferred, no remote code, pickles only with ``weights_only``."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ _PICKLE_FILES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.
 
 
 def looks_like_hub_id(source: str) -> bool:
+    """Whether a name has the form org/name."""
     return _HUB_ID.fullmatch(source) is not None
 
 
 def fetch(repo_id: str, *, weights: bool) -> Path:
-    """The hub's files for ``repo_id`` in the local cache.
+    """Download ``repo_id`` to the local cache and return its directory.
 
-    The hub is asked once, with a short limit, before any download: the download itself retries a silent hub for
-    minutes. Where it does not answer, a complete copy in the cache is used. Everything after this works on a
-    plain directory, so hub ids and directories share every check.
+    One request with a short timeout precedes the download, which would retry for minutes if the hub does not answer. If
+    it fails, a complete copy in the cache is used. Everything else works on a directory, so hub ids and directories
+    share all checks.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -83,7 +84,7 @@ def _hub_reason(error: Exception) -> str:
         return any(isinstance(item, kinds) for item in chain)
 
     if any_is(errors.GatedRepoError):
-        return "the hub wants an accepted licence for it (gated): accept it on its page and run `hf auth login`"
+        return "the hub requires that you accept its licence (gated): accept it on its page and run `hf auth login`"
     if any_is(errors.RepositoryNotFoundError):
         return "the hub has no such model, or it is private: check the spelling, or run `hf auth login`"
     if any_is(errors.OfflineModeIsEnabled):
@@ -99,6 +100,7 @@ def _hub_reason(error: Exception) -> str:
 
 
 def read_config(folder: Path, where: str) -> PreTrainedConfig:
+    """The configuration of a directory, stock or ours."""
     raw = _raw_config(folder, where)
     with quiet_transformers():
         try:
@@ -112,7 +114,7 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
 
 
 def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer, or None where the directory simply has none."""
+    """The tokenizer; None if the directory has none."""
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
         return None
     with quiet_transformers():
@@ -128,6 +130,7 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
 
 
 def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
+    """The model of a directory, with every weight checked to be there; ``dtype`` None keeps the stored dtype."""
     raw = _raw_config(folder, where)
     _refuse_quantized(raw, where)
     files, safetensors = _check_weight_files(folder, where)
@@ -161,7 +164,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
 
 
 def check_folder(folder: Path, where: str) -> None:
-    """Refuse a directory that is no model; reads nothing."""
+    """Raise UserError if a directory is not a model; reads nothing."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
@@ -177,7 +180,7 @@ def _raw_config(folder: Path, where: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"source {where}: {path} is not readable JSON ({error}): fetch it again") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise UserError(f"source {where}: {path} names no model_type: it is not a transformers configuration")
+        raise UserError(f"source {where}: {path} has no model_type: it is not a transformers configuration")
     return raw
 
 
@@ -196,7 +199,7 @@ def _is_ours(raw: dict[str, Any]) -> bool:
 
 
 def _our_classes(raw: dict[str, Any]) -> tuple[Any, Any]:
-    """Our own modelling code from the installed package, so that nothing in the directory is executed."""
+    """Our modelling code from the installed package, so that no code in the directory is executed."""
     from dwindle.anatomy.modeling_dwindle import classes_for
 
     classes: tuple[Any, Any] = classes_for(raw["model_type"])
@@ -208,13 +211,13 @@ def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else "unknown"
         raise UserError(
-            f"source {where}: config.json asks for {method} quantised weights, which cannot be trained or sliced: "
+            f"source {where}: config.json declares {method} quantised weights, which cannot be trained or sliced: "
             "give the unquantised model (or a GGUF of it)"
         )
 
 
 def _weight_file(folder: Path) -> Path | None:
-    """The file transformers would start from: safetensors before pickle, a whole file before an index."""
+    """The file that transformers reads first: safetensors before pickle, a single file before an index."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         for name in (stem, f"{stem}.index.json"):
             if (folder / name).is_file():
@@ -223,7 +226,7 @@ def _weight_file(folder: Path) -> Path | None:
 
 
 def _check_weight_files(folder: Path, where: str) -> tuple[list[Path], bool]:
-    """Every weight file is there and whole; returns them, and whether they are safetensors."""
+    """Check that every weight file is complete; returns them, and whether they are safetensors."""
     first = _weight_file(folder)
     if first is None:
         raise UserError(f"source {where}: {folder / 'model.safetensors'} does not exist: the directory has no weights")
@@ -251,14 +254,14 @@ def _check_safetensors(path: Path, where: str) -> None:
             empty = not handle.keys()
     except (SafetensorError, OSError) as error:
         raise UserError(
-            f"source {where}: {path} is damaged or cut short ({first_line(error)}): fetch it again"
+            f"source {where}: {path} is damaged or truncated ({first_line(error)}): fetch it again"
         ) from error
     if empty:
         raise UserError(f"source {where}: {path} holds no tensors: fetch it again")
 
 
 def _integers(files: list[Path], safetensors: bool) -> dict[str, str]:
-    """The type of every stored tensor of whole numbers, by name; no values are read."""
+    """The dtype of every stored integer tensor, by name; no values are read."""
     found: dict[str, str] = {}
     for path in files:
         if safetensors:

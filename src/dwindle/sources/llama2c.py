@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dwindle.core.errors import UserError
+from dwindle.sources.built_tokenizers import finish, sentencepiece
 from dwindle.sources.common import interleaved_to_halves
-from dwindle.sources.tokenizers_built import finish, sentencepiece
 
 _MAGIC = 0x616B3432
 _LEGACY_HEADER_BYTES = 7 * 4
@@ -27,7 +27,7 @@ _SPECIAL_IDS = {0: _UNK, 1: _BOS, 2: _EOS}
 
 @dataclass(frozen=True, slots=True)
 class Llama2cHeader:
-    """The seven numbers of a llama2.c file, and how its weights are laid out."""
+    """The seven numbers of a llama2.c file, and the layout of its weights."""
 
     dim: int
     hidden_dim: int
@@ -44,7 +44,7 @@ class Llama2cHeader:
         return self.dim // self.num_heads
 
     def layout(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Every block of the file in order: a name and a shape, layers stacked in front."""
+        """Name and shape of every block of the file, in order; the first axis of layer blocks is the layer."""
         layers, dim, ffn = self.num_layers, self.dim, self.hidden_dim
         kv_dim = self.head_dim * self.num_kv_heads
         embedding = ("embed", (self.vocab_size, dim))
@@ -55,7 +55,7 @@ class Llama2cHeader:
             ("v", (layers, kv_dim, dim)),
             ("o", (layers, dim, dim)),
         ]
-        # w1, w2, w3 of llama2.c are gate, down, up.
+        # w1, w2, w3 of llama2.c are gate, down, up
         feed_forward = [("gate", (layers, ffn, dim)), ("down", (layers, dim, ffn)), ("up", (layers, ffn, dim))]
         if self.version == 1:
             yield from [*norms, embedding, *attention, *feed_forward]
@@ -70,6 +70,7 @@ class Llama2cHeader:
         return _VERSION1_HEADER_BYTES if self.version == 1 else _LEGACY_HEADER_BYTES
 
     def config(self) -> LlamaConfig:
+        """The transformers configuration."""
         return LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.dim,
@@ -87,12 +88,12 @@ class Llama2cHeader:
 
 
 def read_header(path: Path) -> Llama2cHeader:
-    """Parse and check the header against the size of the file: the legacy format has no magic to go by."""
+    """Parse the header and check it against the size of the file, because the legacy format has no magic number."""
     with path.open("rb") as handle:
         start = handle.read(64)
     if start[:2] == b"PK" or start[:1] == b"\x80":
         raise UserError(
-            f"source {path}: a PyTorch pickle, not a llama2.c file: give the directory that holds it and config.json"
+            f"source {path}: is a PyTorch pickle, not a llama2.c file: give the directory with it and config.json"
         )
     if len(start) < _LEGACY_HEADER_BYTES + 1:
         raise _not_llama2c(path, "it is too short")
@@ -100,7 +101,7 @@ def read_header(path: Path) -> Llama2cHeader:
     if magic == _MAGIC:
         (version,) = struct.unpack_from("<i", start, 4)
         if version != 1 or len(start) < 37:
-            raise UserError(f"source {path}: llama2.c version {version} (quantised) is not read: export version 1")
+            raise UserError(f"source {path}: llama2.c version {version} (quantised) is not supported: export version 1")
         numbers, shared = struct.unpack_from("<7i", start, 8), start[36] == 1
     else:
         version, numbers = 0, struct.unpack_from("<7i", start)
@@ -114,20 +115,20 @@ def read_header(path: Path) -> Llama2cHeader:
     expected = header.data_offset + 4 * sum(int(np.prod(shape, dtype=object)) for _, shape in header.layout())
     actual = path.stat().st_size
     if actual != expected:
-        raise _not_llama2c(path, f"its header asks for {expected} bytes and it has {actual}")
+        raise _not_llama2c(path, f"its header implies {expected} bytes and it has {actual}")
     return header
 
 
 def _check_numbers(path: Path, numbers: tuple[int, ...]) -> None:
     dim, _, _, num_heads, num_kv_heads, *_ = numbers
     if any(not 0 < number < 2**24 for number in numbers):
-        raise _not_llama2c(path, "its header holds impossible sizes")
+        raise _not_llama2c(path, "its header has impossible sizes")
     if dim % num_heads or num_heads % num_kv_heads or (dim // num_heads) % 2:
         raise _not_llama2c(path, f"{dim} channels do not divide into {num_heads} / {num_kv_heads} heads")
 
 
 def _not_llama2c(path: Path, reason: str) -> UserError:
-    return UserError(f"source {path}: not a complete llama2.c file ({reason}): fetch it again")
+    return UserError(f"source {path}: is not a complete llama2.c file ({reason}): fetch it again")
 
 
 def read_tensors(path: Path, header: Llama2cHeader, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -159,7 +160,7 @@ def read_tensors(path: Path, header: Llama2cHeader, dtype: torch.dtype) -> dict[
 
 
 def read_tokenizer(path: Path, header: Llama2cHeader) -> PreTrainedTokenizerBase | None:
-    """The tokenizer file beside the model, ``tok<vocabulary>.bin`` before ``tokenizer.bin``; None without one."""
+    """The tokenizer next to the model, ``tok<vocabulary>.bin`` before ``tokenizer.bin``; None without one."""
     for name in (f"tok{header.vocab_size}.bin", "tokenizer.bin"):
         if (beside := path.parent / name).is_file():
             return _build_tokenizer(beside, header)
@@ -171,9 +172,9 @@ def _build_tokenizer(path: Path, header: Llama2cHeader) -> PreTrainedTokenizerBa
     if len(pieces) != header.vocab_size:
         raise UserError(
             f"source {path}: holds {len(pieces)} tokens but the model has {header.vocab_size}: "
-            f"put its own tok{header.vocab_size}.bin beside it"
+            f"put its own tok{header.vocab_size}.bin next to it"
         )
-    # llama2.c writes the markers as "\n<s>\n" and "\n</s>\n", and the word marker as a blank.
+    # llama2.c writes the special tokens as "\n<s>\n" and "\n</s>\n", and the word marker as a space
     names = [_SPECIAL_IDS.get(index) or piece.replace(" ", "▁") for index, piece in enumerate(pieces)]
     unmergeable = {_UNK, _BOS, _EOS, *(f"<0x{byte:02X}>" for byte in range(256))}
     backend = sentencepiece(names, scores, unmergeable, unknown=_UNK)
@@ -183,7 +184,7 @@ def _build_tokenizer(path: Path, header: Llama2cHeader) -> PreTrainedTokenizerBa
 
 
 def _read_pieces(path: Path) -> tuple[list[str], list[float]]:
-    """int32 longest length, then for each token float32 score, int32 length, bytes."""
+    """int32 maximum length, then for each token float32 score, int32 length, bytes."""
     data = path.read_bytes()
     pieces: list[str] = []
     scores: list[float] = []
@@ -198,5 +199,5 @@ def _read_pieces(path: Path) -> tuple[list[str], list[float]]:
             scores.append(score)
             position += length
     except (struct.error, ValueError) as error:
-        raise UserError(f"source {path}: not a complete llama2.c tokenizer ({error}): fetch it again") from error
+        raise UserError(f"source {path}: is not a complete llama2.c tokenizer ({error}): fetch it again") from error
     return pieces, scores

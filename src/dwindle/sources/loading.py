@@ -1,4 +1,4 @@
-"""``load``: one call for every kind of source, and the same checks for all of them."""
+"""``load``: one function for every kind of source, with the same checks for all."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import status
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.aliases import ALIASES
+from dwindle.sources.built_tokenizers import gguf_tokenizer
 from dwindle.sources.common import build_model, check_finite, parse_dtype
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors
-from dwindle.sources.tokenizers_built import gguf_tokenizer
 
 _FILE_SUFFIXES = (".gguf", ".bin", ".safetensors", ".json", ".jsonl", ".toml", ".txt")
-"""What ends so is meant as a file, not as a hub id."""
+"""Suffixes of files, which are never hub ids."""
 
-Kind = Literal["huggingface", "gguf", "llama2c"]
+SourceKind = Literal["huggingface", "gguf", "llama2c"]
 
 
 @dataclass
 class Loaded:
-    """A model ready to use, its tokenizer if the source has one, and where they came from."""
+    """A loaded model, its tokenizer if the source has one, and their origin."""
 
     model: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase | None = field(repr=False)
     source: str
-    kind: Kind
+    kind: SourceKind
 
     def __iter__(self) -> Iterator[PreTrainedModel | PreTrainedTokenizerBase | None]:
         """``model, tokenizer = load(…)``"""
@@ -45,9 +45,9 @@ class Loaded:
 def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> Loaded:
     """Load a model from a Hugging Face directory or hub id, a GGUF or llama2.c file, or an alias.
 
-    Refuses, with a ``UserError``, whatever would otherwise fail or mislead later: missing or misshapen tensors,
-    damaged files, non-finite weights, quantised Hugging Face weights, remote code. ``dtype="auto"`` keeps the
-    type stored in a Hugging Face directory (float32 for the other kinds).
+    Raises ``UserError`` for anything that would fail later: missing tensors, wrong shapes, damaged files, non-finite
+    weights, quantised Hugging Face weights, remote code. ``dtype="auto"`` keeps the dtype stored in a Hugging Face
+    directory (float32 for other kinds).
     """
     where = os.fspath(source)
     wanted = parse_dtype(dtype)
@@ -76,7 +76,7 @@ def _read(
 
 
 def load_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
-    """The configuration only: cheap, and enough to count parameters or to plan a run."""
+    """The configuration only, which is enough to count parameters or to plan a run."""
     where = os.fspath(source)
     kind, path = _locate(where, weights=False)
     if kind == "huggingface":
@@ -85,7 +85,7 @@ def load_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer only; an error where the source has none."""
+    """The tokenizer only; an error if the source has none."""
     where = os.fspath(source)
     kind, path = _locate(where, weights=False)
     tokenizer: PreTrainedTokenizerBase | None
@@ -100,29 +100,29 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
 
 
 def needed_tokenizer(tokenizer: PreTrainedTokenizerBase | None, where: str) -> PreTrainedTokenizerBase:
-    """What a source came with, for those who cannot do without it."""
+    """The tokenizer of a source; an error if it has none."""
     if tokenizer is None:
         raise UserError(
-            f"source {where}: has no tokenizer, which is needed here: put its tokenizer files beside the model"
+            f"source {where}: has no tokenizer, which is required here: put its tokenizer files next to the model"
         )
     return tokenizer
 
 
 def check_source(source: str | os.PathLike[str]) -> None:
-    """Refuse what cannot be a source, before longer work: nothing is read, and the hub is not asked."""
+    """Raise UserError if this cannot be a source, before long work; nothing is read, and the hub is not contacted."""
     where = os.fspath(source)
     found = _locate_here(where)
     if found is not None and found[0] == "huggingface":
         huggingface.check_folder(found[1], where)
 
 
-def _locate(where: str, *, weights: bool) -> tuple[Kind, Path]:
-    """What ``where`` means and the file or directory behind it."""
+def _locate(where: str, *, weights: bool) -> tuple[SourceKind, Path]:
+    """The kind of a source and its file or directory."""
     return _locate_here(where) or ("huggingface", huggingface.fetch(where, weights=weights))
 
 
-def _locate_here(where: str) -> tuple[Kind, Path] | None:
-    """The same without the hub, None for its ids; an existing path wins over every other reading."""
+def _locate_here(where: str) -> tuple[SourceKind, Path] | None:
+    """The same without contacting the hub, None for hub ids; an existing path takes precedence."""
     path = Path(where).expanduser()
     if where and path.is_dir():
         return _in_directory(path, where)
@@ -140,7 +140,7 @@ def _locate_here(where: str) -> tuple[Kind, Path] | None:
     )
 
 
-def _in_directory(folder: Path, where: str) -> tuple[Kind, Path]:
+def _in_directory(folder: Path, where: str) -> tuple[SourceKind, Path]:
     if (folder / "config.json").is_file():
         return "huggingface", folder
     ggufs = sorted(folder.glob("*.gguf"))
@@ -154,7 +154,7 @@ def _in_directory(folder: Path, where: str) -> tuple[Kind, Path]:
 
 
 def model_of_run(folder: Path) -> Path | None:
-    """The model of a finished run; None where the folder is no run, an error where the run has none yet."""
+    """The model of a finished run; None if the folder is not a run, an error if the run has no model yet."""
     if not (folder / "recipe.toml").is_file() or (folder / "config.json").is_file():
         return None
     if not (folder / "model" / "config.json").is_file():
@@ -162,14 +162,14 @@ def model_of_run(folder: Path) -> Path | None:
     return folder / "model"
 
 
-def _file_kind(path: Path, where: str) -> Kind:
+def _file_kind(path: Path, where: str) -> SourceKind:
     if path.suffix == ".gguf":
         return "gguf"
     if path.suffix == ".bin":
         return "llama2c"
     if path.suffix == ".safetensors" or path.name == "config.json":
         raise UserError(f"source {where}: give the directory that holds it: {path.parent}")
-    raise UserError(f"source {where}: not a .gguf or llama2.c .bin file, nor a directory: give one of those")
+    raise UserError(f"source {where}: is not a .gguf file, a llama2.c .bin file or a directory: give one of those")
 
 
 def _alias_path(name: str) -> Path:

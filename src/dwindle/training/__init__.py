@@ -1,1 +1,1 @@
-"""Continued pretraining: data, loop, optimizer, checkpoints, metrics."""
+"""Continued pretraining: the loop, callbacks, loss, distillation, optimizer, checkpoints, metrics."""

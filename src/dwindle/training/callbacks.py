@@ -1,7 +1,7 @@
-"""What happens around the steps of the loop: small classes with their own state, called in list order.
+"""Callbacks of the training loop: small classes with their own state, called in list order.
 
-A callback that must survive a restart returns JSON from ``state_dict`` and named tensors from ``tensors``;
-the checkpoint keeps both under the callback's ``name``.
+A callback whose state must survive a restart returns JSON from ``state_dict`` and named tensors from ``tensors``; the
+checkpoint stores both under the callback's ``name``.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
+from dwindle.distributed.engines import Engine
 from dwindle.training.checkpoint import sync_directory, write_checkpoint
+from dwindle.training.checkpoint_writer import CheckpointWriter
 
 if TYPE_CHECKING:
-    from dwindle.training.checkpoint_writer import CheckpointWriter
     from dwindle.training.loop import Trainer
 
 
 class Callback:
-    """Base of all callbacks; every hook does nothing by default."""
+    """Base class of all callbacks; every hook does nothing by default."""
 
     must_be_last: ClassVar[bool] = False
 
@@ -33,25 +34,25 @@ class Callback:
         return type(self).__name__
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first step of this process, after a checkpoint was loaded: open files here."""
+        """Before the first step of this process, after a checkpoint was loaded; open files here."""
 
     def edit_gradients(self, trainer: Trainer) -> None:
-        """Gradients of the whole step are there and may be changed; their norm is taken after this, and only once."""
+        """The gradients of the whole step are complete and may be changed; their norm is computed afterwards, once."""
 
     def after_backward(self, trainer: Trainer) -> None:
-        """Gradients of the whole step are finite, not yet clipped, and may be read.
+        """The gradients of the whole step are finite, not yet clipped, and may be read.
 
         Not called for a step that is skipped because its loss or gradient is not finite.
         """
 
     def after_step(self, trainer: Trainer) -> None:
-        """Weights are updated, gradients gone; ``trainer.last`` describes the step, ``step`` counts it."""
+        """Weights are updated and gradients cleared; ``trainer.last`` describes the step, ``step`` counts it."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
-        """Right before state is collected for a checkpoint: flush what is buffered."""
+        """Before state is collected for a checkpoint; flush buffers here."""
 
     def on_end(self, trainer: Trainer) -> None:
-        """After the last step of this process, also on an error; may come without ``on_start``."""
+        """After the last step of this process, also on an error, and even if ``on_start`` was not called."""
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state."""
@@ -65,11 +66,11 @@ class Callback:
         return {}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Inverse of ``tensors``; given CPU tensors."""
+        """Inverse of ``tensors``; receives CPU tensors."""
 
 
 class FirstStep(Callback):
-    """Does something once the first step of this process is made."""
+    """Runs an action after the first step of this process."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action: Callable[[], None] | None = action
@@ -81,7 +82,7 @@ class FirstStep(Callback):
 
 
 class Validator(Callback):
-    """Loss on held-out windows every so many steps and after the last: ``valid_loss`` in the metrics."""
+    """Loss on held-out windows every ``every`` steps and after the last: ``valid_loss`` in the metrics."""
 
     def __init__(self, windows_NT: Tensor, every: int, *, batch: int = 8) -> None:
         self.windows_NT = windows_NT
@@ -110,10 +111,10 @@ class Validator(Callback):
 
 
 class Checkpointer(Callback):
-    """Saves the whole run every so many steps and whenever the loop is about to end.
+    """Saves a checkpoint every ``every`` steps and after the last step of this process.
 
-    Append-only files (metrics, ledger) are not copied into the checkpoint: they are synced, and their length
-    is recorded. Loading a checkpoint cuts them back to it, so a restarted run writes each line exactly once.
+    Append-only files (metrics, ledger) are not copied into the checkpoint: they are fsynced, and their length is
+    recorded. Loading a checkpoint truncates them to it, so that a resumed run writes each line exactly once.
     """
 
     must_be_last: ClassVar[bool] = True
@@ -125,15 +126,14 @@ class Checkpointer(Callback):
         keep_last: int = 2,
         extra_files: Sequence[Path | str] = (),
         *,
-        writer: CheckpointWriter | None = None,
-        is_main: bool = True,
+        engine: Engine | None = None,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.every = every
         self.keep_last = keep_last
-        self.writer = writer
-        """For several processes; one process writes at once."""
-        self.is_main = is_main
+        self.is_main = engine is None or engine.is_main
+        self._writer = CheckpointWriter(engine, self.run_dir, keep_last) if engine and engine.size > 1 else None
+        """Several processes write in the background; one process writes before it continues."""
         self.extra_files = [Path(path) for path in extra_files]
         """Paths inside the run directory, absolute or relative to it."""
         self._lengths: dict[str, int] = {}
@@ -141,19 +141,20 @@ class Checkpointer(Callback):
     def after_step(self, trainer: Trainer) -> None:
         if trainer.status != "running" or (self.every and trainer.step % self.every == 0):
             self.save(trainer)
-        if self.writer is not None and trainer.status != "running":
-            self.writer.wait()
+        if self._writer is not None and trainer.status != "running":
+            self._writer.wait()
 
     def save(self, trainer: Trainer) -> None:
-        """Write a checkpoint of this moment, or begin to; only between steps."""
+        """Write a checkpoint, or start to write it in the background; only between steps."""
         for callback in trainer.callbacks:
             callback.on_checkpoint(trainer)
         if self.is_main:
             self._lengths = {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
-        if self.writer is not None:
-            self.writer.save(trainer.step, trainer.state_dict(), trainer.tensors())
-            return
-        write_checkpoint(self.run_dir, trainer.step, trainer.state_dict(), trainer.tensors(), keep_last=self.keep_last)
+        step, state, tensors = trainer.step, trainer.state_dict(), trainer.tensors()
+        if self._writer is not None:
+            self._writer.save(step, state, tensors)
+        else:
+            write_checkpoint(self.run_dir, step, state, tensors, keep_last=self.keep_last)
 
     def _key(self, path: Path) -> str:
         return (self.run_dir / path).relative_to(self.run_dir).as_posix()
@@ -168,7 +169,7 @@ class Checkpointer(Callback):
 
 
 def synced_length(path: Path) -> int:
-    """Length in bytes of an append-only file once all of it is on disk; 0 when it is not there yet."""
+    """Length in bytes of an append-only file after an fsync; 0 if it does not exist yet."""
     try:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -180,7 +181,7 @@ def synced_length(path: Path) -> int:
 
 
 def truncate_to(path: Path, length: int) -> None:
-    """Cut an append-only file back to a recorded length; a shorter file has lost data and is refused."""
+    """Truncate an append-only file to a recorded length; a shorter file has lost data, which is an error."""
     size = path.stat().st_size if path.exists() else 0
     if size < length:
         raise UserError(

@@ -1,8 +1,9 @@
-"""Checkpoints: directories that are either whole or not there.
+"""Checkpoints: directories that appear atomically.
 
-``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files (several processes: one per process and group,
-see ``pieces``), ``state.json`` and ``checksums.json`` (the sha256 of each of the others). It is written under a
-temporary name, synced and renamed, so a process may be killed anywhere; older ones go only after the new one is safe.
+``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files (sharded groups: one file per process, see
+``sharded_safetensors``), ``state.json`` and ``checksums.json`` (the sha256 of each of the others). It is written under
+a temporary name, fsynced and renamed, so the process may be killed at any time; older checkpoints are deleted only once
+the new one is on disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over."""
+    """A damaged checkpoint was skipped."""
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -44,20 +45,20 @@ def checkpoints_dir(run_dir: Path) -> Path:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Oldest first, damaged ones included; empty for a run that was killed before its first."""
+    """All checkpoints, oldest first, damaged ones included."""
     folder = checkpoints_dir(run_dir)
     found = [p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdigit()]
     return sorted(found, key=checkpoint_step)
 
 
 def has_begun(run_dir: Path) -> bool:
-    """Whether there is anything in a run that could be lost: a step, or a checkpoint."""
+    """Whether a run has anything to lose: a step or a checkpoint."""
     metrics = Path(run_dir) / "metrics.jsonl"
     return bool(list_checkpoints(run_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def how_to_go_on(run_dir: Path) -> str:
-    """What to run after a failure: a new run that has not begun is removed, so there is nothing to resume."""
+    """The command to run after a failure; a run without a step is removed, so that there is nothing to resume."""
     return f"`dwindle resume {quote(str(run_dir))}`" if has_begun(run_dir) else "the same command again"
 
 
@@ -73,10 +74,10 @@ def write_checkpoint(
     *,
     keep_last: int = 2,
 ) -> Path:
-    """Write one checkpoint atomically, then drop all but the last ``keep_last``; returns its directory.
+    """Write one checkpoint atomically, then delete all but the last ``keep_last``; returns its directory.
 
-    ``state`` must be JSON without NaN, ``tensors`` maps a group (a file) to named tensors. A run has one
-    writer, so temporary directories found here were left by a killed one and are removed first.
+    ``state`` must be JSON without NaN; ``tensors`` maps a group (a file) to named tensors. A run has one writer, so any
+    temporary directory is left over from a killed process and is removed first.
     """
     assert keep_last >= 1
     temporary = temporary_directory(run_dir, step)
@@ -93,17 +94,17 @@ def write_checkpoint(
 
 
 def temporary_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is put in place."""
+    """Where the checkpoint of a step is written before it is renamed."""
     return checkpoints_dir(run_dir) / f"{_TEMPORARY}{_PREFIX}{step:08d}"
 
 
 def final_directory(temporary: Path) -> Path:
-    """Its place once it is complete."""
+    """The name of a checkpoint once it is complete."""
     return temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> None:
-    """Make the temporary directory, after removing what killed processes left."""
+    """Create the temporary directory, after removing those of killed processes."""
     folder = checkpoints_dir(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent)
@@ -113,7 +114,7 @@ def begin_checkpoint(run_dir: Path, step: int) -> None:
 def commit_checkpoint(
     run_dir: Path, temporary: Path, state: Mapping[str, Any], checksums: dict[str, str], *, keep_last: int
 ) -> Path:
-    """Add the JSON files to a directory whose tensors are on disk, and give it its name."""
+    """Add the JSON files to a directory whose tensors are on disk, and rename it into place."""
     folder = checkpoints_dir(run_dir)
     final = final_directory(temporary)
     checksums = checksums | {STATE_FILE: _write_json(temporary / STATE_FILE, state)}
@@ -143,7 +144,7 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> str:
 
 
 def write_failure(error: OSError, run_dir: Path, place: Path, tensors: Mapping[str, Tensor]) -> UserError:
-    """Says what of a run could not be written, what is still there, and how to go on."""
+    """An error that says what could not be written, which checkpoint is the last good one, and how to continue."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     good = [path for path in list_checkpoints(run_dir) if path != place]
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
@@ -154,7 +155,7 @@ def write_failure(error: OSError, run_dir: Path, place: Path, tensors: Mapping[s
 
 
 def sync_directory(folder: Path) -> None:
-    """Make renames and new names in a directory durable."""
+    """fsync a directory, which makes renames and new files in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -163,13 +164,13 @@ def sync_directory(folder: Path) -> None:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """What a killed process was writing or deleting."""
+    """Delete the temporary directories of killed processes."""
     for path in checkpoints_dir(run_dir).glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_aside(checkpoint: Path) -> None:
-    """Take a directory out of the list in one rename, so that no half-deleted checkpoint is ever listed."""
+    """Rename a checkpoint to a temporary name, so that no half-deleted checkpoint is ever listed."""
     if checkpoint.exists():
         aside = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -177,7 +178,7 @@ def _set_aside(checkpoint: Path) -> None:
 
 
 def _apply_keep_last(folder: Path, newest: Path, keep_last: int) -> None:
-    """Drop the oldest, and any later than the one just written: a damaged one that was passed over."""
+    """Delete the oldest, and any later than the one just written, which were damaged and skipped."""
     existing = list_checkpoints(folder.parent)
     until_now = [path for path in existing if checkpoint_step(path) <= checkpoint_step(newest)]
     for path in set(existing) - set(until_now[-keep_last:]):
@@ -186,7 +187,7 @@ def _apply_keep_last(folder: Path, newest: Path, keep_last: int) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, naming the file; ``None`` when every checksum holds."""
+    """What is wrong with a checkpoint, naming the file; None if every checksum matches."""
     try:
         checksums = json.loads((checkpoint / CHECKSUMS_FILE).read_bytes())
         expected = {str(name): str(digest) for name, digest in checksums.items()}
@@ -206,7 +207,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
-    """The newest checkpoint whose checksums hold; damaged newer ones are passed over with a warning each."""
+    """The newest checkpoint whose checksums match; each damaged newer one gives a warning."""
     existing = list_checkpoints(run_dir)
     if not existing:
         raise UserError(f"{checkpoints_dir(run_dir)}: holds no checkpoint: start the run with `dwindle pretrain`")
@@ -227,7 +228,7 @@ def latest_checkpoint(run_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint opened for reading; tensors are read group by group, when asked for."""
+    """A verified checkpoint opened for reading; tensors are read on demand, group by group."""
 
     path: Path
     state: dict[str, Any]
@@ -237,12 +238,12 @@ class Checkpoint:
         return checkpoint_step(self.path)
 
     def tensors(self, group: str) -> dict[str, Tensor]:
-        """The tensors of one group; empty when the group has no file."""
+        """The tensors of one group; empty if the group has no file."""
         files = files_of(self.path, group)
         return read_tensors(files[0]) if len(files) == 1 else dict(TensorPieces(files))
 
     def pieces(self, group: str) -> TensorPieces:
-        """The same, read tensor by tensor, or row by row, when asked for."""
+        """The same, read on demand, tensor by tensor or row by row."""
         return TensorPieces(files_of(self.path, group))
 
 
@@ -258,8 +259,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Optimizer state by parameter name: ``exp_avg/<name>``, ``exp_avg_sq/<name>``, ``step/<name>``.
 
-    Names rather than positions, so that moments can be sliced together with the weights they belong to. A
-    parameter that was never updated has no entry.
+    Names rather than positions, so that moments can be sliced together with their weights. A parameter that was never
+    updated has no entry.
     """
     return {
         f"{key}/{name}": value
@@ -270,7 +271,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Exact inverse of ``optimizer_tensors``: replaces all state, step counters included."""
+    """Inverse of ``optimizer_tensors``; replaces all state, step counters included."""
     parameters = dict(model.named_parameters())
     step_on_device = {
         parameter: bool(group.get("fused") or group.get("capturable"))
@@ -293,7 +294,7 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy weights and buffers into a model of exactly these names, shapes and types."""
+    """Copy weights and buffers into a model with the same names, shapes and dtypes."""
     own = model.state_dict()
     assert own.keys() == tensors.keys(), f"names differ: {sorted(own.keys() ^ tensors.keys())[:5]}"
     with torch.no_grad():
@@ -308,7 +309,7 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _copy_rows(target: Tensor, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """This process's rows; where the tensors come from files, only those are read."""
+    """Copy this process's rows; from files, only those rows are read."""
     first, count = row_range(target)
     if not count:
         return

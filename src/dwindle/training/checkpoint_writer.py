@@ -1,12 +1,12 @@
-"""Checkpoints of several processes, written in the background while training goes on.
+"""Checkpoints of several processes, written in the background while training continues.
 
-Each process copies what it holds to host memory, and a thread of its own writes and hashes it; when all have
-reported their checksums through the store, the main process puts the directory in place. What one of them could not
-write it reports there too, and the main process says it for all. The format is that of one process but for the files
-of sharded groups, so a run continues on any number of processes.
+Each process copies its tensors to host memory, and a thread writes and hashes them. Once all processes have reported
+their checksums through the store, the main process renames the directory into place. Write errors are reported through
+the store too, and the main process raises them for all. The format is that of one process, except that a sharded group
+has one file per process, so a run can be resumed on any number of processes.
 
 This is the scheme of torch's DCP without its file format: DCP describes tensors in a pickle, and its safetensors
-writer does not take tied weights.
+writer does not support tied weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from dwindle.core.errors import UserError
-from dwindle.distributed.engines import ShardedEngine, SharedEngine
+from dwindle.distributed.engines import Engine, Files
 from dwindle.distributed.safetensors_stream import write_tensors
-from dwindle.distributed.sharded_safetensors import piece_name
-from dwindle.distributed.shards import is_sharded, local
 from dwindle.training.checkpoint import (
     begin_checkpoint,
     commit_checkpoint,
@@ -36,40 +34,38 @@ from dwindle.training.checkpoint import (
     write_failure,
 )
 
-_PATIENCE_S = 1800.0
-
-Files = dict[str, dict[str, Tensor]]
+_TIMEOUT_S = 1800.0
 
 
 class CheckpointWriter:
-    """Saves are begun one at a time; an error of one ends all processes at the next, or at the end."""
+    """One save at a time; an error in one ends all processes at the next save, or at the end of the run."""
 
-    def __init__(self, engine: SharedEngine, run_dir: Path, keep_last: int) -> None:
+    def __init__(self, engine: Engine, run_dir: Path, keep_last: int) -> None:
         self.engine, self.run_dir, self.keep_last = engine, Path(run_dir), keep_last
         self._thread: threading.Thread | None = None
         self._step = 0
         self._error: BaseException | None = None
 
     def save(self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy to host memory and go on; every process calls this after the same step."""
+        """Copy to host memory and return; every process calls this after the same step."""
         self.wait()
         self._step = step
-        files = staged(self._files(tensors))
+        files = _on_host(self.engine.files(tensors))
         self.engine.world.main_first(f"begin checkpoint {step}", lambda: self._begin(step, files))
         arguments = (step, json.loads(json.dumps(state, allow_nan=False)), files)
         self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last save is in place, on every process; where it failed on any, none goes on."""
+        """Wait until the last save is in place on every process; if it failed on one, raise or exit on all."""
         if self._thread is None:
             return
         self._thread.join()
         self._thread = None
         if not self.engine.is_main and not isinstance(self._error, (UserError, NoneType)):
-            raise self._error  # a fault of ours: only its own traceback tells where
+            raise self._error  # a bug: only its own traceback shows where
         self.engine.world.main_first(f"checkpoint {self._step}", self._raise_error)
-        self.engine.barrier()  # or the main process may end before all have heard
+        self.engine.world.barrier()  # the main process hosts the store and must not exit before all have read it
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -77,46 +73,28 @@ class CheckpointWriter:
 
     def _begin(self, step: int, files: Files) -> None:
         if self.engine.is_main:
-            with self._told(step, files):
+            with self._write_errors(step, files):
                 begin_checkpoint(self.run_dir, step)
-
-    def _files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
-        """What this process writes: its rows of sharded tensors; the main process also everything else."""
-        engine = self.engine
-        if not isinstance(engine, ShardedEngine):
-            return {f"{group}.safetensors": dict(named) for group, named in tensors.items()} if engine.is_main else {}
-        files: Files = {}
-        for group, named in tensors.items():
-            sharded = any(is_sharded(tensor) for tensor in named.values())
-            mine = {
-                name: local(tensor)
-                for name, tensor in named.items()
-                if (is_sharded(tensor) and engine.holds_first_replica) or (engine.is_main and not is_sharded(tensor))
-            }
-            name = piece_name(group, engine.shard_rank, engine.num_shards) if sharded else f"{group}.safetensors"
-            if mine:
-                files[name] = mine
-        return files
 
     def _run(self, step: int, state: Mapping[str, Any], files: Files) -> None:
         folder, store = temporary_directory(self.run_dir, step), self.engine.world.store
         report: dict[str, Any] = {}
         try:
-            with self._told(step, files):
+            with self._write_errors(step, files):
                 report["checksums"] = {name: write_tensors(folder / name, named) for name, named in files.items()}
                 if self.engine.is_main:
-                    checksums = report["checksums"] | self._of_the_others(step)
+                    checksums = report["checksums"] | self._checksums_of_others(step)
                     commit_checkpoint(self.run_dir, folder, state, checksums, keep_last=self.keep_last)
         except BaseException as error:
             self._error = error
             report["failure"] = str(error) or type(error).__name__
         if not self.engine.is_main:
-            with suppress(DistError):  # the main process has ended, which ``wait`` finds out
+            with suppress(DistError):  # the main process has exited, which ``wait`` notices
                 store.set(self._key(step, self.engine.rank), json.dumps(report))
 
     @contextmanager
-    def _told(self, step: int, files: Files) -> Iterator[None]:
-        """What the operating system refuses becomes a message that says how to go on."""
+    def _write_errors(self, step: int, files: Files) -> Iterator[None]:
+        """An OSError becomes a UserError that says how to continue."""
         try:
             yield
         except OSError as error:
@@ -127,11 +105,11 @@ class CheckpointWriter:
     def _key(self, step: int, rank: int) -> str:
         return f"checkpoint/{step}/{rank}"
 
-    def _of_the_others(self, step: int) -> dict[str, str]:
+    def _checksums_of_others(self, step: int) -> dict[str, str]:
         """Checksums of the other processes' files, once they are on disk."""
         store = self.engine.world.store
         found: dict[str, str] = {}
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         for rank in range(1, self.engine.size):
             key = self._key(step, rank)
             while not store.check([key]):
@@ -148,7 +126,7 @@ class CheckpointWriter:
         return found
 
 
-def staged(files: Files) -> Files:
+def _on_host(files: Files) -> Files:
     """Copies in host memory, tied tensors once."""
     copies: dict[tuple[Any, ...], Tensor] = {}
 

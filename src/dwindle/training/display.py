@@ -1,4 +1,4 @@
-"""What a person sees while it trains: a live panel on a terminal, a plain line now and then elsewhere."""
+"""Progress of training: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN_LINE_EVERY_S = 10.0
 
 
 class Display(Callback):
-    """Step, tokens, loss, speed, time left, and the ``notes`` that other callbacks leave on the trainer."""
+    """Step, tokens, loss, throughput, time left, and the ``notes`` that other callbacks put on the trainer."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
@@ -48,7 +48,7 @@ class Display(Callback):
             print(line, file=self.console.file, flush=True)
 
     def fields(self, trainer: Trainer) -> dict[str, str]:
-        """Name and text of everything shown, in order."""
+        """Name and text of each field, in order."""
         last = trainer.last
         assert last is not None
         steps_done = max(trainer.step - self._first_step, 1)

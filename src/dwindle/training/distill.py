@@ -1,12 +1,12 @@
-"""Knowledge distillation: a frozen teacher's predictions beside the next token, without a full set of logits.
+"""Knowledge distillation from a frozen teacher, without materializing all logits.
 
 The objective of a token is ``(1 − α) · cross-entropy + α · T² · KL(teacher ‖ student)``, both distributions softened by
 the temperature T. T² keeps the size of the gradient about the same for every T.
 
-With ``top_k`` only the teacher's k most likely tokens are told apart; all others are one outcome, "the rest". The
-usual alternative, to renormalise the k, asks the student for probability zero everywhere else and makes it too sure of
-itself. With a rest the student's own order of the unlikely tokens is left alone, and the result is a lower bound of the
-whole divergence.
+With ``top_k`` only the teacher's k most likely tokens are distinguished; all others form one outcome, "the rest". The
+usual alternative, renormalising the k, asks the student for probability zero everywhere else and makes it
+overconfident. With a rest, the student's distribution over the unlikely tokens is unconstrained, and the result is a
+lower bound of the full divergence.
 
 Shapes: N tokens, D and E hidden sizes of student and teacher, V vocabulary.
 """
@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 
 class Distillation(NamedTuple):
-    """How much a teacher counts, and what of it."""
+    """Settings of the distillation loss."""
 
     weight: float
-    """α, the teacher's share of the objective."""
+    """α, the weight of the divergence in the objective."""
     temperature: float = 1.0
     top_k: int = 0
-    """Tokens of the teacher that are told apart; 0 = all."""
+    """Most likely tokens of the teacher that are distinguished; 0 = all."""
 
 
 class Lesson(NamedTuple):
-    """A teacher's view of some tokens: all that is kept of it is its final hidden states."""
+    """A teacher's final hidden states for some tokens, from which logits are computed chunk by chunk."""
 
     hidden_NE: Tensor
     head_VE: Tensor
@@ -40,7 +40,7 @@ class Lesson(NamedTuple):
     how: Distillation
 
     def logits(self, rows: slice) -> Tensor:
-        """The teacher's logits of one chunk, multiplied in the type of its head."""
+        """The teacher's logits of one chunk, computed in the dtype of its head."""
         raw_NV = F.linear(self.hidden_NE[rows].to(self.head_VE.dtype), self.head_VE)
         return raw_NV if self.logits_scaling == 1.0 else raw_NV / self.logits_scaling
 
@@ -48,8 +48,8 @@ class Lesson(NamedTuple):
 def divergence_and_gradient(student_NV: Tensor, teacher_NV: Tensor, how: Distillation) -> tuple[Tensor, Tensor]:
     """``T² · Σ KL(teacher ‖ student)``, and its gradient by the student's logits, ``T · (q − target)``.
 
-    ``q`` is the softened student. The target is the softened teacher; with ``top_k`` its rest is spread over the
-    unlikely tokens as the student spreads its own, which is what makes their gradients one common factor.
+    ``q`` is the softened student. The target is the softened teacher; with ``top_k`` its rest is distributed over the
+    unlikely tokens in the student's proportions, so that their gradients share one factor.
     """
     log_q = F.log_softmax(student_NV / how.temperature, dim=-1)
     log_target = F.log_softmax(teacher_NV / how.temperature, dim=-1)
@@ -64,7 +64,7 @@ def divergence_and_gradient(student_NV: Tensor, teacher_NV: Tensor, how: Distill
 
 
 class HiddenStates(nn.Module):
-    """A model up to its head, as one call: FSDP2 gathers weights around the calls of modules."""
+    """A model without its head as one module call, because FSDP2 gathers weights around module calls."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class HiddenStates(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """A frozen model and how it is used. It has no state: a resumed run loads it from its source again."""
+    """A frozen model and the distillation settings. It has no state: a resumed run loads it from its source again."""
 
     states: HiddenStates
     how: Distillation

@@ -1,4 +1,4 @@
-"""The training loop. It knows nothing of pruning: that is a callback like validation and checkpoints."""
+"""The training loop. It knows nothing of pruning, which is a callback like validation and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
-from dwindle.distributed.engine import Engine
+from dwindle.distributed.engines import Engine
+from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
@@ -22,7 +23,7 @@ from dwindle.training.checkpoint import (
     optimizer_tensors,
 )
 from dwindle.training.distill import Teacher
-from dwindle.training.loss import Precision, weights_dtype
+from dwindle.training.loss import language_model_loss
 from dwindle.training.optim import LRSchedule
 from dwindle.training.rng import load_rng, rng_state, rng_tensors
 from dwindle.training.stop import StopSignal
@@ -31,11 +32,15 @@ Status = Literal["running", "finished", "stopped", "diverged"]
 
 
 class TrainingDiverged(UserError):
-    """Too many steps in a row had a loss or gradient that is not finite; the state was saved first."""
+    """Too many consecutive steps had a non-finite loss or gradient; the state was saved first."""
 
 
 class Batches(Protocol):
-    """Where token windows come from; its state is the position in the data."""
+    """The source of token windows; its state is the position in the data."""
+
+    @property
+    def num_tokens_per_step(self) -> int:
+        """Predicted tokens of one step, over all processes."""
 
     def next_step(self) -> list[Tensor]:
         """The micro-batches of one step, each int64 ``[sequences, seq_len + 1]``."""
@@ -47,12 +52,12 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerOptions:
-    """How steps are computed; what is trained, and on what, is given to the trainer itself."""
+    """How steps are computed; model, data and callbacks are given to the trainer itself."""
 
     num_steps: int
     """Steps of the whole run, skipped ones included."""
     clip: float = 1.0
-    """Largest gradient norm; 0 = no clipping."""
+    """Maximum gradient norm; 0 = no clipping."""
     z_loss: float = 0.0
     """Weight of the squared log-partition term that keeps logits small; 0 = off."""
     ce_chunk_tokens: int = 1024
@@ -60,15 +65,15 @@ class TrainerOptions:
     precision: Precision = "fp32"
     """``bf16`` is autocast over fp32 weights and moments."""
     fused_loss: bool = False
-    """Compile the loss of a chunk of tokens; faster on a GPU, other last bits."""
+    """Compile the loss of a chunk of tokens: faster on a GPU, with different rounding."""
     bf16_residual: bool = False
-    """With ``bf16``: keep the residual stream in bf16 too, instead of the fp32 that autocast leaves it in."""
+    """With ``bf16``: also keep the residual stream in bf16, which autocast leaves in fp32."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Recompute each layer in the backward pass instead of storing its activations."""
     max_bad_steps: int = 10
-    """Steps in a row with a non-finite loss or gradient that are skipped before the run stops."""
+    """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
     device: str = "cpu"
-    """Where batches are sent; the model must be there already."""
+    """Where batches are sent; the model must already be there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +89,7 @@ class StepStats:
 
 
 class Trainer:
-    """Owns the model, the optimizer and the counters, and calls everybody else at the right moment."""
+    """Owns the model, the optimizer and the counters, and calls the callbacks."""
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class Trainer:
         engine: Engine | None = None,
         teacher: Teacher | None = None,
     ) -> None:
-        self.engine = engine or Engine()
+        self.engine = engine or Engine(language_model_loss)
         self.teacher = teacher
         self.schedule = schedule
         self.batches = batches
@@ -108,24 +113,24 @@ class Trainer:
         self.stop = stop or StopSignal()
         self._stop_agreed = False
         self.step = 0
-        """Steps done, skipped ones included: they use up data and schedule like any other."""
+        """Steps done. Skipped ones count: they use up data and schedule like any other."""
         self.tokens = 0
         """Tokens seen."""
         self.seq_len = 0
-        """Tokens of a sequence in the step just done."""
+        """Tokens per sequence in the last step."""
         self.last: StepStats | None = None
-        """The step just done."""
+        """The last step of this process."""
         self.loss: float | None = None
-        """Of the last step, also where an earlier process made it."""
+        """Loss of the last step, restored from the checkpoint when a run is resumed."""
         self.bad_steps = 0
         """Steps skipped in the whole run."""
         self.bad_steps_in_a_row = 0
         self.status: Status = "running"
-        """Set before ``after_step`` is called: anything but ``running`` means that no step follows."""
+        """Set before ``after_step`` is called; anything but ``running`` means that this step was the last."""
         self.extra_metrics: dict[str, Any] = {}
-        """Numbers of the current step for the metrics line; emptied before every step."""
+        """Numbers of the current step for the metrics line; cleared before every step."""
         self.extra_times: dict[str, float] = {}
-        """Seconds of the current step beside the step itself, such as a pause; emptied before every step."""
+        """Seconds that the current step spent outside the step itself, such as a compaction; cleared likewise."""
         self.notes: dict[str, str] = {}
         """Texts for the display, kept until replaced."""
         names = [callback.name for callback in self.callbacks]
@@ -134,7 +139,7 @@ class Trainer:
         self.replace_model(model, optimizer)
 
     def run(self) -> Status:
-        """Train to the last step (``finished``) or until asked to stop (``stopped``)."""
+        """Train to the last step (``finished``) or until a stop is requested (``stopped``)."""
         self.status = "running" if self.step < self.options.num_steps else "finished"
         try:
             self._call_all("on_start")
@@ -142,11 +147,17 @@ class Trainer:
                 started = time.perf_counter()
                 self.extra_metrics.clear()
                 self.extra_times.clear()
-                sums, num_tokens = self.forward_backward(self.batches.next_step())
+
+                # gradients of the mean loss over all tokens of the step, on all processes
+                sums = self.forward_backward(self.batches.next_step())
                 self._call_all("edit_gradients")
-                grad_norm = self._grad_norm()
+                grad_norm = self.engine.grad_norm(self.model.parameters())
+
+                # the only synchronisation with the device: loss and gradient norm become numbers
                 loss, norm = self._read(sums, grad_norm)
                 healthy = math.isfinite(loss) and math.isfinite(norm)
+
+                # callbacks may read the gradients before they are clipped; a step that is not finite is skipped
                 if healthy:
                     self._call_all("after_backward")
                 lr = self.update(grad_norm, healthy, clip=norm + 1e-6 > 0.999 * self.options.clip > 0)
@@ -155,11 +166,13 @@ class Trainer:
                         loss=loss,
                         grad_norm=norm,
                         lr=lr,
-                        num_tokens=num_tokens,
+                        num_tokens=self.batches.num_tokens_per_step,
                         skipped=not healthy,
                         seconds=time.perf_counter() - started,
                     )
                 )
+
+                # prune, validate, log, save: each is a callback (all processes take part)
                 self._call_all("after_step")
         finally:
             self._call_all("on_end")
@@ -169,25 +182,24 @@ class Trainer:
     def _raise_if_diverged(self) -> None:
         if self.status == "diverged":
             raise TrainingDiverged(
-                f"training.lr: step {self.step} was number {self.bad_steps_in_a_row} in a row whose loss or "
-                "gradient is not finite: use a lower rate, or look at the data there; the state is saved"
+                f"training.lr: step {self.step} was number {self.bad_steps_in_a_row} in a row with a non-finite loss "
+                "or gradient: use a lower rate, or check the data there; the state is saved"
             )
 
-    def forward_backward(self, micro_batches: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """Gradients of the mean loss over all tokens of the step, however they are cut into micro-batches.
+    def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Gradients of the mean loss over all tokens of the step, independent of the micro-batch size.
 
-        Returns the mean cross-entropy (and divergence from a teacher) of all processes, and how many of them were
-        asked to stop; on a GPU these numbers need not exist yet.
+        Returns the mean cross-entropy (and, with a teacher, the mean divergence) over all processes, then the number of
+        processes that received a stop request; on a GPU these are not computed yet.
         """
-        engine, options = self.engine, self.options
-        num_tokens = engine.num_tokens(micro_batches, self.batches)
+        engine, options, num_tokens = self.engine, self.options, self.batches.num_tokens_per_step
         total: Tensor | None = None
-        for number, tokens in enumerate(micro_batches, start=1):
+        for number, tokens_BT in enumerate(micro_batches, start=1):
             with engine.micro_step(last=number == len(micro_batches)):
                 with engine.autocast(options.precision, options.device):
                     loss = engine.loss(
                         self.model,
-                        tokens.to(options.device, non_blocking=True),
+                        tokens_BT.to(options.device, non_blocking=True),
                         chunk_tokens=options.ce_chunk_tokens,
                         scale=engine.size / num_tokens,
                         z_loss=options.z_loss,
@@ -200,12 +212,14 @@ class Trainer:
             total = sums if total is None else total + sums
         assert total is not None, "a step without data"
         self.seq_len = micro_batches[-1].shape[1] - 1
-        return engine.share(total / num_tokens, self.stop.requested), num_tokens
+        means = (total / num_tokens).detach().double()
+        stop = torch.full((1,), float(self.stop.requested), device=means.device).double()
+        return engine.sum_over_processes(torch.cat([means, stop]))
 
     def _read(self, sums: Tensor, grad_norm: Tensor) -> tuple[float, float]:
-        """Loss and norm as numbers. The only wait of a step, when the device has the norm to compute as well.
+        """Loss and gradient norm as numbers.
 
-        The cross-entropy is reported as ``loss`` with or without a teacher, so that runs compare.
+        ``loss`` is the cross-entropy with or without a teacher, so that runs can be compared.
         """
         loss, *distillation, stops, norm = torch.cat([sums, grad_norm.to(sums.dtype).view(1)]).tolist()
         self._stop_agreed = stops > 0
@@ -214,9 +228,9 @@ class Trainer:
         return loss, norm
 
     def update(self, grad_norm: Tensor, healthy: bool, *, clip: bool) -> float:
-        """Clip, step and drop the gradients; a bad step only drops them. Returns the rate of the step.
+        """Clip, step and clear the gradients; a step that is not finite only clears them. Returns the learning rate.
 
-        ``clip`` may be False where the factor would be exactly 1: that saves a pass over all gradients.
+        ``clip`` may be False where the factor would be exactly 1, which saves a pass over all gradients.
         """
         lr = self.schedule.apply(self.optimizer, self.step)
         if healthy:
@@ -225,9 +239,6 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
-
-    def _grad_norm(self) -> Tensor:
-        return self.engine.grad_norm(self.model.parameters())
 
     def _count(self, stats: StepStats) -> None:
         self.last, self.loss = stats, stats.loss
@@ -247,11 +258,11 @@ class Trainer:
             getattr(callback, hook)(self)
 
     def replace_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Go on with a model of other shapes and the optimizer of its parameters; only between steps."""
+        """Continue with a model of other shapes and the optimizer of its parameters; only between steps."""
         live = {id(p) for p in model.parameters() if p.requires_grad}
         optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert live == optimised, "the optimizer must hold exactly the model's own parameters"
-        assert all(id(p) in live for p in optimizer.state), "optimizer state of a parameter that is gone"
+        assert all(id(p) in live for p in optimizer.state), "optimizer state of a removed parameter"
         expected = weights_dtype(self.options.precision)
         assert all(p.dtype == expected for p in model.parameters()), f"weights must be {expected}"
         if self.options.activation_checkpointing:
@@ -262,7 +273,7 @@ class Trainer:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but tensors, as JSON: counters, schedule, data position, callbacks, generators."""
+        """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -276,7 +287,7 @@ class Trainer:
         }
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Tensor state by group: one file of the checkpoint each."""
+        """Tensor state by group; each group is one file of the checkpoint."""
         groups = {
             "model": dict(self.model.state_dict()),
             "optimizer": optimizer_tensors(self.model, self.optimizer),
@@ -286,12 +297,12 @@ class Trainer:
         return groups | ({"callbacks": own} if own else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of ``state_dict``, but for the random generators: ``load_checkpoint`` sets them last."""
+        """Inverse of ``state_dict``, except for the random generators, which ``load_checkpoint`` restores last."""
         self.schedule.load_state_dict(state["schedule"])
         self.batches.load_state_dict(state["batches"])
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
-        self.loss = state.get("loss")  # older checkpoints do not say
+        self.loss = state.get("loss")  # not in older checkpoints
         self.bad_steps = int(state["bad_steps"])
         self.bad_steps_in_a_row = int(state["bad_steps_in_a_row"])
         by_name = {callback.name: callback for callback in self.callbacks}
@@ -305,7 +316,7 @@ class Trainer:
                 )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint; the model must already have its shapes."""
+        """Continue from a checkpoint; the model must already have the checkpoint's shapes."""
         self.load_state_dict(checkpoint.state)
         load_model_tensors(self.model, checkpoint.pieces("model"))
         load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))
@@ -316,5 +327,5 @@ class Trainer:
             }
             if mine:
                 callback.load_tensors(mine)
-        if self.engine.size == 1:  # several processes draw nothing at random: the models have no dropout
+        if self.engine.size == 1:  # several processes use no random numbers: the models have no dropout
             load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))

@@ -1,10 +1,10 @@
-"""Next-token loss that never holds all logits at once.
+"""Next-token loss that never materializes all logits.
 
-A vocabulary of 49k in fp32 costs 200 MB per thousand tokens, several times over in a plain backward pass:
-more than everything else of a small model. Here the final hidden states are taken in chunks, and each chunk's
-gradients are computed in the forward pass, while its logits are still there. Recomputing the chunk in the
-backward pass instead (``torch.utils.checkpoint``) would cost a fourth matrix product with the vocabulary,
-about 7 % of a whole step of SmolLM2-135M, to save one copy of the head's gradient.
+A vocabulary of 49k in fp32 costs 200 MB per thousand tokens, several times over in a plain backward pass: more than the
+rest of a small model. Here the final hidden states are processed in chunks, and the gradients of each chunk are
+computed in the forward pass, while its logits exist. Recomputing the chunk in the backward pass instead
+(``torch.utils.checkpoint``) would cost a fourth matrix product with the vocabulary, about 7 % of a whole step of
+SmolLM2-135M, to save one copy of the head's gradient.
 
 Shapes: B sequences, T tokens each, N = B·T (or one chunk of it), D hidden size, V vocabulary.
 """
@@ -12,43 +12,30 @@ Shapes: B sequences, T tokens each, N = B·T (or one chunk of it), D hidden size
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwindle.distributed.engines import Engine
+from dwindle.distributed.precision import Precision
 from dwindle.training.distill import Distillation, Lesson, Teacher, divergence_and_gradient
-
-Precision = Literal["fp32", "bf16", "fp64"]
-
-
-def weights_dtype(precision: Precision) -> torch.dtype:
-    """What weights and moments are kept in: ``bf16`` computes in bf16 but keeps fp32 weights."""
-    return torch.float64 if precision == "fp64" else torch.float32
-
-
-def autocast_for(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
-    """The context in which forward passes run, for training and validation alike."""
-    if precision == "bf16":
-        return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
-    return nullcontext()
 
 
 class TokenLoss(NamedTuple):
-    """What is minimised and what is reported differ by scale, z-loss and teacher, so all are returned."""
+    """The objective that is minimised and the sums that are reported; they differ by scale, z-loss and teacher."""
 
     objective: Tensor
-    """``scale · Σ (cross-entropy + z_loss · logsumexp²)``, to call ``backward()`` on.
+    """``scale · Σ (cross-entropy + z_loss · logsumexp²)``, for ``backward()``.
 
-    With a teacher, ``(1 − α) · cross-entropy + α · T² · KL`` stands in the place of the cross-entropy.
+    With a teacher, ``(1 − α) · cross-entropy + α · T² · KL`` replaces the cross-entropy.
     """
     cross_entropy: Tensor
-    """``Σ cross-entropy`` in nats, a plain number without gradient."""
+    """``Σ cross-entropy`` in nats, without gradient."""
     distillation: Tensor | None = None
-    """``Σ T² · KL(teacher ‖ student)`` in nats, likewise; None without a teacher."""
+    """``Σ T² · KL(teacher ‖ student)`` in nats, without gradient; None without a teacher."""
 
 
 def chunked_cross_entropy(
@@ -65,14 +52,14 @@ def chunked_cross_entropy(
 ) -> TokenLoss:
     """Sum over tokens of ``−log softmax(hidden · weightᵀ / logits_scaling)[target]``, chunk by chunk.
 
-    ``scale`` (one over the tokens of the whole step) goes in here rather than being multiplied on later, so
-    that the gradients have the very bits of ``F.cross_entropy(...) / num_tokens`` when one chunk covers the
-    input. The softmax is always computed in fp32 (fp64 for fp64 weights); the products follow autocast.
+    ``scale`` (one over the tokens of the whole step) is applied here, so that the gradients are bit-equal to those of
+    ``F.cross_entropy(...) / num_tokens`` if one chunk covers the input. The softmax is always computed in fp32 (fp64
+    for fp64 weights); the matrix products follow autocast.
 
-    ``fused`` compiles loss and gradient of a chunk into one kernel or two: the logits are read from memory about
-    three times instead of a dozen, and the last bits differ.
+    ``fused`` compiles loss and gradient of a chunk into one or two kernels: the logits are read from memory about three
+    times instead of a dozen times, and rounding differs.
 
-    A ``lesson`` mixes in the divergence from a teacher, whose logits exist for one chunk at a time as well.
+    A ``lesson`` adds the divergence from a teacher, whose logits also exist for one chunk at a time.
     """
     assert chunk_tokens > 0
     assert hidden_ND.shape[0] == targets_N.shape[0]
@@ -137,16 +124,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _chunk_loss(
     hidden: Tensor, head: Tensor, targets: Tensor, teacher: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, Tensor | None]:
-    """[unscaled objective, cross-entropy, and divergence if taught] of one chunk; the gradient by its logits, scaled.
+    """[unscaled objective, cross-entropy, divergence with a teacher] of one chunk; the scaled gradient by its logits.
 
-    The gradient comes from autograd, not from a formula, so that it has the bits of the library's own; fused and
-    taught losses have no such bits to match.
+    The gradient comes from autograd, so that it is bit-equal to that of ``F.cross_entropy``; the fused loss and the
+    loss with a teacher use the closed form.
     """
     fused = spec.fused and spec.with_gradients
     if fused or spec.lesson is not None:
         compute = _compiled_loss() if fused else _loss_and_gradient
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scale = torch.full((), spec.scale, device=hidden.device, dtype=wide)  # a copy from the host would wait
+        scale = torch.full((), spec.scale, device=hidden.device, dtype=wide)  # torch.tensor would synchronise
         how = None if spec.lesson is None else spec.lesson.how
         raw_NV = F.linear(hidden, head)
         sums, gradient = compute(raw_NV, targets, scale, spec.z_loss, spec.logits_scaling, teacher, how)
@@ -161,7 +148,7 @@ def _chunk_loss(
 
 
 def _objective(raw_NV: Tensor, targets: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
-    """A function of its own so that the fp32 copy of the logits is gone before their gradient is made."""
+    """A separate function, so that the fp32 copy of the logits is freed before their gradient is allocated."""
     logits = raw_NV if raw_NV.dtype == torch.float64 else raw_NV.float()
     if spec.logits_scaling != 1.0:
         logits = logits / spec.logits_scaling
@@ -186,9 +173,9 @@ def _loss_and_gradient(
     teacher_NV: Tensor | None = None,
     how: Distillation | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What ``_objective`` and autograd give, written out: the gradient is softmax · (s + 2·z·lse) − s · one-hot.
+    """``_objective`` and its gradient in closed form, softmax · (s + 2·z·lse) − s · one-hot.
 
-    s is what the teacher leaves to the cross-entropy: 1 without one.
+    s is the weight of the cross-entropy: 1 without a teacher, 1 − α with one.
     """
     logits = raw_NV.to(torch.promote_types(raw_NV.dtype, torch.float32)) / logits_scaling
     lse_N = logits.logsumexp(dim=-1)
@@ -206,7 +193,7 @@ def _loss_and_gradient(
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + left @ right``, in place where the types allow; the sum keeps the weights' precision."""
+    """``total + left @ right``, in place where the dtypes allow; the sum has the precision of the weights."""
     if total is None:
         return (left @ right).to(dtype)
     if left.dtype == dtype:
@@ -227,8 +214,8 @@ def language_model_loss(
 ) -> TokenLoss:
     """Loss of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``, for any ``…ForCausalLM`` model.
 
-    ``bf16_residual`` starts the residual stream in bf16, as a model with bf16 weights does; autocast alone would
-    keep it in fp32, which costs memory traffic between the products.
+    ``bf16_residual`` starts the residual stream in bf16, as in a model with bf16 weights; autocast alone would keep it
+    in fp32, which costs memory bandwidth.
     """
     head, logits_scaling = _head(model)
     inputs: dict[str, Tensor] = {"input_ids": tokens_BT[:, :-1]}
@@ -256,12 +243,11 @@ def _head(model: nn.Module) -> tuple[Tensor, float]:
     module = cast(Any, model).get_output_embeddings()
     config = cast(Any, model).config
     assert getattr(module, "bias", None) is None, "a head with a bias is not supported"
-    assert getattr(config, "final_logit_softcapping", None) is None, "capped logits are not supported"
+    assert getattr(config, "final_logit_softcapping", None) is None, "logit softcapping is not supported"
     scaling = getattr(config, "logits_scaling", None)
     return module.weight, 1.0 if scaling is None else float(scaling)
 
 
-@torch.no_grad()
 def evaluate_loss(
     model: nn.Module,
     windows_NT: Tensor,
@@ -270,17 +256,6 @@ def evaluate_loss(
     chunk_tokens: int = 1024,
     precision: Precision = "fp32",
 ) -> float:
-    """Mean nats per token over windows of ``seq_len + 1`` tokens; leaves the model in the mode it was in."""
-    assert windows_NT.ndim == 2 and windows_NT.shape[0] > 0 and windows_NT.shape[1] > 1
-    device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for start in range(0, windows_NT.shape[0], batch):
-            tokens = windows_NT[start : start + batch]
-            with autocast_for(precision, device):
-                total += language_model_loss(model, tokens.to(device), chunk_tokens=chunk_tokens).cross_entropy
-    finally:
-        model.train(was_training)
-    return float(total) / (windows_NT.shape[0] * (windows_NT.shape[1] - 1))
+    """Mean nats per token over windows of ``seq_len + 1`` tokens, in one process; the model's mode is restored."""
+    engine = Engine(language_model_loss)
+    return engine.evaluate(model, windows_NT, batch=batch, chunk_tokens=chunk_tokens, precision=precision)

@@ -1,22 +1,20 @@
-"""Metrics of a run: one JSON line per step, and TensorBoard where it is installed."""
+"""Metrics of a run: one JSON line per step, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import nn
 
 from dwindle.anatomy import Anatomy
 from dwindle.core.errors import UserError
-from dwindle.core.json_safe import finite
+from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import how_to_go_on
 from dwindle.training.flops import flops_per_token, peak_flops
@@ -25,54 +23,23 @@ if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
 
 
-class JsonLinesFile:
-    """An append-only file of JSON lines; each line reaches the operating system before ``append`` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._file: IO[bytes] | None = None
-
-    def append(self, record: dict[str, Any]) -> None:
-        line = json_line(record)
-        try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab")
-            self._file.write(line.encode())
-            self._file.flush()
-        except OSError as error:
-            advice = f"free space on its disk, then run {how_to_go_on(self.path.parent)}"
-            raise UserError(f"{self.path}: cannot be written ({error.strerror}): {advice}") from error
-
-    def close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # of a line that could not be written, which ``append`` has told
-                self._file.close()
-            self._file = None
-
-
-def json_line(record: dict[str, Any]) -> str:
-    """One record as every append-only file of ours holds it."""
-    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
-
-
 class MetricsWriter(Callback):
-    """``metrics.jsonl``: one line per step, with what callbacks before this one put into ``extra_metrics``.
+    """``metrics.jsonl``: one line per step, with the ``extra_metrics`` of the callbacks before this one.
 
     Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared. FLOPs are
-    those of the model as it is in memory: what is dead is still computed, until a compaction removes it.
+    those of the model in memory: pruned groups are still computed until a compaction removes them.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesFile(path)
+        self._lines = JsonLinesFile(path, how_to_go_on)
         self._model: Callable[[], object] = lambda: None
         self._anatomy: Anatomy | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        self._look_at(trainer.model)
+        self._track(trainer.model)
 
-    def _look_at(self, model: nn.Module) -> None:
-        """The model of the next step; a reference that keeps nothing alive, because compaction needs the memory."""
+    def _track(self, model: nn.Module) -> None:
+        """Note the model of the next step; a weak reference, so that compaction can free the old one."""
         if self._model() is not model:
             self._model, self._anatomy = ref(model), Anatomy.of(model)
 
@@ -81,7 +48,7 @@ class MetricsWriter(Callback):
         assert last is not None and anatomy is not None
         tokens_per_s = last.num_tokens / max(last.seconds, 1e-9)
         flops = flops_per_token(anatomy, anatomy.source, trainer.seq_len)
-        self._look_at(trainer.model)  # it may have been compacted after this step
+        self._track(trainer.model)  # it may have been compacted after this step
         peak = peak_flops(trainer.options.device) if trainer.options.precision == "bf16" else None
         utilisation = {} if peak is None else {"mfu": flops * tokens_per_s / (peak * trainer.engine.size)}
         self._lines.append(
@@ -114,7 +81,7 @@ def tensorboard_installed() -> bool:
 
 
 class TensorBoardWriter(Callback):
-    """The same numbers for TensorBoard; a resumed run hides what the killed one wrote past its checkpoint."""
+    """The same numbers for TensorBoard; a resumed run hides the steps written after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         if not tensorboard_installed():

@@ -1,4 +1,4 @@
-"""AdamW and learning-rate schedules; the rate is a pure function of the step, so it cannot drift."""
+"""AdamW and learning-rate schedules; the rate is a pure function of the step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def build_adamw(
     weight_decay: float = 0.1,
     fused: bool | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW with decay on matrices (embeddings included) and none on norm gains and biases.
+    """AdamW with weight decay on matrices (embeddings included) and none on norm gains and biases.
 
-    ``fused`` defaults to CUDA only. On a CPU the plain loop over tensors has the same bits as ``foreach``, is
-    faster from a few million parameters on and needs no temporary copy of all weights. The fused kernel is
-    about four times faster again, but rounds differently from the default of ``torch.optim.AdamW``.
+    ``fused`` defaults to True on CUDA. On a CPU the loop over tensors is bit-equal to ``foreach``, faster from a few
+    million parameters on, and needs no temporary copy of all weights. The fused kernel is about four times faster
+    still, but rounds differently from the default of ``torch.optim.AdamW``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -53,7 +53,7 @@ class LRSchedule:
     kind: ScheduleKind
     """``cosine``: half a cosine to the floor; ``wsd``: flat, then linear to the floor; ``constant``: flat."""
     lr: float
-    """The full rate."""
+    """The peak rate."""
     num_steps: int
     """Steps of the whole run."""
     warmup_steps: int = 0
@@ -61,10 +61,10 @@ class LRSchedule:
     decay_steps: int = 0
     """``wsd`` only: steps of the final decay."""
     min_lr_ratio: float = 0.1
-    """The floor as a share of the full rate; approached by the step after the last."""
+    """The floor as a fraction of the peak rate; reached by the step after the last."""
 
     def lr_at(self, step: int) -> float:
-        """The rate of step ``step``: a pure function, so that resuming needs no history."""
+        """The learning rate of step ``step``."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         return self.lr * self._factor(min(step, self.num_steps))
@@ -79,7 +79,7 @@ class LRSchedule:
         return 1.0
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the rate of step ``step`` in every parameter group and return it."""
+        """Set the learning rate of step ``step`` in every parameter group and return it."""
         lr = self.lr_at(step)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -89,11 +89,11 @@ class LRSchedule:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse another schedule: half of one curve and half of another is never what was meant."""
+        """Check that the schedule is the one the run started with; anything else is an error."""
         for key, now in asdict(self).items():
             if state[key] != now:
                 raise UserError(
-                    f"training schedule: {key} was {state[key]} when the run began and is {now} now: "
+                    f"training schedule: {key} was {state[key]} when the run started and is {now} now: "
                     "resume with the run's own recipe, or start a new run"
                 )
 
@@ -107,7 +107,7 @@ def build_schedule(
     decay: float = 0.1,
     min_lr_ratio: float = 0.1,
 ) -> LRSchedule:
-    """A schedule from a recipe: ``warmup`` is steps, or their share when below 1; ``decay`` is a share."""
+    """A schedule from a recipe: ``warmup`` is in steps, or a fraction of them if below 1; ``decay`` is a fraction."""
     if kind not in get_args(ScheduleKind):
         raise UserError(f"training.schedule: {kind!r} is unknown: choose {', '.join(get_args(ScheduleKind))}")
     warmup_steps = round(warmup * num_steps) if warmup < 1 else round(warmup)
@@ -115,7 +115,7 @@ def build_schedule(
     if warmup_steps + decay_steps > num_steps:
         raise UserError(
             f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "
-            f"into {num_steps} steps: choose a smaller share or more training.tokens"
+            f"into {num_steps} steps: choose a smaller fraction or more training.tokens"
         )
     return LRSchedule(
         kind=kind,  # type: ignore[arg-type]

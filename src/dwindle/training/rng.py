@@ -1,4 +1,4 @@
-"""Every source of randomness in one place: set from a seed, saved with a checkpoint, restored to the bit."""
+"""All random generators: seeded together, saved in checkpoints, restored exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def seed_everything(seed: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The part of all generators' states that JSON holds well; ``rng_tensors`` has the rest."""
+    """The JSON part of all generators' states; ``rng_tensors`` has the rest."""
     version, _, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     assert isinstance(legacy, dict) and legacy["bit_generator"] == "MT19937"
@@ -33,6 +33,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def rng_tensors() -> dict[str, Tensor]:
+    """The tensor part of all generators' states."""
     legacy = np.random.get_state(legacy=False)
     assert isinstance(legacy, dict)
     tensors = {
@@ -46,7 +47,7 @@ def rng_tensors() -> dict[str, Tensor]:
 
 
 def load_rng(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Exact inverse of the two above; states of CUDA devices that are not here are left out."""
+    """Inverse of ``rng_state`` and ``rng_tensors``; states of CUDA devices that do not exist here are ignored."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
     key = tensors["numpy"].numpy().astype(np.uint32)

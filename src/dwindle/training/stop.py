@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the loop to finish its step, save and leave; a second Ctrl-C leaves at once."""
+"""Ctrl-C and SIGTERM ask the loop to finish its step, save and exit; a second Ctrl-C exits at once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MESSAGE = b"\nstopping after this step and a checkpoint (Ctrl-C again: abort no
 class StopSignal:
     """``with StopSignal() as stop: Trainer(..., stop=stop).run()``
 
-    Python delivers signals to the main thread only, so elsewhere this is just a flag that ``request()`` sets.
+    Python delivers signals to the main thread only; in other threads this is a flag that ``request()`` sets.
     """
 
     def __init__(self) -> None:
         self.requested = False
         self.number: int | None = None
-        """The signal that asked, if one did."""
+        """The signal that requested the stop, if any."""
         self._previous: dict[int, Any] = {}
 
     def request(self) -> None:
@@ -42,6 +42,6 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested, self.number = True, number
-            os.write(2, _MESSAGE)  # a buffered stream might be in the middle of a write of its own
+            os.write(2, _MESSAGE)  # not print: a signal may interrupt a buffered write
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""From names in a recipe to token streams: token files are mapped, text is tokenized once and kept."""
+"""Opens the ``[data]`` table of a recipe: token files are memory-mapped, text is tokenized once and cached."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.mixture import Mixture, PackedDataset
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
-from dwindle.data.tokenfiles import (
+from dwindle.data.token_files import (
     FORMAT,
     TokenFiles,
     is_token_files,
     open_token_files,
     write_inputs,
 )
+from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream, shared_token_count
 from dwindle.data.tokenizing import DocumentEncoder
-from dwindle.data.tokenstream import MemoryTokens, TokenPart, TokenStream, shared_token_count
 from dwindle.data.windows import spread_windows
 
 if TYPE_CHECKING:
@@ -35,21 +35,21 @@ _MAX_SHARED = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingData:
-    """Everything the loop reads."""
+    """Training and validation data of one run."""
 
     mixture: Mixture
     """The training samples."""
     valid_windows: Tensor | None
-    """int64 [windows, seq_len + 1], in the order of the text; None without validation text."""
+    """int64 [windows, seq_len + 1], in text order; None without validation text."""
 
 
 def open_training_data(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, cache_dir: Path
 ) -> TrainingData:
-    """Open, tokenize where needed, check contents, and make sure that validation text is not trained on.
+    """Open, tokenize if needed, verify checksums, and check that validation text is not trained on.
 
-    ``seed`` and ``cache_dir`` hold where the config leaves them open. With several ranks let one call this first:
-    it fills the cache, and the others only map it.
+    ``seed`` and ``cache_dir`` are used if the config does not set them. With several ranks, call this on one rank
+    first: it fills the cache, and the others only map it.
     """
     config.check()
     encoder = DocumentEncoder(tokenizer)
@@ -90,7 +90,7 @@ def open_stream(
     max_tokens: int | None = None,
     option: str = "data",
 ) -> TokenStream:
-    """All paths as one stream; without ``cache_dir`` text is tokenized in memory. ``max_tokens`` is per path."""
+    """All paths as one token stream; without ``cache_dir`` text is tokenized in memory. ``max_tokens`` is per path."""
     parts: list[TokenPart] = []
     for name in expand_inputs(list(paths), option):
         if is_token_files(name):
@@ -111,8 +111,8 @@ def cached_token_files(
 ) -> TokenFiles:
     """The token files of one text, written on first use.
 
-    The directory's name holds a key over tokenizer and content, so a changed text or another tokenizer gets its own
-    directory, and a resumed run maps the very bytes of the first one.
+    The directory's name contains a hash of tokenizer and content, so a changed text or another tokenizer gets its own
+    directory, and a resumed run maps the same bytes as before.
     """
     what = [FORMAT, encoder.identity, source.cache_key, text_field, max_tokens]
     key = hashlib.sha256(repr(what).encode()).hexdigest()[:16]
@@ -126,9 +126,9 @@ def cached_token_files(
 
 
 def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str = "data.train") -> None:
-    """Raise UserError if validation text is trained on: the same input, or documents worth over 1 % of its tokens.
+    """Raise UserError if validation text is trained on: the same input, or shared documents of over 1 % of its tokens.
 
-    The margin lets boilerplate pass that any two collections share, such as a licence page.
+    The margin allows boilerplate that any two collections share, such as a licence page.
     """
     train_parts = {part.fingerprint: part.label for part in train.parts}
     for part in valid.parts:

@@ -1,7 +1,7 @@
-"""Tokenizers for sources that store a vocabulary but no ``tokenizer.json`` (GGUF, llama2.c).
+"""Tokenizers built from a vocabulary, for sources without ``tokenizer.json`` (GGUF, llama2.c).
 
-Built here and not by transformers' own GGUF conversion, which changes from release to release (5.17 swaps the
-begin and end tokens of llama vocabularies) and needs the file parsed a second time.
+The GGUF conversion of transformers is not used, because it changes between releases (5.17 swaps the bos and eos tokens
+of llama vocabularies) and parses the file a second time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _TEKKEN_SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How ``tokenizer.ggml.pre`` cuts text into words before merging."""
+    """How ``tokenizer.ggml.pre`` splits text into words before merging."""
 
     pattern: str | None = None
-    """None is GPT-2's own pattern."""
+    """None: the pattern of GPT-2."""
     add_bos: bool = False
-    """llama.cpp's default where the file has no ``add_bos_token``."""
+    """llama.cpp's default if the file has no ``add_bos_token``."""
     whole_words: bool = False
-    """A word that is in the vocabulary is taken as it is, whatever the merges say."""
+    """A word in the vocabulary becomes one token, even if the merges do not produce it."""
 
 
 _LLAMA3 = Split(_LLAMA3_SPLIT, add_bos=True, whole_words=True)
@@ -54,12 +54,12 @@ _SPLITS: dict[str, Split] = {
 }
 
 DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b"})
-"""Vocabularies whose own tokenizer cuts every digit off before GPT-2's pattern, as llama.cpp does; transformers' GGUF
-conversion does not, which only shows where two or more blanks stand before a digit (``"\\n\\n1."``)."""
+"""Vocabularies whose tokenizer splits off every digit before GPT-2's pattern, as llama.cpp does. The GGUF conversion of
+transformers does not, which only matters for two or more whitespace characters before a digit (``"\\n\\n1."``)."""
 
 
 def gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer a GGUF header describes; None where it has no vocabulary."""
+    """The tokenizer of a GGUF header; None if it has no vocabulary."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     kind = metadata.get("tokenizer.ggml.model", "no_vocab")
     if kind in ("no_vocab", "none") or not tokens:
@@ -102,7 +102,7 @@ def finish(
     chat_template: str | None = None,
     max_length: int | None = None,
 ) -> PreTrainedTokenizerBase:
-    """The transformers tokenizer around a built one; saved, it loads anywhere from its ``tokenizer.json``."""
+    """The transformers tokenizer around a ``tokenizers`` backend; it is saved as a ``tokenizer.json``."""
     options: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"))
     options |= special
     if chat_template:
@@ -158,12 +158,12 @@ def _byte_level(
 
 
 def split_named(pre: str) -> Split:
-    """What llama.cpp does under this name; a name without a rule of its own is GPT-2's."""
+    """The rule of llama.cpp for this name; GPT-2's if it has none."""
     return _SPLITS.get(pre, Split())
 
 
 def pre_tokenizer_named(pre: str) -> PreTokenizer:
-    """The same cut for the tokenizers library."""
+    """The same rule as a pre-tokenizer."""
     split = split_named(pre)
     if split.pattern is not None:
         words = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
@@ -175,7 +175,7 @@ def pre_tokenizer_named(pre: str) -> PreTokenizer:
 
 
 def _byte_spelling() -> dict[int, str]:
-    """GPT-2's printable character for every byte."""
+    """The printable character of GPT-2 for every byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     spelling = {byte: chr(byte) for byte in printable}
     for byte in range(256):
@@ -207,7 +207,7 @@ def sentencepiece(
     unknown: str | None,
     prefix_space: bool = True,
 ) -> Tokenizer:
-    """SentencePiece BPE with byte fallback: of all neighbours whose union is a piece, the best score joins first."""
+    """SentencePiece BPE with byte fallback: of all adjacent pairs that form a piece, the best score is merged first."""
     vocab: dict[str, int] = {}
     for index, piece in enumerate(pieces):
         vocab.setdefault(piece, index)
@@ -225,7 +225,7 @@ def sentencepiece(
 def _merges_from_scores(
     vocab: dict[str, int], scores: Sequence[float], unmergeable: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Every way to cut a piece into two pieces, best score first (ties: longer left part first)."""
+    """Every split of a piece into two pieces, best score first (ties: longer left part first)."""
     found: list[tuple[float, int, int, str, str]] = []
     for piece, index in vocab.items():
         if piece in unmergeable:

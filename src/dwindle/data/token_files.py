@@ -1,10 +1,10 @@
-"""Token files: a directory of memory-mapped shards that is written once and read by any number of runs.
+"""Token files: a directory of memory-mapped shards, written once and read by any number of runs.
 
-    index.json          what this is: dtype, shards with SHA-256, tokenizer fingerprint, inputs, separator
-    tokens-00000.bin    little-endian uint16 (vocabulary up to 65536) or uint32, documents back to back
-    documents.bin       little-endian uint64, where each document starts
+    index.json          dtype, shards with SHA-256, tokenizer fingerprint, inputs, separator
+    tokens-00000.bin    little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
+    documents.bin       little-endian uint64, start of each document
 
-Documents run across shard borders: the shards are one stream that happens to be cut.
+The shards form one sequence; a document may cross a shard boundary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dwindle.core.directories import atomic_directory, refuse_sources
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
-from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens, tokenizer_fingerprint
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,14 +40,13 @@ _HASH_BLOCK_BYTES = 1 << 20
 
 
 class TokenFiles:
-    """Token files on disk, memory-mapped; sizes are checked when opened, contents by ``verify()``."""
+    """Memory-mapped token files; sizes are checked on opening, contents by ``verify()``."""
 
     def __init__(self, directory: Path, index: dict[str, Any]) -> None:
         self.directory = directory
         self.index = index
         self.num_tokens: int = index["tokens"]
         self.num_documents: int = index["documents"]["count"]
-        self.end_of_text: int = index["end_of_text"]
         self.tokenizer_fingerprint: str = index["tokenizer"]
         self.fingerprint: str = index["sha256"]
         dtype = np.dtype(_DTYPES[index["dtype"]])
@@ -64,7 +63,7 @@ class TokenFiles:
         return self._starts
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Token ids [start, stop): a view of the map, or a copy where the range crosses shards."""
+        """Token ids [start, stop): a view of the memory map, or a copy if the range crosses shards."""
         first, last = bisect_right(self._ends, start), bisect_right(self._ends, max(start, stop - 1))
         if first == last:
             offset = self._ends[first] - len(self._shards[first])
@@ -73,7 +72,7 @@ class TokenFiles:
         return np.concatenate([self.read(start, border), self.read(border, stop)])
 
     def verify(self) -> None:
-        """Read everything once and compare with the SHA-256 of the index; names the file that differs."""
+        """Compare the SHA-256 of every file with the index; raises UserError naming the file that differs."""
         entries = [*self.index["shards"], {"file": _DOCUMENTS_NAME, **self.index["documents"]}]
         total = sum((self.directory / entry["file"]).stat().st_size for entry in entries)
         with Bar(f"checking {self.directory.name} (kB)", max(total // 1000, 1)) as bar:
@@ -82,7 +81,7 @@ class TokenFiles:
                     raise _damaged(self.directory / entry["file"], "its content differs from its checksum")
 
     def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
-        """Refuse ids that mean something else to this model."""
+        """Raise UserError if the files were written with another tokenizer."""
         if fingerprint != self.tokenizer_fingerprint:
             raise UserError(
                 f"{option}: the tokenizer of {self.directory} does not match the model's: "
@@ -91,12 +90,12 @@ class TokenFiles:
 
 
 def is_token_files(path: str) -> bool:
-    """Whether a path names a directory with an index, and so token files and not text."""
+    """Whether a path is a directory of token files rather than text."""
     return (Path(path).expanduser() / INDEX_NAME).is_file()
 
 
 def open_token_files(directory: str | Path) -> TokenFiles:
-    """Map token files; refuses what is missing, of another format or of the wrong size."""
+    """Map token files; missing files, another format or wrong sizes are errors."""
     folder = Path(directory).expanduser()
     index_path = folder / INDEX_NAME
     if not index_path.is_file():
@@ -130,9 +129,9 @@ def write_token_files(
     overwrite: bool = False,
     option: str = "data",
 ) -> TokenFiles:
-    """Tokenize every input, in order, into one directory, which appears only when it is complete.
+    """Tokenize every input, in order, into one directory, which appears once it is complete.
 
-    ``max_tokens`` stops early, for inputs that are longer than anyone wants to train on.
+    ``max_tokens`` stops early, for inputs that are longer than needed.
     """
     names = expand_inputs(list(inputs), option)
     refuse_sources(Path(out_dir).expanduser(), names)
@@ -158,10 +157,10 @@ def write_inputs(
     keep_existing: bool = False,
     out_option: str = "--out",
 ) -> TokenFiles:
-    """As ``write_token_files``, for readers and an encoder that are already there.
+    """``write_token_files`` for readers and an encoder that are already open.
 
-    ``keep_existing`` is for caches: where another process was faster, its equal result is used. ``out_option`` is what
-    chose the place.
+    ``keep_existing`` is for caches: if another process was faster, its equal result is used. ``out_option`` is the
+    option named in messages about ``out_dir``.
     """
     if shard_tokens < 1:
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
@@ -190,7 +189,7 @@ def write_inputs(
 
 
 class _ShardWriter:
-    """Appends ids to shards of a fixed number of tokens, hashing on the way."""
+    """Appends ids to shards of a fixed number of tokens and hashes them."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any], shard_tokens: int, max_tokens: int | None) -> None:
         self.num_tokens = 0
@@ -290,7 +289,7 @@ def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWrit
 
 def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[EncodedPiece]:
     pieces = encoder.encode(source.documents())
-    first = next(pieces)  # some readers know how much there is only once they have started
+    first = next(pieces)  # some readers know their total only once they have started
     yield first
     shown = 0
     name = Path(source.name).name
@@ -338,14 +337,3 @@ def _write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-__all__ = [
-    "DEFAULT_SHARD_TOKENS",
-    "TokenFiles",
-    "is_token_files",
-    "open_token_files",
-    "tokenizer_fingerprint",
-    "write_inputs",
-    "write_token_files",
-]

@@ -1,4 +1,4 @@
-"""One long sequence of token ids, in memory or on disk, from one input or several."""
+"""One long sequence of token ids from one or more inputs, in memory or memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MAX_COMPARED_DOCUMENTS = 200_000
 
 
 class TokenPart(Protocol):
-    """What a stream is made of: token files, or text tokenized in memory."""
+    """A part of a stream: token files, or text tokenized in memory."""
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the token ids: equal content, equal fingerprint."""
+        """SHA-256 of the token ids."""
 
     @property
     def document_starts(self) -> npt.NDArray[np.uint64]:
@@ -38,11 +38,11 @@ class TokenPart(Protocol):
         """Token ids [start, stop)."""
 
     def verify(self) -> None:
-        """Raise UserError unless the content is what it was when it was written."""
+        """Raise UserError if the content does not match its checksum."""
 
 
 class MemoryTokens:
-    """Tokens of a text that is not worth a file: calibration, validation of a single model."""
+    """Tokens of a text in memory, for calibration and for the evaluation of a single model."""
 
     def __init__(self, label: str, ids: Tokens, document_starts: npt.NDArray[np.uint64]) -> None:
         self.label = label
@@ -54,7 +54,7 @@ class MemoryTokens:
     def encode(
         cls, label: str, encoder: DocumentEncoder, documents: Iterable[str], max_tokens: int | None = None
     ) -> MemoryTokens:
-        """Tokenize now; used where the documents are few enough to hold."""
+        """Tokenize all documents into memory."""
         pieces, starts, num_tokens = [], [], 0
         for piece in encoder.encode(documents):
             if piece.starts_document:
@@ -75,11 +75,11 @@ class MemoryTokens:
         return self._ids[start:stop]
 
     def verify(self) -> None:
-        """Memory needs no check."""
+        """Nothing to check in memory."""
 
 
 class TokenStream:
-    """Parts one after the other, read as if they were one."""
+    """Parts concatenated into one sequence."""
 
     def __init__(self, parts: Sequence[TokenPart]) -> None:
         assert parts
@@ -91,13 +91,13 @@ class TokenStream:
 
     @property
     def fingerprint(self) -> str:
-        """One part keeps its own; several are hashed together, in order."""
+        """The fingerprint of a single part; several are hashed together, in order."""
         if len(self.parts) == 1:
             return self.parts[0].fingerprint
         return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Token ids [start, stop) as int64, across parts where needed."""
+        """Token ids [start, stop) as int64, across parts if needed."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         out = np.empty(stop - start, dtype=np.int64)
         at = start
@@ -110,15 +110,16 @@ class TokenStream:
         return out
 
     def verify(self) -> None:
+        """Raise UserError if a part does not match its checksum."""
         for part in self.parts:
             part.verify()
 
 
 def shared_token_count(train: TokenStream, valid: TokenStream) -> int:
-    """How many tokens of ``valid`` lie in documents that ``train`` contains word for word.
+    """Number of tokens of ``valid`` in documents that ``train`` contains verbatim.
 
-    Documents are compared only where their lengths agree, and at most 200,000 of those per part (spread
-    evenly), so that the check stays cheap next to any training set.
+    Only documents of equal length are compared, and at most 200,000 of those per part (evenly spaced), so that the
+    check is cheap compared with training.
     """
     wanted: dict[bytes, int] = {}
     lengths: set[int] = set()

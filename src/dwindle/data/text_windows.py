@@ -1,4 +1,4 @@
-"""Windows straight from text, for work on a single model: pruning without training, perplexity."""
+"""Windows directly from text, for pruning without training and for perplexity."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from dwindle.core.errors import UserError
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
-from dwindle.data.sources import open_stream
-from dwindle.data.tokenfiles import is_token_files
+from dwindle.data.token_files import is_token_files
+from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, split_text
-from dwindle.data.tokenstream import MemoryTokens, TokenPart, TokenStream
+from dwindle.data.training_data import open_stream
 from dwindle.data.windows import random_windows, spread_windows
 
 if TYPE_CHECKING:
@@ -36,10 +36,10 @@ def validation_windows(
     text_field: str = "text",
     option: str = "data.valid",
 ) -> Tensor:
-    """int64 [n, seq_len + 1]: the same windows every time, in the order of the text, never shuffled.
+    """int64 [n, seq_len + 1]: always the same windows, in text order, never shuffled.
 
-    Above ``max_tokens`` the windows are spread evenly over the text, so that the last file counts as much as the
-    first; of a Hugging Face dataset only the beginning is read. With ``cache_dir`` the text is tokenized once.
+    Above ``max_tokens`` the windows are evenly spaced over the text, so that the last file counts as much as the first;
+    of a Hugging Face dataset only the beginning is read. With ``cache_dir`` the text is tokenized once.
     """
     encoder = DocumentEncoder(tokenizer)
     parts: list[TokenPart] = []
@@ -82,9 +82,9 @@ def calibration_windows(
 
 
 def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str, option: str) -> list[str]:
-    """A random sample of passages, in their order, with at least ``num_chars`` characters if there are as many.
+    """A random sample of passages in text order, with at least ``num_chars`` characters if the text is long enough.
 
-    Every passage draws a number from the seed and its position; the lowest are kept. One pass, bounded memory.
+    Each passage draws a number from the seed and its position; the lowest are kept. One pass, bounded memory.
     """
     kept: list[tuple[int, int, str]] = []
     kept_chars = 0
@@ -98,7 +98,7 @@ def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field
 
 
 def _passages(names: Sequence[str], num_chars: int, text_field: str, option: str) -> Iterator[str]:
-    """Documents, long ones cut; of a Hugging Face dataset only a few times what is needed."""
+    """Documents, long ones split; of a Hugging Face dataset only a few times the required length."""
     for name in names:
         read_chars = 0
         for document in open_input(name, text_field=text_field, option=option).documents():

@@ -1,0 +1,45 @@
+"""Append-only files of JSON lines: metrics and ledger."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One record as a line; numbers that are not finite become null."""
+    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+class JsonLinesFile:
+    """An append-only file of JSON lines; each line is handed to the operating system before ``append`` returns."""
+
+    def __init__(self, path: Path, next_command: Callable[[Path], str] = lambda run: "the same command again") -> None:
+        self.path = Path(path)
+        self.next_command = next_command
+        """What the user should run once the disk has space again, given the file's directory."""
+        self._file: IO[bytes] | None = None
+
+    def append(self, record: dict[str, Any]) -> None:
+        line = json_line(record)
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab")
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            advice = f"free space on its disk, then run {self.next_command(self.path.parent)}"
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}): {advice}") from error
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # of a line that could not be written, which ``append`` has reported
+                self._file.close()
+            self._file = None

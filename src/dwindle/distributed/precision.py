@@ -1,0 +1,22 @@
+"""Precision of a run: the dtype of the weights and the autocast context of the forward pass."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+def weights_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of weights and optimizer moments: ``bf16`` computes in bf16 but keeps fp32 weights."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+def autocast_for(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
+    """The context of every forward pass, in training and in validation."""
+    if precision == "bf16":
+        return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    return nullcontext()
