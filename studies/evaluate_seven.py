@@ -56,7 +56,7 @@ def export(names: list[str], places: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         data = load_task(TASKS[name], places)
-        path = folder / f"{TASKS[name].origin.stems[0]}.{data.split}.jsonl.gz"
+        path = folder / f"{TASKS[name].dataset.stems[0]}.{data.split}.jsonl.gz"
         path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in data.documents).encode(), mtime=0))
         print(f"{path}: {len(data.documents)} items from {data.where}, {data.num_skipped} skipped")
 

@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 
 from dwindle.data import validation_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization import SCHEMES, quantize
-from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import load
 
 EVERYTHING = 10**12

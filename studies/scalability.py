@@ -14,9 +14,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.drawing import write_figure
 from dwindle.core.errors import UserError
-from dwindle.report.figure import Figure, Panel, Series
-from dwindle.report.plots import write_figure
+from dwindle.core.figure import Figure, Panel, Series
 
 LOSSES = {
     "loss_at_target": "training text, just after the target is reached",

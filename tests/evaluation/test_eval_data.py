@@ -103,7 +103,7 @@ def test_no_field_can_break_the_reader(name: str, tmp_path: Path) -> None:
     good = DOCUMENTS[name][0]
     bad = [{**good, field: junk} for field in TASKS[name].fields for junk in (None, 7.5, [], {}, "")]
     folder = write_sets(tmp_path)
-    file = next(folder.glob(f"{TASKS[name].origin.stems[0]}.*"))
+    file = next(folder.glob(f"{TASKS[name].dataset.stems[0]}.*"))
     text = "".join(json.dumps(row) + "\n" for row in [good, *bad]).encode()
     file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
     data = load_task(TASKS[name], [str(folder)])

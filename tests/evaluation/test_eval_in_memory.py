@@ -15,7 +15,7 @@ from transformers import T5ForConditionalGeneration as T5
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.evaluation.scoring import Scorer
-from dwindle.evaluation.table import compare
+from dwindle.evaluation.table import model_table
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_directory, tiny_model, tiny_tokenizer
 
@@ -107,7 +107,7 @@ def test_results_are_saved_for_the_table(place: Path, tmp_path: Path) -> None:
     )
     result.tokens = 3_000_000
     assert result.save(tmp_path / "deep" / "mine.json") == tmp_path / "deep" / "mine.json"
-    (row,) = compare([str(tmp_path / "deep" / "mine.json")]).rows
+    (row,) = model_table([str(tmp_path / "deep" / "mine.json")]).rows
     assert (row.model, row.tokens, row.values["PIQA"]) == ("my gpt2", "3M", 100 * result.tasks[0].acc)
     with pytest.raises(UserError, match=r"mine.json: already exists: choose another file or pass overwrite=True"):
         result.save(tmp_path / "deep" / "mine.json")

@@ -15,8 +15,8 @@ import dwindle
 from dwindle.core.errors import UserError
 from dwindle.evaluation import latency
 from dwindle.evaluation.latency import LatencyTable, Spread, measure_latency
-from dwindle.evaluation.torch_engine import one_layer
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.torch_runtime import one_layer
 from tiny import tiny_directory, tiny_model, tokens
 
 SHORT: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 4, "repeats": 3}

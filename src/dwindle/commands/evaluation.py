@@ -114,11 +114,12 @@ def table(
 ) -> None:
     """Several models side by side: parameters, tokens, tasks, average."""
     from dwindle.commands.models import taken_model
-    from dwindle.evaluation.table import compare
+    from dwindle.evaluation.table import model_table
+    from dwindle.report.runs import MISSED, missed_target
 
     for name in models or []:
         taken_model(name)
-    found = compare(
+    found = model_table(
         models or [],
         tasks=tasks,
         places=data or [],
@@ -130,6 +131,7 @@ def table(
         device=chosen_device(device),
         dtype=dtype,
         published=published,
+        notes={name: MISSED for name in models or [] if missed_target(name)},
     )
     if as_json:
         print_result(found.to_json(), as_json)

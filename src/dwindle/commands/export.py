@@ -61,8 +61,8 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Round weights (and activations) to 8 or 4 bits, calibrated on text."""
+    from dwindle.data.pydoc_text import DEFAULT_TEXT
     from dwindle.quantization import quantize
-    from dwindle.run.prune import DEFAULT_TEXT
 
     found = quantize(
         taken_model(model),

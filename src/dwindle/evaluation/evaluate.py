@@ -18,8 +18,8 @@ from dwindle.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
-from dwindle.evaluation.engines import Engine, OwnEngine
-from dwindle.evaluation.inmemory import InMemory, in_memory
+from dwindle.evaluation.engines import EvalEngine, OwnEngine
+from dwindle.evaluation.in_memory import InMemory, in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place
@@ -211,7 +211,7 @@ def evaluate_model(
 
 def _engine(
     name: EngineName, model: nn.Module, tokenizer: Any, length: int, batch: int, precision: Precision, quiet: bool
-) -> Engine:
+) -> EvalEngine:
     if name == "dwindle":
         return OwnEngine(model, max_length=length, batch=batch, precision=precision, quiet=quiet)
     from dwindle.evaluation.harness import HarnessEngine
@@ -271,7 +271,7 @@ def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData
     return kept, pairs
 
 
-def _measure_text(engine: Engine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
+def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
     tokens = encoder.texts(data.texts)
     windows = [rolling_windows(tokens[text], encoder.required_prefix, max_length) for text in data.texts]
     num_tokens = sum(len(tokens[text]) for text in data.texts)

@@ -25,8 +25,8 @@ from rich.table import Table
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.evaluation.torch_engine import TorchEngine, one_layer
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources import Loaded, load
 
 RUNTIMES = ("torch", "llamacpp", "onnx")

@@ -33,7 +33,7 @@ _NO_KERNEL = "could not create a primitive"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackedRow:
     """One sequence of the batch: a tree of choices, or a single text."""
 
     tokens: Tokens
@@ -45,7 +45,7 @@ class Row:
     """… and what they should predict."""
 
 
-def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
+def tree_row(pairs: Sequence[Pair], max_length: int) -> PackedRow:
     """All requests of a question in one row. Too long ones lose their beginning, as in the harness."""
     inputs = [(context + continuation)[-(max_length + 1) :][:-1] for context, continuation in pairs]
     shared = _common_length(inputs)
@@ -62,10 +62,10 @@ def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
         start = starts[own]
         scored = range(len(row) - len(continuation), len(row))
         places.append([place if place < shared else start + place - shared for place in scored])
-    return Row(tokens, positions, branches, places, [continuation for _, continuation in pairs])
+    return PackedRow(tokens, positions, branches, places, [continuation for _, continuation in pairs])
 
 
-def plain_row(pair: Pair, max_length: int) -> Row:
+def plain_row(pair: Pair, max_length: int) -> PackedRow:
     """One request alone."""
     return tree_row([pair], max_length)
 
@@ -101,7 +101,7 @@ class Scorer:
 
     def choices(self, questions: Sequence[Sequence[Pair]], progress: Any = None) -> list[list[float]]:
         """Log-likelihood of every continuation of every question."""
-        rows: list[Row] = []
+        rows: list[PackedRow] = []
         owners: list[tuple[int, int]] = []
         """For every row, its question and the number of its first request."""
         for question, pairs in enumerate(questions):
@@ -132,7 +132,7 @@ class Scorer:
         longest = max(len(context) + len(continuation) for context, continuation in pairs)
         return self._takes_masks and (self._window is None or longest <= self._window)
 
-    def _scored(self, rows: Sequence[Row], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
+    def _scored(self, rows: Sequence[PackedRow], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
         _check_vocabulary(self.model, rows)
         with self._evaluating():
             for indices in self._batches(rows):
@@ -158,7 +158,7 @@ class Scorer:
         finally:
             self.model.train(was_training)
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+    def _batches(self, rows: Sequence[PackedRow]) -> Iterator[list[int]]:
         """Rows of similar length together, the longest first: what does not fit in memory fails at once."""
         batch: list[int] = []
         size = width = 0
@@ -174,7 +174,7 @@ class Scorer:
         if batch:
             yield batch
 
-    def _score(self, rows: Sequence[Row]) -> list[list[float]]:
+    def _score(self, rows: Sequence[PackedRow]) -> list[list[float]]:
         width = max(len(row.tokens) for row in rows)
         width += -width % self._width_multiple  # attention kernels of GPUs want aligned masks
         flat_N = [index * width + place for index, row in enumerate(rows) for places in row.places for place in places]
@@ -192,7 +192,7 @@ class Scorer:
                 at += len(places)
         return found
 
-    def _inputs(self, rows: Sequence[Row], width: int) -> dict[str, Tensor]:
+    def _inputs(self, rows: Sequence[PackedRow], width: int) -> dict[str, Tensor]:
         """Right-padded; a mask only where a row branches, so that single texts keep the fast causal kernels."""
         inputs = {"input_ids": self._padded([row.tokens for row in rows], width, 0)}
         if all(branch == SHARED for row in rows for branch in row.branches) or not self._takes_masks:
@@ -237,7 +237,7 @@ def _is_known(model: Any) -> bool:
     return family in FAMILIES and is_stock and model.get_output_embeddings() is not None
 
 
-def _check_vocabulary(model: Any, rows: Sequence[Row]) -> None:
+def _check_vocabulary(model: Any, rows: Sequence[PackedRow]) -> None:
     """A tokenizer of another model would end in an index error far from here."""
     count = (
         getattr(model.get_input_embeddings(), "num_embeddings", None) if isinstance(model, PreTrainedModel) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.report.runs import MISSED, list_runs
 from dwindle.sources import check_source, model_of_run
 
 MEASURED = "measured"
@@ -34,7 +33,7 @@ _PER_TEXT = ("bits/byte", "nats/token")
 
 
 @dataclass(slots=True)
-class ComparisonRow:
+class ModelRow:
     """One model; values in percent (perplexities as they are), by column name."""
 
     model: str
@@ -47,30 +46,20 @@ class ComparisonRow:
 
 
 @dataclass(slots=True)
-class Comparison:
+class ModelTable:
     """The table: columns in the order of papers, measured rows first."""
 
     columns: list[str]
     metrics: dict[str, str]
     """What each column holds: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
-    rows: list[ComparisonRow]
+    rows: list[ModelRow]
     results: list[EvalResult]
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "columns": self.columns,
             "metrics": self.metrics,
-            "rows": [
-                {
-                    "model": row.model,
-                    "kind": row.kind,
-                    "parameters": row.parameters,
-                    "tokens": row.tokens,
-                    "values": row.values,
-                    "note": row.note,
-                }
-                for row in self.rows
-            ],
+            "rows": [asdict(row) for row in self.rows],
             "results": [result.to_json() for result in self.results],
         }
         return finite(found)  # type: ignore[no-any-return]
@@ -96,7 +85,7 @@ class Comparison:
     def _footer(self) -> list[str]:
         return ["", legend] if (legend := self._legend()) else []
 
-    def _cells(self, row: ComparisonRow) -> list[str]:
+    def _cells(self, row: ModelRow) -> list[str]:
         digits = {name: 4 if name.endswith(_PER_TEXT) else 2 for name in self.columns}
         values = (f"{row.values[name]:.{digits[name]}f}" if name in row.values else _NONE for name in self.columns)
         source = row.kind + (f" ({row.note})" if row.note else "")
@@ -120,7 +109,7 @@ def _short(model: str, longest: int = 36) -> str:
     return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
 
 
-def compare(
+def model_table(
     models: Sequence[str],
     *,
     tasks: Sequence[str] | None = None,
@@ -133,7 +122,8 @@ def compare(
     device: str = "cpu",
     dtype: str = "float32",
     published: bool = False,
-) -> Comparison:
+    notes: Mapping[str, str] | None = None,
+) -> ModelTable:
     """Measure models and runs, or read results that were saved, and put them side by side.
 
     Without ``tasks`` saved results are shown whole, and models are measured on ``texts`` or the commonsense tasks.
@@ -141,7 +131,7 @@ def compare(
     if not models and not published:
         raise UserError("table: name at least one model, run or result file, or pass --published")
     check_engine(engine, batch)
-    plans = [_plan(name) for name in models]
+    plans = [_plan(name, (notes or {}).get(name, "")) for name in models]
     for plan in plans:
         if plan.result is not None and tasks is not None:
             plan.result = _only(plan.result, resolve_tasks(tasks, "--tasks"), plan.source)
@@ -164,7 +154,7 @@ class _Plan:
     note: str = ""
 
 
-def _plan(name: str) -> _Plan:
+def _plan(name: str, note: str) -> _Plan:
     """What an argument means: a saved result, a run, or anything that can be loaded."""
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
@@ -173,10 +163,9 @@ def _plan(name: str) -> _Plan:
     if path.suffix == ".json" and not path.exists():
         raise UserError(f"{name}: does not exist: give a result of `dwindle eval --out`, or a model")
     if (model := model_of_run(path)) is not None:
-        missed = any(row.status == MISSED for row in list_runs(path))
-        return _Plan(name, str(model), trained_tokens(path), note=MISSED if missed else "")
+        return _Plan(name, str(model), trained_tokens(path), note=note)
     check_source(name)
-    return _Plan(name, name, trained_tokens(path))
+    return _Plan(name, name, trained_tokens(path), note=note)
 
 
 def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
@@ -198,7 +187,7 @@ def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, dev
     return result
 
 
-def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Sequence[Published]) -> Comparison:
+def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Sequence[Published]) -> ModelTable:
     measured = {task.task for result in results for task in result.tasks}
     metrics: dict[str, str] = {
         TASKS[name].title: TASKS[name].metric for name in (*COMMONSENSE, *TASKS) if name in measured
@@ -206,7 +195,7 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
     labels = _text_labels(results)
     rows = [_row(result, note, labels) for result, note in zip(results, notes, strict=True)]
     others = [
-        ComparisonRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
+        ModelRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
         for row in published
     ]
     has_average = bool(others) or any("average" in row.values for row in rows)
@@ -217,7 +206,7 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
         columns.append("MMLU")
     columns += dict.fromkeys(name for row in rows for name in row.values if name not in columns)
     metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer"} | _PERPLEXITY
-    return Comparison(columns, metrics, rows + others, list(results))
+    return ModelTable(columns, metrics, rows + others, list(results))
 
 
 def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
@@ -231,7 +220,7 @@ def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
     return labels
 
 
-def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ComparisonRow:
+def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ModelRow:
     values = {task.title: 100 * task.value for task in result.tasks}
     if (average := result.average()) is not None:
         values["average"] = 100 * average
@@ -245,7 +234,7 @@ def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> C
     notes = [note] if note else []
     notes += [f"first {result.limit}"] if result.limit is not None else []
     notes += [f"{skipped} skipped"] if skipped else []
-    return ComparisonRow(
+    return ModelRow(
         result.model,
         MEASURED,
         format_count(result.parameters),

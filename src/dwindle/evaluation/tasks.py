@@ -38,7 +38,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Dataset:
     """Where the documents of a task can be found; the first split that is there is taken, the stock one first."""
 
     stems: tuple[str, ...]
@@ -62,7 +62,7 @@ class Task:
     """The one that counts in tables: ``acc_norm`` for ARC-c, HellaSwag and OpenBookQA, as in most papers."""
     prompt: str
     """The format, for people."""
-    origin: Origin
+    dataset: Dataset
     fields: tuple[str, ...]
     """What a document must hold; anything else is dropped."""
     ask: Callable[[Document], Question]
@@ -211,7 +211,7 @@ TASKS: dict[str, Task] = {
             "ARC-c",
             "acc_norm",
             f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Origin(
+            Dataset(
                 ("arc_challenge",),
                 ("test", "validation"),
                 ("allenai/ai2_arc", "ARC-Challenge"),
@@ -227,7 +227,7 @@ TASKS: dict[str, Task] = {
             "ARC-e",
             "acc",
             f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Origin(
+            Dataset(
                 ("arc_easy",),
                 ("test", "validation"),
                 ("allenai/ai2_arc", "ARC-Easy"),
@@ -243,7 +243,7 @@ TASKS: dict[str, Task] = {
             "BoolQ",
             "acc",
             f"{{passage}}{_ANSWER}Question: {{question}}?{_ANSWER}Answer: {{no|yes}}",
-            Origin(("boolq",), ("validation",), ("aps/super_glue", "boolq"), "boolq/none"),
+            Dataset(("boolq",), ("validation",), ("aps/super_glue", "boolq"), "boolq/none"),
             ("passage", "question", "label"),
             _boolq,
             _boolq_label,
@@ -253,7 +253,7 @@ TASKS: dict[str, Task] = {
             "HellaSwag",
             "acc_norm",
             "{activity}: {context} {ending}, without markup",
-            Origin(("hellaswag",), ("validation",), ("Rowan/hellaswag", None), "hellaswag/none"),
+            Dataset(("hellaswag",), ("validation",), ("Rowan/hellaswag", None), "hellaswag/none"),
             ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
             _hellaswag,
         ),
@@ -262,7 +262,7 @@ TASKS: dict[str, Task] = {
             "OBQA",
             "acc_norm",
             "{question} {choice}",
-            Origin(
+            Dataset(
                 ("openbookqa",),
                 ("test", "validation"),
                 ("allenai/openbookqa", "main"),
@@ -278,7 +278,7 @@ TASKS: dict[str, Task] = {
             "PIQA",
             "acc",
             f"Question: {{goal}}{_ANSWER}Answer: {{solution}}",
-            Origin(("piqa",), ("validation",), ("baber/piqa", None), "piqa/plain_text"),
+            Dataset(("piqa",), ("validation",), ("baber/piqa", None), "piqa/plain_text"),
             ("goal", "sol1", "sol2", "label"),
             _piqa,
         ),
@@ -287,7 +287,7 @@ TASKS: dict[str, Task] = {
             "WinoGrande",
             "acc",
             "{sentence up to and with either name} → {rest of the sentence}",
-            Origin(
+            Dataset(
                 ("winogrande_xl", "winogrande"),
                 ("validation",),
                 ("allenai/winogrande", "winogrande_xl"),
@@ -301,7 +301,7 @@ TASKS: dict[str, Task] = {
             "SIQA",
             "acc",
             f"Q: {{context}} {{question}}{_ANSWER}A: {{answer}}",
-            Origin(
+            Dataset(
                 ("social_i_qa", "social_iqa", "siqa"), ("validation",), ("lighteval/siqa", None), "social_i_qa/none"
             ),
             ("context", "question", "answerA", "answerB", "answerC", "label"),
@@ -312,7 +312,7 @@ TASKS: dict[str, Task] = {
             "COPA",
             "acc",
             "{premise} because|therefore  {choice}",
-            Origin(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
+            Dataset(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
             ("premise", "choice1", "choice2", "question", "label"),
             _copa,
         ),
@@ -322,7 +322,7 @@ TASKS: dict[str, Task] = {
             "acc",
             f"The following are questions (with answers) about {{subject}}.{_ANSWER}{_ANSWER}"
             f"Question: {{question}}{_ANSWER}Answer: {{full answer}}",
-            Origin(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*"),
+            Dataset(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*"),
             ("question", "subject", "choices", "answer"),
             _mmlu,
         ),

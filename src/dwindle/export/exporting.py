@@ -102,7 +102,7 @@ def export(
     _check_target(to, target, verify, overwrite, _files_read(source))
     # Padding the hidden width scales gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
-    job = _Job(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
+    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
     return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
 
 
@@ -144,7 +144,7 @@ def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Export:
     loaded: Loaded
     target: Path
     type: str

@@ -23,7 +23,7 @@ ENGINES = {
     "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
     "llamacpp-default": "dwindle.export.llamacpp:DefaultLlamaCppEngine",
     "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
-    "torch": "dwindle.evaluation.torch_engine:TorchEngine",
+    "torch": "dwindle.export.torch_runtime:TorchEngine",
 }
 
 

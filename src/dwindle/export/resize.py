@@ -24,7 +24,7 @@ NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
+class PaddedLayer:
     """Which head of the present layer stands in each place of the new one, and how many channels are added."""
 
     query: tuple[int, ...]
@@ -99,7 +99,7 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
-def _steps(before: Structure, plans: Sequence[LayerPlan], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
+def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
     """Heads that were added, or layers that were made equal, make a model stock; all else is padding."""
     pairs = list(zip(plans, before.layers, strict=True))
     heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
@@ -111,7 +111,7 @@ def _steps(before: Structure, plans: Sequence[LayerPlan], hidden: tuple[int, ...
 
 
 def _enlarged(
-    model: Any, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...], after: Structure
+    model: Any, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], after: Structure
 ) -> nn.Module:
     share = len(anatomy.source.hidden) / len(hidden)
     tensors: dict[str, Tensor] = {}
@@ -138,7 +138,7 @@ def refuse_custom(model: Any, where: str) -> None:
         )
 
 
-def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[LayerPlan]:
+def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[PaddedLayer]:
     counts = [layer.queries_per_kv for layer in structure.layers]
     widths = [len(layer.ffn) for layer in structure.layers]
     if not uniform:
@@ -163,7 +163,7 @@ def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
     return per_kv, kv_heads
 
 
-def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> LayerPlan:
+def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> PaddedLayer:
     query: list[int] = []
     kv: list[int] = []
     first = 0
@@ -174,7 +174,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             kv.append(head)
         first += count
     missing = kv_heads - len(kv)
-    return LayerPlan((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
+    return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
 def _padded(width: int, round_to: int, *, present: int) -> tuple[int, ...]:
@@ -182,7 +182,9 @@ def _padded(width: int, round_to: int, *, present: int) -> tuple[int, ...]:
     return (*range(present), *[NOTHING] * (total - present))
 
 
-def _spread(row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]) -> Tensor:
+def _spread(
+    row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...]
+) -> Tensor:
     """The tensor with every axis rearranged; places without a source are zero."""
     for axis, units in enumerate(row.axes):
         where = [*_places(units, row.layer, anatomy, plans, hidden)]
@@ -195,7 +197,7 @@ def _spread(row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPla
 
 
 def _places(
-    units: tuple[str, ...], layer: int | None, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]
+    units: tuple[str, ...], layer: int | None, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...]
 ) -> Iterator[int]:
     offset = 0
     for unit in units:
@@ -217,7 +219,7 @@ def _known(layer: int | None) -> int:
     return layer
 
 
-def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[LayerPlan]) -> None:
+def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[PaddedLayer]) -> None:
     """A norm over all heads (OLMo 2) would count the added ones."""
     wide = any(row.is_norm and row.axes[0][0] in ("query", "kv") for row in anatomy.rows)
     same = all(

@@ -148,12 +148,12 @@ def verify_llamacpp(
         return check(Verified("llama.cpp", float(errors.max()), tolerance, "largest difference of a log-probability"))
     found = float(errors.mean())
     if tolerance < found <= ROUNDING_CAP:
-        usual = ROUNDING_FACTOR * rounding_error(reference, prompts, type_)
+        usual = ROUNDING_FACTOR * activation_rounding_error(reference, prompts, type_)
         tolerance = max(tolerance, min(usual, ROUNDING_CAP))
     return check(Verified("llama.cpp", found, tolerance, "mean difference of a log-probability"))
 
 
-def rounding_error(reference: Any, prompts: list[list[int]], type_: str) -> float:
+def activation_rounding_error(reference: Any, prompts: list[list[int]], type_: str) -> float:
     """The mean difference of a log-probability once the inputs of every linear layer are rounded as llama.cpp does."""
     expected = [logits_of(reference, ids).log_softmax(-1) for ids in prompts]
     hooks = [

@@ -23,10 +23,10 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import track
 from dwindle.core.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
 from dwindle.data import calibration_windows, validation_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
-from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
-from dwindle.run.prune import DEFAULT_TEXT
+from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import Loaded, huggingface, needed_tokenizer
 from dwindle.sources import load as load_source
 
@@ -184,7 +184,7 @@ def _check(scheme: str, group: int) -> Scheme:
 
 
 @torch.no_grad()
-def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, Inputs]) -> Any:
+def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, InputStats]) -> Any:
     """The model with every projection, its embedding and its head replaced; 4-bit weights are clipped where ``inputs``
     has statistics of their layer. The head has 8-bit weights in every scheme and takes its input as it is: rounding
     that one input made about a sixth of the whole loss on SmolLM2-135M."""
@@ -206,7 +206,7 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
     return smaller
 
 
-def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: Inputs | None) -> nn.Module:
+def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: InputStats | None) -> nn.Module:
     weight = module.weight.detach().float()
     bias = None if module.bias is None else module.bias.detach()
     importance = None if seen is None else seen.mean_square

@@ -29,7 +29,7 @@ _TINY = 1e-5
 
 
 @dataclass(slots=True)
-class Inputs:
+class InputStats:
     """What one linear layer saw: the largest value and mean square of every channel, and a sample of tokens."""
 
     peak: Tensor
@@ -61,9 +61,9 @@ class Smoothing:
 
 
 @torch.inference_mode()
-def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, Inputs]:
+def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, InputStats]:
     """Run the calibration text and keep statistics of every linear layer's input."""
-    found: dict[str, Inputs] = {}
+    found: dict[str, InputStats] = {}
     handles = []
     per_window = max(1, _SAMPLE_ROWS // len(windows))
 
@@ -73,7 +73,7 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
             rows = x[torch.linspace(0, len(x) - 1, min(per_window, len(x)), device=x.device).long()]
             peak, square = x.abs().amax(0), x.square().mean(0)
             if name not in found:
-                found[name] = Inputs(peak, square, rows, 1)
+                found[name] = InputStats(peak, square, rows, 1)
                 return
             seen = found[name]
             seen.peak = torch.maximum(seen.peak, peak)
@@ -98,7 +98,7 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
     return found
 
 
-def smooth(model: Any, inputs: Mapping[str, Inputs]) -> Smoothing:
+def smooth(model: Any, inputs: Mapping[str, InputStats]) -> Smoothing:
     """Migrate scales in place wherever it lowers the rounding error; the float model computes the same as before.
 
     ``inputs`` is updated to what the layers will see afterwards.
@@ -112,7 +112,9 @@ def smooth(model: Any, inputs: Mapping[str, Inputs]) -> Smoothing:
 
 
 @torch.no_grad()
-def _smooth_place(model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[str, Inputs], result: Smoothing) -> None:
+def _smooth_place(
+    model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[str, InputStats], result: Smoothing
+) -> None:
     seen = inputs[place.readers[0]]
     weights = torch.cat([model.get_submodule(name).weight.float() for name in place.readers])
     layer = anatomy.source.layers[place.layer]
@@ -135,7 +137,7 @@ def _smooth_place(model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[st
             there.mean_square = there.mean_square / best[2].square()
 
 
-def _sizes(seen: Inputs, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _sizes(seen: InputStats, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """How large channels are, of the inputs and of the weights."""
     peak_x, rms_x = seen.peak, seen.mean_square.sqrt()
     peak_w, rms_w = weights.abs().amax(0), weights.square().mean(0).sqrt()

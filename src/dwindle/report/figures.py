@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from dwindle.core.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.report.clock import running_clock
-from dwindle.report.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.report.layers import layer_figure
-from dwindle.report.logs import KINDS, Column, Floats
+from dwindle.report.logs import KINDS, Floats, MetricColumn
 from dwindle.report.run import Run
 from dwindle.report.target import target_count
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
@@ -290,7 +290,7 @@ def _percent(values: Floats) -> Floats:
     return result
 
 
-def _flops(run: Run, speed: Column) -> Floats | None:
+def _flops(run: Run, speed: MetricColumn) -> Floats | None:
     sizes = run.metrics.column("parameters")
     if len(sizes) != run.metrics.num_rows:
         return None

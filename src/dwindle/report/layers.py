@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dwindle.report.figure import Figure, Panel, Series
+from dwindle.core.figure import Figure, Panel, Series
 from dwindle.report.run import Run
 
 

@@ -20,7 +20,7 @@ MAX_DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class MetricColumn:
     """One quantity over the steps at which it was written."""
 
     rows: NDArray[np.int64]
@@ -41,7 +41,7 @@ class MetricsLog:
         self.num_rows = 0
         self.num_odd = 0
         """Records without a step or tokens."""
-        self._parts: dict[str, list[Column]] = {}
+        self._parts: dict[str, list[MetricColumn]] = {}
 
     def refresh(self) -> None:
         restarted, records = self.lines.read()
@@ -63,20 +63,20 @@ class MetricsLog:
             numbers = _numbers(values)
             kept = np.flatnonzero(np.isfinite(numbers))
             if len(kept):
-                self._parts.setdefault(prefix + key, []).append(Column(kept + self.num_rows, numbers[kept]))
+                self._parts.setdefault(prefix + key, []).append(MetricColumn(kept + self.num_rows, numbers[kept]))
 
     @property
     def names(self) -> list[str]:
         return list(self._parts)
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> MetricColumn:
         """Empty where nothing of that name was written."""
         parts = self._parts.get(name)
         if not parts:
-            return Column(np.zeros(0, dtype=np.int64), np.zeros(0))
+            return MetricColumn(np.zeros(0, dtype=np.int64), np.zeros(0))
         if len(parts) > 1:
             rows, values = [part.rows for part in parts], [part.values for part in parts]
-            parts[:] = [Column(np.concatenate(rows), np.concatenate(values))]
+            parts[:] = [MetricColumn(np.concatenate(rows), np.concatenate(values))]
         return parts[0]
 
     @property

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dwindle.core.errors import UserError
+from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.names import told_apart
-from dwindle.report.figure import Figure, Panel, Series
 from dwindle.report.figures import SMOOTH_SHARE, line, size_steps
 from dwindle.report.run import Run
 from dwindle.report.settings import different_settings, settings_of, short_settings

@@ -59,6 +59,12 @@ def list_runs(folder: Path) -> list[RunRow]:
     return rows
 
 
+def missed_target(folder: str) -> bool:
+    """Whether ``folder`` is a run that ended above its target size."""
+    path = Path(folder)
+    return is_run(path) and _row(path, path).status == MISSED
+
+
 def _find(folder: Path, depth: int) -> Iterator[Path]:
     if is_run(folder):
         yield folder

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.figure import plain
 from dwindle.core.sizes import format_count
 from dwindle.report.architecture import ArchitectureView
-from dwindle.report.figure import plain
 from dwindle.report.figures import NAMES, build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import Run
