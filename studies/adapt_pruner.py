@@ -23,7 +23,7 @@ from common import DEVICE, commit
 
 import dwindle
 from dwindle.data import validation_windows
-from dwindle.evaluation.evaluate import write_text
+from dwindle.evaluation.results import write_text
 from dwindle.training.loss import evaluate_loss
 
 

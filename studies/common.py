@@ -39,7 +39,8 @@ from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data import DataConfig, validation_windows
-from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
+from dwindle.evaluation.evaluate import evaluate_model, load_data
+from dwindle.evaluation.results import write_text
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning

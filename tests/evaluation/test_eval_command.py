@@ -165,7 +165,7 @@ def test_no_harness_is_one_line(dwindle: Command, monkeypatch: pytest.MonkeyPatc
     assert "--engine harness: needs lm-evaluation-harness: run `pip install" in err
 
 
-def test_quantised_models(dwindle: Command) -> None:
+def test_quantized_models(dwindle: Command) -> None:
     from dwindle.quantization.quantize import quantize
 
     Path("story.txt").write_text("Once upon a time there was a tea pot. " * 100)

@@ -54,7 +54,8 @@ def evaluate(
     from pathlib import Path
 
     _check_files(out, items, overwrite)
-    from dwindle.evaluation.evaluate import evaluate, write_text
+    from dwindle.evaluation.evaluate import evaluate
+    from dwindle.evaluation.results import write_text
 
     result = evaluate(
         model,

@@ -57,7 +57,7 @@ def quantize(
     valid_tokens: Annotated[int, typer.Option(help="Tokens of --valid to use.")] = 65_536,
     seed: Annotated[int, typer.Option(help="For the calibration sample.")] = 0,
     device: Device = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing quantised model.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing quantized model.")] = False,
     as_json: Json = False,
 ) -> None:
     """Round weights (and activations) to 8 or 4 bits, calibrated on text."""

@@ -19,11 +19,10 @@ from dwindle.core.errors import UserError
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import EvalEngine, OwnEngine
-from dwindle.evaluation.in_memory import InMemory, in_memory
+from dwindle.evaluation.in_memory import in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
-from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place
-from dwindle.evaluation.results import write_text as write_text
+from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place, write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
 from dwindle.training.loss import Precision
@@ -97,33 +96,24 @@ def evaluate(
     check_engine(engine, batch)
     if items_file is not None:
         check_place(Path(items_file), "--items")
-    live: InMemory | None = None
-    source = ""
+    tokens: int | None = None
     if isinstance(model, str | os.PathLike):
-        source = os.fspath(model_of_run(Path(model)) or model)
+        path, name = Path(model), name or os.fspath(model)
+        source = os.fspath(model_of_run(path) or model)
         check_source(source)
-        name = name or os.fspath(model)
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
+        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
+        tokens = trained_tokens(path)
     else:
         if device is not None or dtype is not None:
             raise UserError("device, dtype: a model in memory is measured as it is: use its to(…), and leave them out")
-        live = in_memory(model)
-        name = name or live.name
-    found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
-    if live is not None:
-        loaded, tokenizer = live.model, live.tokenizer
-    else:
-        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
+        loaded, tokenizer, own_name = in_memory(model)
+        name = name or own_name
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
     result = evaluate_model(
-        loaded,
-        tokenizer,
-        found,
-        name=name,
-        batch=batch,
-        engine=engine,
-        max_length=max_length,
-        items_file=items_file,
+        loaded, tokenizer, found, name=name, batch=batch, engine=engine, max_length=max_length, items_file=items_file
     )
-    result.tokens = trained_tokens(Path(os.fspath(model))) if isinstance(model, str | os.PathLike) else None
+    result.tokens = tokens
     return result
 
 
@@ -152,7 +142,7 @@ def check_engine(engine: str, batch: int) -> None:
 
 
 def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
-    """A model that can be asked questions in text; also one that ``dwindle`` quantised."""
+    """A model that can be asked questions in text; also one that ``dwindle`` quantized."""
     from dwindle.quantization.quantize import MARKER
     from dwindle.quantization.quantize import load as load_quantized
 
@@ -221,7 +211,7 @@ def _engine(
 
 
 def _num_parameters(model: Any) -> int:
-    """Quantised weights are not parameters to torch, so those models are counted by their configuration."""
+    """Quantized weights are not parameters to torch, so those models are counted by their configuration."""
     from dwindle.quantization.linear import Embedding8, Linear4, Linear8
 
     if any(isinstance(part, Linear8 | Linear4 | Embedding8) for part in model.modules()):
