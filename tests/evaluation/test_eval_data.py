@@ -151,7 +151,7 @@ def test_the_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", never)
     monkeypatch.setattr(places, "_ask_hub", fail)
-    with pytest.raises(UserError, match=r"--data hub: piqa \(baber/piqa\) cannot be fetched \(no route\)"):
+    with pytest.raises(UserError, match=r"--data hub: piqa \(baber/piqa\) cannot be downloaded \(no route\)"):
         load_task(TASKS["piqa"], ["hub"])
 
 

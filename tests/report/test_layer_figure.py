@@ -37,7 +37,9 @@ def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
         figure.panels[0].series, (dwindle.load(tmp_path / "model").model, result.model), strict=True
     ):
         assert series.y == [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    assert figure_named(tmp_path / "out", "saliency").caption.endswith("every layer loses the weakest of its own.")
+    assert figure_named(tmp_path / "out", "saliency").caption.endswith(
+        "each layer removes its own least salient groups."
+    )
     assert summarise(open_run(str(tmp_path / "out")))["architecture"]["regular"]  # each layer by itself
     allocated = [event["importance"] for event in result.ledger if event["event"] == "allocation"]
     first, last = figure.panels[1].series

@@ -1,4 +1,4 @@
-"""The interface behind which the two engines stand, and our own."""
+"""The interface of the evaluation engines, and our own engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scored(NamedTuple):
 
 
 class EvalEngine(Protocol):
-    """Scores what it is given; which items are usable was decided before, so that all engines see the same."""
+    """Scores items that were already checked, so that all engines score the same ones."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +39,7 @@ class EvalEngine(Protocol):
 
 
 class OwnEngine:
-    """Ours: no dependency beyond the core, shared beginnings computed once."""
+    """Our engine: no extra dependencies, shared prefixes are computed once."""
 
     name = "dwindle"
 
@@ -70,7 +70,7 @@ class OwnEngine:
 
 
 class _Silent:
-    """In the training loop, which has a display of its own."""
+    """No progress bar: the training loop has its own display."""
 
     def __enter__(self) -> _Silent:
         return self

@@ -1,4 +1,4 @@
-"""Several models side by side, as in the tables of papers: ``dwindle table``."""
+"""``dwindle table``: several models side by side, as in the tables of papers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PER_TEXT = ("bits/byte", "nats/token")
 
 @dataclass(slots=True)
 class ModelRow:
-    """One model; values in percent (perplexities as they are), by column name."""
+    """One model; values by column name, accuracies in percent."""
 
     model: str
     kind: str
-    """``measured`` here, or ``published`` by others."""
+    """``measured`` or ``published``."""
     parameters: str
     tokens: str
     values: dict[str, float]
@@ -47,11 +47,11 @@ class ModelRow:
 
 @dataclass(slots=True)
 class ModelTable:
-    """The table: columns in the order of papers, measured rows first."""
+    """The table: columns in the usual order of papers, measured rows first."""
 
     columns: list[str]
     metrics: dict[str, str]
-    """What each column holds: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
+    """The metric of each column: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
     rows: list[ModelRow]
     results: list[EvalResult]
 
@@ -65,7 +65,7 @@ class ModelTable:
         return finite(found)  # type: ignore[no-any-return]
 
     def text(self) -> str:
-        """Aligned columns, as wide as they need to be: a table cut to the terminal's width loses its digits."""
+        """Aligned columns, not cut to the terminal's width: that would lose digits."""
         head = ["model", "source", "parameters", "tokens", *self.columns]
         cells = [head, *map(self._cells, self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
@@ -76,7 +76,7 @@ class ModelTable:
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._footer()])
 
     def markdown(self) -> str:
-        """The same table for a document."""
+        """The table as Markdown."""
         head = ["model", "source", "parameters", "tokens", *self.columns]
         lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in self._cells(row)) + " |" for row in self.rows]
@@ -92,20 +92,18 @@ class ModelTable:
         return [_short(row.model), source, row.parameters, row.tokens, *values]
 
     def _legend(self) -> str:
-        """What the columns hold; nothing where their names say it all."""
+        """Explains the columns; empty if their names are enough."""
         shown = {name: f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns}
         tasks = ", ".join(text for name, text in shown.items() if name not in _PERPLEXITY)
         legend = f"Zero-shot, in percent; {tasks}." if tasks else ""
         legend += "".join(f" {text}." for name, text in shown.items() if name in _PERPLEXITY)
         if any(row.kind == PUBLISHED_KIND for row in self.rows):
-            legend += (
-                " Published rows are the papers' own figures (harness 0.4.3; MMLU by Lighteval), not measured here."
-            )
+            legend += " Published rows are from the papers (harness 0.4.3; MMLU with Lighteval), not measured here."
         return legend.strip()
 
 
 def _short(model: str, longest: int = 36) -> str:
-    """The end of a long path; JSON keeps all of it."""
+    """The end of a long path; JSON has all of it."""
     return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
 
 
@@ -124,9 +122,10 @@ def model_table(
     published: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> ModelTable:
-    """Measure models and runs, or read results that were saved, and put them side by side.
+    """Evaluate models and runs, or read saved results, and put them side by side.
 
-    Without ``tasks`` saved results are shown whole, and models are measured on ``texts`` or the commonsense tasks.
+    Without ``tasks`` saved results are shown completely, and models are evaluated on ``texts`` or, without any, on the
+    commonsense tasks. ``notes`` maps models to notes on their rows.
     """
     if not models and not published:
         raise UserError("table: name at least one model, run or result file, or pass --published")
@@ -155,7 +154,7 @@ class _Plan:
 
 
 def _plan(name: str, note: str) -> _Plan:
-    """What an argument means: a saved result, a run, or anything that can be loaded."""
+    """Resolve an argument: a saved result, a run, or a model source."""
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         result = read_result(path)
@@ -169,12 +168,10 @@ def _plan(name: str, note: str) -> _Plan:
 
 
 def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
-    """A saved result without the tasks that were not asked for; what it does not hold cannot be made up."""
+    """A saved result reduced to the requested tasks; raises if it lacks one."""
     held = {task.task for task in result.tasks} | {text.name for text in result.texts}
     if missing := [name for name in names if name not in held]:
-        raise UserError(
-            f"--tasks: {file} does not hold {', '.join(missing)}: name others, or give the model to measure it"
-        )
+        raise UserError(f"--tasks: {file} has no results for {', '.join(missing)}: name other tasks, or give the model")
     tasks = [task for task in result.tasks if task.task in names]
     texts = [text for text in result.texts if text.name != WIKITEXT or WIKITEXT in names]
     return replace(result, tasks=tasks, texts=texts)
@@ -210,7 +207,7 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
 
 
 def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
-    """By name and place what a text's columns are called: saved results may hold other texts of the same name."""
+    """Column names of texts by (name, path): saved results may contain different texts of the same name."""
     texts = [text for result in results for text in result.texts]
     labels: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(text.name for text in texts):

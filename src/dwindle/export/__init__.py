@@ -15,7 +15,7 @@ __all__ = ["Exported", "export"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the exports on first use: model cards are written without torch."""
+    """Import on first use: the child process of ``process.py`` imports this package without torch."""
     if name in __all__:
         from dwindle.export import exporting
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, format_range
 from dwindle.sources.aliases import alias_of
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
@@ -166,9 +166,9 @@ def _architecture(
     hidden, num, kv = len(structure["hidden"]), len(layers), [len(la["kv_heads"]) for la in layers]
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
-        ("query heads per layer", _was((sum(heads) + gone["attn"]) / num), _span(heads)),
-        ("key/value heads per layer", _kv_before(kv, ledger, gone["attn"]), _span(kv)),
-        ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), _span(ffn)),
+        ("query heads per layer", _was((sum(heads) + gone["attn"]) / num), format_range(heads)),
+        ("key/value heads per layer", _kv_before(kv, ledger, gone["attn"]), format_range(kv)),
+        ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
         ("layers", f"{num}", f"{num}"),
     ]
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
@@ -195,7 +195,7 @@ def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_go
     """Key/value heads of the source; old ledgers do not record them, but without pruned heads they are unchanged."""
     source = next((event for event in ledger if event.get("event") == "source"), {})
     before = source.get("layer_kv_heads") or (None if heads_gone else now)
-    return _span(before) if before else "–"
+    return format_range(before) if before else "–"
 
 
 def _how_made(
@@ -291,12 +291,7 @@ def _licence(origin: Origin) -> str:
 
 
 def _was(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-
-
-def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{value:,.1f}".removesuffix(".0")
 
 
 def _words(value: Any) -> str:

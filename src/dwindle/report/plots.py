@@ -1,4 +1,4 @@
-"""The page's figures as PNG and SVG files, drawn by matplotlib from the same data."""
+"""``dwindle plot``: the figures of a report as PNG and SVG files."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def write_plots(run: Run, out: str | os.PathLike[str], *, dpi: int = 200, overwr
     """Every figure of the run as ``<name>.png`` and ``<name>.svg``; the data of all of them in ``figures.json``."""
     figures = build_figures(run)
     if not figures and run.architecture is None:
-        raise UserError(f"{run.folder}: there is nothing to draw yet: no steps and no prune events were written")
+        raise UserError(f"{run.folder}: nothing to draw yet: neither steps nor prune events were written")
     return _write(figures, run.architecture, out, dpi, overwrite)
 
 
 def write_overlay(
     runs: Sequence[Run], out: str | os.PathLike[str], *, dpi: int = 200, overwrite: bool = False
 ) -> list[str]:
-    """Several runs in one figure, ``overlay``; its caption, what makes them different, is drawn under it."""
+    """Several runs in one figure, ``overlay``, with the settings that differ below it."""
     return _write([overlay(runs)], None, out, dpi, overwrite)
 
 
@@ -41,7 +41,7 @@ def _write(
     figures: list[Figure], view: ArchitectureView | None, out: str | os.PathLike[str], dpi: int, overwrite: bool
 ) -> list[str]:
     if not 30 <= dpi <= 1200:
-        raise UserError(f"--dpi {dpi}: choose from 30 to 1200")
+        raise UserError(f"--dpi {dpi}: must be between 30 and 1200")
     with pyplot_settings() as pyplot, atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
         for figure in track(figures, "drawing figures", len(figures)):
             save(pyplot, draw(pyplot, figure), folder, figure.id, dpi)
@@ -54,7 +54,7 @@ def _write(
 
 
 def _draw_architecture(pyplot: Any, view: ArchitectureView) -> Any:
-    """Heads by key/value head on the left, FFN widths on the right, a row for each layer."""
+    """Query heads grouped by key/value head on the left, FFN widths on the right, a row per layer."""
     layers = view.layers
     drawn, (left, right) = pyplot.subplots(
         1, 2, sharey=True, figsize=(WIDTH_IN, 1.3 + 0.17 * len(layers)), width_ratios=(1.2, 1), layout="constrained"
@@ -63,15 +63,15 @@ def _draw_architecture(pyplot: Any, view: ArchitectureView) -> Any:
         _draw_heads(left, layer, place)
     rows = list(range(len(layers)))
     right.barh(rows, [la.ffn_before for la in layers], color=COLORS["lost"], height=0.7, label="removed")
-    right.barh(rows, [la.ffn_after for la in layers], color=COLORS["ffn"], height=0.7, label="left")
+    right.barh(rows, [la.ffn_after for la in layers], color=COLORS["ffn"], height=0.7, label="kept")
     right.set_title("FFN channels", loc="left", fontsize=9)
-    left.set_title("query heads over their key/value heads", loc="left", fontsize=9)
+    left.set_title("query heads, grouped by key/value head", loc="left", fontsize=9)
     left.set_ylabel("layer")
     left.set_ylim(len(layers) - 0.4, -0.6)
     left.set_xticks([])
     for axis in (left, right):
         axis.grid(visible=False)
-    title = f"Before and after: hidden {view.hidden_before:,} → {view.hidden_after:,}"
+    title = f"Architecture before and after: hidden {view.hidden_before:,} → {view.hidden_after:,}"
     drawn.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return drawn
 
