@@ -95,7 +95,7 @@ def test_the_share_outside_the_layers_is_a_straight_line() -> None:
 
 def test_sizes(tmp_path: Path) -> None:
     model = tiny_model(intermediate_size=64)
-    assert latency.unaligned_widths(model) == "hidden 32" and latency.odd_sizes(model, 64) == ""
+    assert latency.unaligned_widths(model) == "hidden 32" and latency.unaligned_widths(model, 64) == ""
     assert latency._file_size(tmp_path / "an alias") is None
     (tmp_path / "model.onnx").write_bytes(b"12")
     (tmp_path / "model.onnx.data").write_bytes(b"345")
