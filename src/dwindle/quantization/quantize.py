@@ -129,7 +129,7 @@ def quantize(
     With ``valid`` the perplexity of the source, of plain rounding and of the result is measured on the same windows.
     ``device`` applies to a source that is loaded here; a model in memory stays on its device.
     """
-    chosen = _check(scheme, group)
+    chosen = _checked_scheme(scheme, group)
     check_sequences(num_sequences, seq_len)
     at_least(2, valid_seq_len=valid_seq_len)
     if out is not None:
@@ -141,17 +141,17 @@ def quantize(
     windows = calibration_windows(
         data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
-    held_out = (
-        validation_windows(list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid")
-        if valid
-        else None
-    )
-    perplexity = {} if held_out is None else _perplexity_before(loaded.model, chosen, group, held_out)
+    perplexity: dict[str, float] = {}
+    if valid:
+        held_out = validation_windows(
+            list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid"
+        )
+        perplexity = _perplexity_before(loaded.model, chosen, group, held_out)
     model = deepcopy(loaded.model)
     inputs = observe(model, windows)
     found = smooth(model, inputs) if smoothing and chosen.activation_bits else None
     model = quantized_copy(model, chosen, group, inputs)
-    if held_out is not None:
+    if valid:
         perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
     sizes = num_bytes(loaded.model), num_bytes(model)
     result = Quantized(model, tokenizer, loaded.source, scheme, group, *sizes, found, perplexity)
@@ -168,7 +168,7 @@ def _perplexity_before(model: Any, scheme: Scheme, group: int, windows: Tensor) 
     return found
 
 
-def _check(scheme: str, group: int) -> Scheme:
+def _checked_scheme(scheme: str, group: int) -> Scheme:
     if scheme not in SCHEMES:
         raise UserError(f"--scheme {scheme!r}: give one of {', '.join(SCHEMES)}")
     if group < 2 or group % 2:
