@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -65,18 +66,5 @@ class OwnEngine:
             scores = iter(self.scorer.texts(flat, bar))
         return [sum(next(scores) for _ in document) for document in windows]
 
-    def _bar(self, name: str, total: int) -> Any:
-        return _Silent() if self._quiet else Bar(name, total)
-
-
-class _Silent:
-    """No progress bar: the training loop has its own display."""
-
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def advance(self, amount: int = 1) -> None:
-        pass
+    def _bar(self, name: str, total: int) -> AbstractContextManager[Bar | None]:
+        return nullcontext() if self._quiet else Bar(name, total)

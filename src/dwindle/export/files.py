@@ -1,4 +1,4 @@
-"""Atomic writes of a single output file."""
+"""One output file that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 def refuse_existing_file(
     target: Path, *, suffix: str, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()
 ) -> None:
-    """Refuse a wrong suffix, an existing or input file, or an unwritable directory, before any work."""
+    """Before long work: a wrong name, an existing file, one that is read, or a place that cannot be written."""
     if target.suffix != suffix:
         raise UserError(f"--out {target}: give a file name that ends in {suffix}")
     if target.is_dir():
@@ -30,7 +30,7 @@ def refuse_existing_file(
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``target`` that replaces it if the block does not raise."""
+    """Yields a temporary path beside ``target``, with its suffix, that takes its place if nothing is raised."""
     temporary = target.parent / f".{target.stem}.writing-{owner(os.getpid())}{target.suffix}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +41,8 @@ def atomic_file(target: Path) -> Iterator[Path]:
         os.replace(temporary, target)
     except OSError as error:
         raise UserError(
-            f"--out {target} could not be written ({error.strerror or error}): nothing was changed; free space or "
-            "choose another directory"
+            f"--out {target} could not be written ({error.strerror or error}): nothing was changed, free space or "
+            "choose another place"
         ) from error
     finally:
         with suppress(OSError):
@@ -50,7 +50,7 @@ def atomic_file(target: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Delete temporary files of processes on this machine that are no longer running."""
+    """Temporary files of processes of this machine that no longer run."""
     pattern = re.compile(re.escape(f".{target.stem}.writing-{owner(0)[:-1]}") + r"(\d+)" + re.escape(target.suffix))
     for path in list(target.parent.iterdir()):
         match = pattern.fullmatch(path.name)
