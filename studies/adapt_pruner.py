@@ -1,10 +1,10 @@
-"""Adapt-Pruner against the same share of every layer, without training, as in Table 1 and 8 of its paper.
+"""Adapt-Pruner compared with uniform layers, without training, as in Tables 1 and 8 of its paper.
 
     python studies/adapt_pruner.py --data textbooks.train.jsonl.xz --wikitext wikitext-2-raw.test.txt \\
         --sizes 80%nonemb,60%nonemb --seeds 0,1,2 --rows uniform,adapt --out docs/results/adapt-pruner.json
 
-``amplitude-0.01`` is ``adapt`` with that amplitude, ``-ratio`` after a name takes equal shares of a layer's heads and
-channels (as LLM-Pruner does) instead of its weakest groups; ``global`` is the weakest group anywhere.
+``amplitude-0.01`` is ``adapt`` with that amplitude; ``-ratio`` after a name removes equal shares of a layer's heads and
+channels (as LLM-Pruner does) instead of its least salient groups; ``global`` removes the least salient group anywhere.
 The JSON grows row by row; call it again to go on.
 """
 
@@ -23,7 +23,7 @@ from common import DEVICE, commit
 
 import dwindle
 from dwindle.data import validation_windows
-from dwindle.evaluation.evaluate import write_text
+from dwindle.evaluation.results import write_text
 from dwindle.training.loss import evaluate_loss
 
 
@@ -73,7 +73,7 @@ def main() -> None:
             loaded,
             size,
             data=[args.data],
-            num_sequences=args.sequences,
+            sequences=args.sequences,
             seq_len=64,
             seed=seed,
             device=DEVICE,

@@ -1,8 +1,8 @@
-"""What the training studies share: rows that are recipe overrides, a JSON file that grows row by row, a time budget.
+"""Shared by the training studies: rows as recipe overrides, a JSON file that grows row by row, a time budget.
 
-A study may be called again and again with the same ``--out``: it runs what is still missing there until the budget is
-used up, and goes on with a run that an earlier call had to stop. WikiText-2 and the tasks are only reported: recipes
-are chosen on the validation books.
+A study can be called repeatedly with the same ``--out``: it runs what is missing until the budget is used up, and
+resumes a run that an earlier call stopped. WikiText-2 and the tasks are only reported: recipes are chosen on the
+validation books.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data import DataConfig, validation_windows
-from dwindle.evaluation.evaluate import evaluate_model, load_data, write_text
+from dwindle.evaluation.evaluate import evaluate_model, load_data
+from dwindle.evaluation.results import write_text
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
@@ -59,7 +60,7 @@ RESERVE_S = 25.0
 
 @dataclass(frozen=True)
 class Row:
-    """One way to get a model: what the recipe says beside the settings that all rows have in common."""
+    """One way to make a model: recipe overrides on top of the settings that all rows share."""
 
     title: str
     overrides: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class Row:
 
 
 def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
-    """The options that all training studies have."""
+    """The command line options of all training studies."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
@@ -101,7 +102,7 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
 
 
 def run_study(name: str, description: str | None, rows: dict[str, Row], groups: dict[str, list[str]]) -> None:
-    """Everything that is missing and fits the budget; the tables last. ``groups`` are names for several rows."""
+    """Make all missing rows that fit the budget, then print the tables. ``groups`` name several rows at once."""
     args = arguments(description or "", rows)
     try:
         make_rows(Study(name, args, rows), args, groups)
@@ -111,12 +112,12 @@ def run_study(name: str, description: str | None, rows: dict[str, Row], groups: 
 
 
 def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str]]) -> None:
-    """What is asked for is checked first, then made."""
+    """Check all requested rows, then make them."""
     check_texts(args)
     words = [word.strip() for word in args.rows.split(",") if word.strip()]
     wanted = [row for word in words for row in groups.get(word, [word])]
     for row in wanted:
-        study.row(row)  # refuses unknown names
+        study.row(row)  # raises for unknown names
     order = list(itertools.product(map(int, args.seeds.split(",")), args.sizes.split(","), wanted))
     if args.jobs > 1:
         outcome = run_jobs(study.missing(order), args.jobs, lambda: study.left, args.work / "logs")
@@ -132,7 +133,7 @@ def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str
 
 
 class Study:
-    """One JSON file and the runs behind it."""
+    """One JSON file and its runs."""
 
     def __init__(self, name: str, args: argparse.Namespace, rows: dict[str, Row]) -> None:
         self.name, self.args, self.rows = name, args, rows
@@ -143,7 +144,7 @@ class Study:
         self.texts = {"textbooks": args.valid} | ({"wikitext2": args.wikitext} if args.wikitext else {})
 
     def read(self) -> None:
-        """What is there by now: other processes add to the same file."""
+        """Read the file again: other processes add to it."""
         if self.args.out.is_file():
             self.content = json.loads(self.args.out.read_text(encoding="utf-8"))
 
@@ -159,7 +160,7 @@ class Study:
         return replace(row, title=f"{row.title}, distilled ({how})", overrides=overrides)
 
     def advance(self, name: str, size: str, seed: int) -> bool:
-        """Make one row if it is missing; False when time is up."""
+        """Make one row if it is missing; False if the time is up."""
         row = self.row(name)
         key = self._key(name, row, size, seed)
         found = self._found(key)
@@ -177,7 +178,7 @@ class Study:
         if model is not None:
             record |= self._losses(model, record)
         self._save(record)
-        shutil.rmtree(self._run_folder(key) / "checkpoints", ignore_errors=True)  # not before the row is safe
+        shutil.rmtree(self._run_folder(key) / "checkpoints", ignore_errors=True)  # only after the row is saved
         if model is not None and not self._has_tasks(record):
             self._tasks(model, record)
             self._save(record)
@@ -185,13 +186,13 @@ class Study:
         return True
 
     def missing(self, places: list[Place]) -> list[Place]:
-        """Places whose rows are not there yet; one of those that would be the same row."""
+        """Places of missing rows; equal rows are listed once."""
         keys = [self._key(row, self.row(row), size, seed) for seed, size, row in places]
         found = {json.dumps(k): place for k, place in zip(keys, places, strict=True)}
         return [place for key, place in found.items() if not self._is_complete(self._found(json.loads(key)))]
 
     def _found(self, key: Record) -> Record | None:
-        """The row; of several runs of it, one that lacks nothing if there is one."""
+        """The row; if it was run several times, preferably a complete one."""
         runs = [r for r in self.content["rows"] if all(r.get(k) == v for k, v in key.items())]
         return next((r for r in runs if self._is_complete(r)), runs[0] if runs else None)
 
@@ -208,7 +209,7 @@ class Study:
         return float(self.args.budget - (time.monotonic() - self.started))
 
     def _estimate(self, tokens: int, *, tasks_only: bool) -> float:
-        """Seconds of the slowest row so far, its training in proportion to the tokens; unknown rows are tried."""
+        """Estimated seconds: the slowest row so far, with training scaled by tokens; 0 without any."""
         rows = [r for r in self.content["rows"] if r["seconds"]]
         tasks = max((r["seconds"].get("tasks", 0.0) for r in rows), default=0.0) if self.data is not None else 0.0
         if tasks_only:
@@ -217,7 +218,7 @@ class Study:
         return pace * tokens + tasks + (RESERVE_S if tokens else 0.0)
 
     def _key(self, name: str, row: Row, size: str, seed: int) -> Record:
-        """What makes a row another one (``KEY``); paths are left out."""
+        """The settings that identify a row (``KEY``), without paths."""
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
         horizon = resolve_recipe(recipe).prune.horizon
@@ -261,7 +262,7 @@ class Study:
         }
 
     def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
-        """Rows that share a GPU take small micro-batches: each would plan for the whole of its memory."""
+        """The recipe of a row; rows that share a GPU get small micro-batches, as each would use all of its memory."""
         args = self.args
         base: Record = {
             "source": {"model": model, "device": DEVICE},
@@ -281,7 +282,7 @@ class Study:
         return Path(self.args.work / re.sub(r"[^A-Za-z0-9.+-]+", "-", "-".join(map(str, words))))
 
     def _model_of(self, row: Row, key: Record) -> str | None:
-        """The model of a row that was made before, if it is still there."""
+        """The model of a finished row, if it still exists."""
         if not row.trained and not row.from_one_shot:
             return str(self.args.model)
         made = (
@@ -293,7 +294,7 @@ class Study:
         return None
 
     def _make(self, row: Row, key: Record, record: Record) -> str | None:
-        """The row's model; None when the recipe is refused (then the record says so) or the run had to be stopped."""
+        """The row's model; None if the recipe is invalid (recorded as such) or the run was stopped."""
         size, seed = key["size"] or self.args.sizes.split(",")[0], key["seed"]
         model, clock = self.args.model, Clock(record["seconds"])
         recipe = self._recipe(row, size, seed, model)
@@ -302,7 +303,7 @@ class Study:
             plan_pruning(recipe, Anatomy.of_config(load_config(model)))
         except UserError as error:
             if not str(error).startswith("prune."):
-                raise  # a mistake in what all rows have in common; else this row alone is impossible
+                raise  # a mistake in the shared settings; otherwise only this row is impossible
             record["refused"] = str(error)
             return None
         if row.from_one_shot:
@@ -329,8 +330,8 @@ class Study:
             "groups": prune.groups,
             "attention": prune.attention,
             "compare": prune.compare,
-            "round_to": prune.round_to if prune.round_to > 1 else None,
-            "num_sequences": self.args.sequences,
+            "round_to": prune.round_to,
+            "sequences": self.args.sequences,
             "seq_len": recipe.data.seq_len,
             "seed": seed,
             **({"rounds": row.rounds} if row.rounds > 1 else {}),
@@ -342,7 +343,7 @@ class Study:
         )
 
     def _one_shot(self, row: Row, size: str, seed: int) -> str:
-        """The source pruned after calibration; rows that prune it alike share it."""
+        """The source pruned after calibration; rows with the same settings share it."""
         folder = self._one_shot_folder(row, size, seed)
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
@@ -350,14 +351,14 @@ class Study:
         return str(folder)
 
     def _train(self, recipe: Recipe, run: Path) -> RunResult:
-        """A new run, or the rest of one that an earlier call stopped."""
+        """Start a run, or resume one that an earlier call stopped."""
         with alarm(self.left - RESERVE_S):
             if (run / "checkpoints").is_dir():
                 return resume(run)
             return pretrain(recipe, run, overwrite=True)
 
     def _losses(self, model: str, known: Record) -> Record:
-        """Of the texts whose losses are not known yet."""
+        """Losses on texts that have not been measured yet."""
         texts = {name: text for name, text in self.texts.items() if name not in known}
         if not texts:
             return {}
@@ -382,7 +383,7 @@ class Study:
         record |= {"average": {"value": result.average(), "stderr": result.average_stderr()}, "limit": self.args.limit}
 
     def _save(self, record: Record) -> None:
-        """Add the record, or put it in the place of what was known before."""
+        """Add the record, or replace an incomplete one."""
         key = {name: record.get(name) for name in (*KEY, "repeat")}
         with locked(self.args.work / "json.lock"):
             self.read()
@@ -395,7 +396,7 @@ class Study:
 
 
 def check_texts(args: argparse.Namespace) -> None:
-    """Refuse what is missing before the first row, not after its training."""
+    """Raise for missing texts before the first row is trained."""
     for option in ("data", "valid", "wikitext"):
         if text := getattr(args, option):
             try:
@@ -409,7 +410,7 @@ def fingerprint(what: Any) -> str:
 
 
 class Clock:
-    """Seconds of what a row consists of; a run that was stopped on the way counts with its last call."""
+    """Seconds per part of a row; for a resumed run those of the last call."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds = seconds
@@ -425,13 +426,13 @@ class Clock:
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Ask the run inside to save itself and stop when the time is over, as SIGTERM does."""
+    """Send SIGTERM when the time is over, on which the run saves a checkpoint and stops."""
     if math.isinf(seconds):
         yield
         return
 
     def ask(*_: object) -> None:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the run does not listen yet: it would simply die
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # the run has not installed its handler yet
             signal.setitimer(signal.ITIMER_REAL, 0.5)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -446,7 +447,7 @@ def alarm(seconds: float) -> Iterator[None]:
 
 
 def facts(run: Path, target_reached: bool = True) -> Record:
-    """What a finished run's logs say: speed, time of all steps, its own validation, and by when it was pruned."""
+    """From a finished run's logs: speed, training time, validation loss, and tokens until the target was reached."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
     found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
@@ -461,7 +462,7 @@ def facts(run: Path, target_reached: bool = True) -> Record:
 
 
 def keep_logs(run: Path, folder: Path) -> None:
-    """The small files of a run, which are all that ``dwindle report`` and ``dwindle plot`` need."""
+    """Copy the small files of a run that ``dwindle report`` and ``dwindle plot`` need."""
     for name in ("recipe.toml", "metrics.jsonl", "ledger.jsonl", "model/structure.json"):
         if (run / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -470,7 +471,7 @@ def keep_logs(run: Path, folder: Path) -> None:
 
 @cache
 def commit() -> str:
-    """The commit of this checkout, marked where files differ from it."""
+    """The commit of this checkout, marked if files differ from it."""
     here = str(Path(__file__).parent)
 
     def git(*words: str) -> str:

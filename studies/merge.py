@@ -1,9 +1,9 @@
-"""Rows of one study that were made in several places, in one file.
+"""Merges rows of a study that were made on several machines into one file.
 
     python studies/merge.py docs/results/main-table.json GPU-1.json GPU-2.json
 
-Rows that are there already are left alone. Another run of a row, with the same seed and settings, is kept beside the
-first as its ``repeat``: sums on a GPU are not done in the same order twice, so it is another sample.
+Existing rows are kept. Another run of a row with the same seed and settings is added as its ``repeat``: GPU sums are
+not deterministic, so it is another sample.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dwindle.evaluation.results import write_text
 
 
 def merged(rows: list[Any], more: list[Any]) -> list[Any]:
-    """``rows`` and what is new in ``more``, in that order; repeats are counted from 1."""
+    """``rows`` followed by the new ones of ``more``; repeats are counted from 1."""
     found = list(rows)
     for row in more:
         alike = [one for one in found if all(one.get(name) == row.get(name) for name in KEY)]

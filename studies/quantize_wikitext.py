@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 studies/quantize_wikitext.py --model smollm2-135m --valid wikitext-2-raw.test.txt --out OUT
     PYTHONPATH=src python3 studies/quantize_wikitext.py --tokens 16384 --valid …          # a part of it, for a CPU
 
-Calibrates on text that is not measured (CPython's documentation unless ``--data`` says otherwise). Without ``--tokens``
-every whole window of the text counts. Prints one table per scheme and writes ``quantization.json`` to ``--out``.
+Calibrates on other text (``--data``, by default CPython's documentation). Without ``--tokens``
+all complete windows of the text are used. Prints one table per scheme and writes ``quantization.json`` to ``--out``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 
 from dwindle.data import validation_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization import SCHEMES, quantize
-from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import load
 
 EVERYTHING = 10**12

@@ -1,9 +1,8 @@
-"""The paper's Fig. 5 from our own rows: how good a model is as it reaches its size, and at the end of the same tokens.
+"""The paper's Fig. 5 from our rows: loss when the target is reached, and at the end of the same tokens.
 
     python studies/scalability.py docs/results/ablations.json --out docs/pictures
 
-Rows of the same size, tokens and settings that reached the target (the most frequent ones in the file), by the tokens
-until then.
+Uses the most frequent combination of size, tokens and settings in the file, and only rows that reached the target.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.drawing import write_figure
 from dwindle.core.errors import UserError
-from dwindle.report.figure import Figure, Panel, Series
-from dwindle.report.plots import write_figure
+from dwindle.core.figure import Figure, Panel, Series
 
 LOSSES = {
     "loss_at_target": "training text, just after the target is reached",
@@ -26,16 +25,16 @@ LOSSES = {
 
 
 def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio")) -> Figure:
-    """Mean loss over seeds against the tokens by which the target was reached."""
+    """Mean loss over seeds against the tokens until the target was reached."""
     kept = [
         row
         for row in data["rows"]
         if row["row"].split("-")[0] in choices and row.get("target_reached") and "pruning_tokens" in row
     ]
     if len({row["pruning_tokens"] for row in kept}) < 2:
-        raise UserError("scalability: fewer than two lengths of pruning in the file: run `ablations.py --rows horizon`")
+        raise UserError("scalability: the file has fewer than two pruning lengths: run `ablations.py --rows horizon`")
     alike = [(row["size"], row["tokens"], *row.get("set", ())) for row in kept]
-    size, most, *settings = usual = max(alike, key=alike.count)  # seeds may be averaged, other settings not
+    size, most, *settings = usual = max(alike, key=alike.count)  # seeds are averaged, other settings are not
     kept = [row for row, settings in zip(kept, alike, strict=True) if settings == usual]
     panels = [
         Panel(f"{name}, nats per token", "number", lines(kept, key), legend=place == 0)
@@ -47,7 +46,7 @@ def scalability(data: Any, choices: tuple[str, ...] = ("base", "horizon", "ratio
 
 
 def lines(rows: list[Any], key: str) -> list[Series]:
-    """One line for the horizons and one for the ratios: at a ratio other types of group leave, too."""
+    """One line for horizons and one for ratios, which also change the types of the removed groups."""
     found = []
     for place, (name, is_ratio) in enumerate((("horizon", False), ("ratio", True))):
         points: dict[int, list[float]] = {}

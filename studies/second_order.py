@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dwindle.pruning.gram import Downdate, Gram, Sample, removal_update, spread
-from dwindle.run.compare import CompareOptions, compare
+from dwindle.run.compare import compare
 
 
 def arguments() -> argparse.Namespace:
@@ -53,13 +53,11 @@ def quality(args: argparse.Namespace) -> Table:
         valid=args.valid or [],
         out=args.out,
         overwrite=True,
-        options=CompareOptions(
-            num_sequences=args.sequences,
-            seq_len=args.seq_len,
-            valid_tokens=args.valid_tokens,
-            seed=args.seed,
-            device=args.device,
-        ),
+        device=args.device,
+        sequences=args.sequences,
+        seq_len=args.seq_len,
+        valid_tokens=args.valid_tokens,
+        seed=args.seed,
     )
     return result.render()
 
@@ -76,7 +74,7 @@ def milliseconds(task: Callable[[], object], device: str, repeats: int = 5) -> f
 
 
 def solve(args: argparse.Namespace) -> Table:
-    """One layer's update by every way there is: from the Gram, from the inputs, as a block or one after the other."""
+    """Time a layer's update in all variants: from the Gram matrix, from the inputs, as a block or column by column."""
     args.out.mkdir(parents=True, exist_ok=True)
     widths = [(256, 128), (256, 1024)] if args.tiny else [(2048, 4096), (8192, 4096), (8192, 32768)]
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32

@@ -1,10 +1,10 @@
-"""Tables of the pages from the JSON files that studies wrote; a test checks that they match.
+"""Renders the tables in the docs from the JSON files of the studies; a test checks that they match.
 
-    python studies/tables.py            # rewrites what stands between the markers
-    python studies/tables.py --check    # says whether it would
+    python studies/tables.py            # rewrites the text between the markers
+    python studies/tables.py --check    # reports whether it would
 
-A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, the file's path being from
-the page; the names are below.
+A table is between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, with the path relative to the
+page and the names of ``TABLES``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
 
 
 def grouped(data: Any) -> list[list[Any]]:
-    """Runs of one row: large sizes first, few tokens first, then in the order of the study."""
+    """Runs grouped by row: large sizes first, few tokens first, then in the order of the study."""
     found: dict[str, list[Any]] = {}
     for row in data["rows"]:
         found.setdefault(json.dumps([row.get(name) for name in ALIKE]), []).append(row)
@@ -59,13 +59,13 @@ def grouped(data: Any) -> list[list[Any]]:
 
 
 def shared_settings(data: Any) -> set[str]:
-    """What was set for most of the trained rows; the commands say it."""
+    """Settings of most trained rows, which the commands show."""
     trained = [set(row.get("set", ())) for row in data["rows"] if row["tokens"]]
     return {word for words in trained for word in words if 2 * sum(word in other for other in trained) > len(trained)}
 
 
 def title(row: Any, common: set[str]) -> str:
-    """A row's name, with what was set for it and not for most."""
+    """A row's name, with the settings in which it differs from most."""
     if not row["tokens"]:
         return str(row["title"])
     own = [setting for setting in row.get("set", ()) if setting not in common]
@@ -81,7 +81,7 @@ def seed_numbers(seeds: Sequence[Any]) -> str:
 
 
 def losses(data: Any) -> str:
-    """Everything about the losses of a training study; columns that no row fills are left out."""
+    """All losses of a training study, without empty columns."""
     return markdown(*filled(named(data, LOSS_COLUMNS), loss_rows(data)))
 
 
@@ -91,7 +91,7 @@ def filled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str
 
 
 def named(data: Any, columns: Sequence[str]) -> list[str]:
-    """The columns, with the name of the held-out text where it is not the textbooks."""
+    """The columns, with the name of the held-out text if it is not the textbooks."""
     text = data["rows"][0].get("valid", "textbooks").partition(".")[0] if data["rows"] else "textbooks"
     return [text if column == "textbooks" else column for column in columns]
 
@@ -135,7 +135,7 @@ def loss_rows(data: Any) -> list[list[str]]:
 
 
 def margins(data: Any, control: str = "one-shot") -> str:
-    """How much lower than the control's the losses are, at the same size, tokens and settings for all."""
+    """Loss improvements over the control at the same size, tokens and settings."""
     groups, common = grouped(data), shared_settings(data)
     controls = {comparable(seeds): seeds for seeds in groups if seeds[0]["row"] == control}
     rows = []
@@ -153,7 +153,7 @@ def margins(data: Any, control: str = "one-shot") -> str:
 
 
 def margins_distilled(data: Any) -> str:
-    """The same among those with a teacher."""
+    """The same among rows with a teacher."""
     return margins({"rows": [row for row in data["rows"] if row["row"].endswith("+kd")]}, "one-shot+kd")
 
 
@@ -163,7 +163,7 @@ def comparable(seeds: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def difference(before: Sequence[float], after: Sequence[float]) -> str:
-    """Mean less mean; with several runs of both, ± the root of the sum of both variances."""
+    """Difference of means; with several runs of both, ± the root of the summed variances."""
     if not before or not after:
         return ""
     found = f"{statistics.mean(before) - statistics.mean(after):.3f}"
@@ -173,7 +173,7 @@ def difference(before: Sequence[float], after: Sequence[float]) -> str:
 
 
 def choices(data: Any) -> str:
-    """Ablations: for each number of tokens the reference, and every other row by what it changes there."""
+    """Ablations: for each number of tokens the reference, and the other rows by what they change."""
     by_tokens: dict[tuple[str, int], list[list[Any]]] = {}
     for seeds in grouped(data):
         by_tokens.setdefault((seeds[0]["size"], seeds[0]["tokens"]), []).append(seeds)
@@ -186,13 +186,13 @@ def choices(data: Any) -> str:
             for seeds in sorted(others, key=lambda seeds: (seeds[0].get("order", 0), seeds[0]["settings"])):
                 rows.append([changed(base, settings_of(seeds[0])), *choice_cells(seeds, reference)])
             head = ["changed", "seeds", "held-out loss", "minus reference", "WikiText-2", "minus reference"]
-            table = markdown(*filled(head, rows))  # with one text there would be empty columns
+            table = markdown(*filled(head, rows))  # no empty columns with only one text
             parts.append(f"{size}, {tokens:,} tokens, {words or 'all defaults'}:\n\n{table}")
     return "\n".join(parts)
 
 
 def by_reference(groups: Sequence[list[Any]]) -> list[tuple[list[Any], list[list[Any]]]]:
-    """The reference and its rows, then each row that is nearer to several others than the reference, and those."""
+    """The reference with its rows, then rows that are closer to several others than the reference, with those."""
     reference, found = reference_of(groups), []
     rest = [seeds for seeds in groups if seeds is not reference]
     far = [seeds for seeds in rest if steps_between(seeds, reference) > 1]
@@ -206,12 +206,12 @@ def by_reference(groups: Sequence[list[Any]]) -> list[tuple[list[Any], list[list
 
 
 def steps_between(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many settings differ."""
+    """Number of settings that differ."""
     return len(dict_difference(settings_of(one[0]), settings_of(other[0])))
 
 
 def reference_of(groups: Sequence[list[Any]]) -> list[Any]:
-    """A base if there is one: that from which the others differ in the fewest settings."""
+    """The row (preferably a base) from which the others differ in the fewest settings."""
     measured = [seeds for seeds in groups if "textbooks" in seeds[0]]
     bases = [seeds for seeds in measured if seeds[0]["row"] == "base"] or measured or groups
     every = [settings_of(seeds[0]) for seeds in groups]
@@ -219,7 +219,7 @@ def reference_of(groups: Sequence[list[Any]]) -> list[Any]:
 
 
 def settings_of(row: Any) -> dict[str, str]:
-    """What a row sets; its tokens stand elsewhere."""
+    """A row's settings, without its tokens."""
     return dict(setting.split("=", 1) for setting in row["settings"] if not setting.startswith("training.tokens="))
 
 
@@ -228,13 +228,13 @@ def dict_difference(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def changed(base: dict[str, str], settings: dict[str, str]) -> str:
-    """What a row sets otherwise; a ratio stands instead of a horizon, which need not be said."""
+    """The settings that a row changes; a ratio replaces the horizon, which is not listed then."""
     keys = [key for key in dict_difference(base, settings) if key != "prune.horizon" or "prune.ratio" not in settings]
     return ", ".join(f"`{key}={settings[key]}`" if key in settings else f"no `{key}={base[key]}`" for key in keys)
 
 
 def choice_cells(seeds: Sequence[Any], reference: Sequence[Any]) -> list[str]:
-    """Seeds, and both losses with their distance from the reference."""
+    """Seeds, and both losses with their difference from the reference."""
     cells = [seed_numbers(seeds)]
     if "refused" in seeds[0]:
         return [*cells, f"not possible: {seeds[0]['refused']}", "", "", ""]
@@ -262,7 +262,7 @@ def mean_loss(seeds: Sequence[Any]) -> float:
 
 
 def loss_cells(seeds: Sequence[Any]) -> list[str]:
-    """Parameters, both losses, average of the tasks (one run: with its error over items), and speed."""
+    """Parameters, both losses, task average (for one run with its standard error over items), and speed."""
     sizes = sorted({r["parameters"] for r in seeds})
     parameters = "–".join(f"{count:,}" for count in dict.fromkeys((sizes[0], sizes[-1])))
     if not all(r.get("target_reached", True) for r in seeds):
@@ -273,12 +273,12 @@ def loss_cells(seeds: Sequence[Any]) -> list[str]:
     average = spread([100 * one["value"] for one in averages], 2)
     if len(averages) == 1:
         average += f" (±{100 * averages[0]['stderr']:.2f})"
-    speeds = [r["tokens_per_s"] for r in seeds if "tokens_per_s" in r and r.get("jobs", 1) == 1]  # not of shared GPUs
+    speeds = [r["tokens_per_s"] for r in seeds if "tokens_per_s" in r and r.get("jobs", 1) == 1]  # without shared GPUs
     return [parameters, books, wiki, average, f"{max(speeds) / 1000:.0f}k" if speeds else ""]
 
 
 def tasks(data: Any) -> str:
-    """Every task of a training study with its standard error over items; several runs: their mean, and its error."""
+    """Every task of a training study with its standard error over items; means over several runs."""
     rows, common = [], shared_settings(data)
     for seeds in grouped(data):
         measured = [row for row in seeds if "tasks" in row]
@@ -291,7 +291,7 @@ def tasks(data: Any) -> str:
 
 
 def without_boolq(row: Any) -> dict[str, float]:
-    """The average of the others, with its error: models of this size answer BoolQ with one word, right or wrong."""
+    """The average of the other tasks: models of this size give nearly the same answer to every BoolQ question."""
     others = [row["tasks"][name] for name in TASKS if name != "boolq"]
     value = statistics.mean(one["value"] for one in others)
     return {"value": value, "stderr": math.hypot(*(one["stderr"] for one in others)) / len(others)}
@@ -299,12 +299,12 @@ def without_boolq(row: Any) -> dict[str, float]:
 
 def percent(found: Sequence[Any]) -> str:
     mean = statistics.mean(one["value"] for one in found)
-    error = statistics.mean(one["stderr"] for one in found)  # the same items for every run: more runs do not lower it
+    error = statistics.mean(one["stderr"] for one in found)  # all runs share the items: more runs do not lower it
     return f"{100 * mean:.2f} ±{100 * error:.2f}"
 
 
 def commands(data: Any) -> str:
-    """What to paste for each row, and the commit that it was run with."""
+    """The command of each row, and its commit."""
     rows = [
         [f"{seeds[0]['row']} {seeds[0]['size']}".strip(), row["commit"], f"`{row['command']}`"]
         for seeds in grouped(data)
@@ -317,7 +317,7 @@ def commands(data: Any) -> str:
 
 
 def first_comparison(rows: Any) -> str:
-    """The file of the first comparison, which has one list of rows and no tasks."""
+    """The first comparison, whose file is one list of rows without tasks."""
     best = min(row["valid"] for row in rows)
     cells = [
         [
@@ -336,7 +336,7 @@ def first_comparison(rows: Any) -> str:
 
 
 def metrics_without_training(data: Any) -> str:
-    """Loss after pruning by each metric: without and with the second-order update."""
+    """Loss after pruning by each metric, without and with the second-order update."""
     ratios = list(dict.fromkeys(cell["ratio"] for cell in data["cells"]))
     names = list(dict.fromkeys(cell["metric"] for cell in data["cells"]))
     found = {(c["metric"], c["ratio"], c["second_order"]): c["loss"] for c in data["cells"]}
@@ -349,7 +349,7 @@ def metrics_without_training(data: Any) -> str:
 
 
 def layer_adaptive(data: Any) -> str:
-    """Files of studies/adapt_pruner.py: WikiText-2 loss and perplexity of a token for every row, over seeds."""
+    """Files of studies/adapt_pruner.py: WikiText-2 loss and token perplexity of every row, over seeds."""
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for row in data["rows"]:
         groups.setdefault((row["size"], row["row"], row["sequences"], row["iterations"]), []).append(row)
@@ -388,7 +388,7 @@ def seven_tasks(data: Any) -> str:
 
 
 def engines(data: Any) -> str:
-    """Files of studies/evaluate_seven.py with both engines: their accuracies, and how far apart items are."""
+    """Files of studies/evaluate_seven.py with both engines: their accuracies and largest differences."""
     ((dtype, found),) = data["comparison"].items()
     titles = {task["task"]: (task["title"], task["num_items"]) for task in data["results"][f"harness {dtype}"]["tasks"]}
     rows = [
@@ -412,7 +412,7 @@ def engines(data: Any) -> str:
 
 
 def latency(data: Any) -> str:
-    """What ``dwindle bench latency --json`` printed: medians with quartiles, and ratios to the first model."""
+    """Output of ``dwindle bench latency --json``: medians with quartiles, and ratios to the first model."""
     runtimes = {"llamacpp": f"llama.cpp {data['gguf_type']}"}
     order = list(dict.fromkeys(row["runtime"] for row in data["rows"]))
 
@@ -457,7 +457,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
 
 
 def render(text: str, folder: Path) -> str:
-    """The page with every marked table made anew from its file."""
+    """The page with every marked table rendered from its file."""
 
     def replace(match: re.Match[str]) -> str:
         begin, name, file, _, end = match.groups()

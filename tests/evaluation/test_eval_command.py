@@ -67,7 +67,7 @@ def test_skipped_items_are_shown(dwindle: Command) -> None:
     code, out, _ = dwindle("eval", "model", "--tasks", "piqa", "--data", "sets")
     assert code == 0
     assert "2 skipped: line 3: field 'goal' is missing" in " ".join(out.split())
-    assert "more than the model's 256" in " ".join(out.split())
+    assert "more than 256" in " ".join(out.split())
 
 
 def test_perplexity_of_any_text(dwindle: Command) -> None:
@@ -139,8 +139,8 @@ def test_a_place_that_vanished_is_one_message(tmp_path: Path) -> None:
         (("eval", "model", "--data", "sets", "--out", "sets"), "--out: sets already exists"),
         (("eval", "model", "--data", "sets", "--out", "bad.json/x.json"), "--out: bad.json/x.json cannot be written"),
         (("eval", "model", "--data", "sets", "--items", "bad.json/x/y"), "--items: bad.json/x/y cannot be written"),
-        (("eval", "model", "--data", "sets", "--out", "r", "--items", "./r"), "--items: ./r and --out r are in each"),
-        (("eval", "model", "--data", "sets", "--out", "r", "--items", "r/i"), "--items: r/i and --out r are in each"),
+        (("eval", "model", "--data", "sets", "--out", "r", "--items", "./r"), "--items: ./r collides with --out r"),
+        (("eval", "model", "--data", "sets", "--out", "r", "--items", "r/i"), "--items: r/i collides with --out r"),
         (("eval", "none/", "--data", "sets"), "none/"),
         (("table",), "table: name at least one model"),
         (("table", "nope.json"), "error: nope.json: does not exist"),
@@ -165,7 +165,7 @@ def test_no_harness_is_one_line(dwindle: Command, monkeypatch: pytest.MonkeyPatc
     assert "--engine harness: needs lm-evaluation-harness: run `pip install" in err
 
 
-def test_quantised_models(dwindle: Command) -> None:
+def test_quantized_models(dwindle: Command) -> None:
     from dwindle.quantization.quantize import quantize
 
     Path("story.txt").write_text("Once upon a time there was a tea pot. " * 100)
@@ -251,7 +251,7 @@ def test_tasks_choose_among_those_of_a_saved_result(dwindle: Command) -> None:
     _, out, _ = dwindle("table", "result.json", "--json")
     assert set(json.loads(out)["columns"]) == {"PIQA", "BoolQ", "WikiText-2"}
     code, _, err = dwindle("table", "result.json", "--tasks", "piqa,arc_easy")
-    assert code == 2 and "--tasks: result.json does not hold arc_easy" in err
+    assert code == 2 and "--tasks: result.json has no results for arc_easy" in err
 
 
 def test_a_table_of_texts_alone(dwindle: Command) -> None:

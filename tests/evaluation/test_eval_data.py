@@ -103,7 +103,7 @@ def test_no_field_can_break_the_reader(name: str, tmp_path: Path) -> None:
     good = DOCUMENTS[name][0]
     bad = [{**good, field: junk} for field in TASKS[name].fields for junk in (None, 7.5, [], {}, "")]
     folder = write_sets(tmp_path)
-    file = next(folder.glob(f"{TASKS[name].origin.stems[0]}.*"))
+    file = next(folder.glob(f"{TASKS[name].dataset.stems[0]}.*"))
     text = "".join(json.dumps(row) + "\n" for row in [good, *bad]).encode()
     file.write_bytes(gzip.compress(text) if file.suffix == ".gz" else text)
     data = load_task(TASKS[name], [str(folder)])
@@ -151,7 +151,7 @@ def test_the_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", never)
     monkeypatch.setattr(places, "_ask_hub", fail)
-    with pytest.raises(UserError, match=r"--data hub: piqa \(baber/piqa\) cannot be fetched \(no route\)"):
+    with pytest.raises(UserError, match=r"--data hub: piqa \(baber/piqa\) cannot be downloaded \(no route\)"):
         load_task(TASKS["piqa"], ["hub"])
 
 

@@ -15,7 +15,7 @@ from transformers import T5ForConditionalGeneration as T5
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.evaluation.scoring import Scorer
-from dwindle.evaluation.table import compare
+from dwindle.evaluation.table import model_table
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_directory, tiny_model, tiny_tokenizer
 
@@ -107,7 +107,7 @@ def test_results_are_saved_for_the_table(place: Path, tmp_path: Path) -> None:
     )
     result.tokens = 3_000_000
     assert result.save(tmp_path / "deep" / "mine.json") == tmp_path / "deep" / "mine.json"
-    (row,) = compare([str(tmp_path / "deep" / "mine.json")]).rows
+    (row,) = model_table([str(tmp_path / "deep" / "mine.json")]).rows
     assert (row.model, row.tokens, row.values["PIQA"]) == ("my gpt2", "3M", 100 * result.tasks[0].acc)
     with pytest.raises(UserError, match=r"mine.json: already exists: choose another file or pass overwrite=True"):
         result.save(tmp_path / "deep" / "mine.json")
@@ -128,17 +128,17 @@ def body() -> Any:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda: 3, "model: cannot be int: give a path, what dwindle.load returns, or a pair"),
+        (lambda: 3, "model: cannot be int: give a path, the result of dwindle.load, or (model"),
         (lambda: None, "model: cannot be NoneType"),
-        (lambda: stranger("gpt2"), "model: GPT2LMHeadModel is alone: pass (model, tokenizer)"),
+        (lambda: stranger("gpt2"), "model: GPT2LMHeadModel has no tokenizer: pass (model, tokenizer)"),
         (lambda: (stranger("gpt2"), None), "tokenizer: the model has none: pass (model, tokenizer)"),
-        (lambda: (stranger("gpt2"), "gpt2"), "tokenizer: cannot be str: give one of transformers"),
+        (lambda: (stranger("gpt2"), "gpt2"), "tokenizer: cannot be str: give a transformers tokenizer"),
         (lambda: (stranger("gpt2"), tiny_tokenizer(), 1), "model: cannot be tuple"),
-        (lambda: (tiny_tokenizer(), stranger("gpt2")), "give a causal language model of transformers"),
+        (lambda: (tiny_tokenizer(), stranger("gpt2")), "give a transformers causal language model"),
         (lambda: (torch.nn.Linear(2, 2), tiny_tokenizer()), "model: cannot be Linear"),
-        (lambda: (t5(), tiny_tokenizer()), "is an encoder and a decoder"),
-        (lambda: (body(), tiny_tokenizer()), "model: LlamaModel has no head: give a causal language model"),
-        (lambda: (tiny_model(), tiny_tokenizer()), "the model knows 61: they do not belong together"),
+        (lambda: (t5(), tiny_tokenizer()), "is an encoder-decoder"),
+        (lambda: (body(), tiny_tokenizer()), "model: LlamaModel returns no logits: give a causal language model"),
+        (lambda: (tiny_model(), tiny_tokenizer()), "the embedding 61 rows: use the model's own tokenizer"),
     ],
 )
 def test_wrong_things_are_refused(place: Path, given: Any, message: str) -> None:
@@ -150,5 +150,5 @@ def test_wrong_things_are_refused(place: Path, given: Any, message: str) -> None
 def test_a_model_in_memory_stays_where_it_is(place: Path) -> None:
     pair = (stranger("gpt2"), tiny_tokenizer())
     for option in ({"device": "cpu"}, {"dtype": "float64"}):
-        with pytest.raises(UserError, match="device, dtype: a model in memory is measured as it is"):
+        with pytest.raises(UserError, match="device, dtype: not allowed for a model in memory"):
             dwindle.evaluate(pair, ["piqa"], data=[str(place / "sets")], **option)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The studies of evaluation and quantisation, on a tiny model: one JSON with everything that they promise."""
+"""The studies of evaluation and quantization, on a tiny model: one JSON with everything that they promise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_both_engines_item_by_item(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert all(max(abs(a - b) for a, b in zip(e["harness"], e["dwindle"], strict=True)) > 0 for e in listed)
 
 
-def test_quantisation_on_a_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantization_on_a_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 30)
     model = tiny_directory(tmp_path / "model")

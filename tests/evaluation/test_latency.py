@@ -15,8 +15,8 @@ import dwindle
 from dwindle.core.errors import UserError
 from dwindle.evaluation import latency
 from dwindle.evaluation.latency import LatencyTable, Spread, measure_latency
-from dwindle.evaluation.torch_engine import one_layer
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.torch_runtime import one_layer
 from tiny import tiny_directory, tiny_model, tokens
 
 SHORT: dict[str, Any] = {"prompt_tokens": 8, "new_tokens": 4, "repeats": 3}
@@ -95,7 +95,7 @@ def test_the_share_outside_the_layers_is_a_straight_line() -> None:
 
 def test_sizes(tmp_path: Path) -> None:
     model = tiny_model(intermediate_size=64)
-    assert latency.odd_sizes(model) == "hidden 32" and latency.odd_sizes(model, 64) == ""
+    assert latency.unaligned_widths(model) == "hidden 32" and latency.unaligned_widths(model, 64) == ""
     assert latency._file_size(tmp_path / "an alias") is None
     (tmp_path / "model.onnx").write_bytes(b"12")
     (tmp_path / "model.onnx.data").write_bytes(b"345")

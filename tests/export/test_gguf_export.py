@@ -140,8 +140,8 @@ def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: 
 @pytest.mark.parametrize(
     ("structure", "said"),
     [
-        ("odd", "and hidden 31 and FFN 38 in all layers are no multiples of it: "),
-        ("layers", "and FFN 37 to 40 in 2 of 3 layers are no multiples of it: "),
+        ("odd", "and hidden 31 and FFN 38 in all layers are not multiples of it: "),
+        ("layers", "and FFN 37 to 40 in 2 of 3 layers are not multiples of it: "),
     ],
 )
 def test_odd_sizes_are_said_in_one_sentence(structure: str, said: str, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def write_a_strong_layer(path: Path, model: Any, *args: Any, **options: Any) -> 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])
 def test_a_layer_that_is_half_too_strong_is_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mean difference of 0.24, which quantised types were allowed once."""
+    """A mean difference of 0.24, which quantized types were allowed once."""
     monkeypatch.setattr(gguf_writer, "write_gguf", write_a_strong_layer)
     with pytest.raises(Mismatch, match="mean difference of a log-probability"):
         export(tiny_loaded("llama", hidden_size=64, intermediate_size=96), "gguf", tmp_path / "m.gguf", type_=kind)
@@ -203,7 +203,7 @@ def test_row_order_is_the_inverse_of_the_readers() -> None:
 
 def test_a_wrong_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_writer, "interleaved_from", lambda rows, heads, inverse=False: rows)
-    with pytest.raises(Mismatch, match=r"differs from the source in llama\.cpp"):
+    with pytest.raises(Mismatch, match=r"differs from its source in llama\.cpp"):
         export(tiny_loaded(), "gguf", tmp_path / "m.gguf", type_="f32")
     assert list(tmp_path.iterdir()) == []
 
@@ -214,7 +214,7 @@ def test_a_file_llamacpp_refuses_is_removed(tmp_path: Path, monkeypatch: pytest.
         return gguf_writer.Written("llama")
 
     monkeypatch.setattr(gguf_writer, "write_gguf", broken)
-    with pytest.raises(Mismatch, match=r"llama\.cpp does not run"):
+    with pytest.raises(Mismatch, match=r"llama\.cpp cannot run"):
         export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []
 
@@ -234,7 +234,7 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
 
 def test_other_token_ids_are_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dwindle.export.gguf_vocabulary._added_around", lambda tokenizer: (True, False))
-    with pytest.raises(Mismatch, match="other tokens"):
+    with pytest.raises(Mismatch, match="differently"):
         export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []
 
@@ -247,8 +247,8 @@ def test_pre_tokenizers_known_alike_and_unknown() -> None:
     spelled_out = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(gpt2), "isolated"), bytes_only])
     assert vocabulary_of(byte_pair_tokenizer(), 310, "m").pre == "gpt-2"
     alike = vocabulary_of(byte_pair_tokenizer(spelled_out), 310, "m")
-    assert alike.pre == "gpt-2" and "not a known one" in str(alike.warning)
-    with pytest.raises(UserError, match="pre-tokenizer is none"):
+    assert alike.pre == "gpt-2" and "unknown pre-tokenizer" in str(alike.warning)
+    with pytest.raises(UserError, match="pre-tokenizers splits text like its own"):
         vocabulary_of(byte_pair_tokenizer(bytes_only), 310, "m")
 
 
@@ -265,7 +265,7 @@ def test_user_errors(tmp_path: Path) -> None:
         export(loaded, "gguf", tmp_path / "there.gguf")
     with pytest.raises(UserError, match="no tokenizer"):
         export(Loaded(loaded.model, None, "tiny", "huggingface"), "gguf", tmp_path / "m.gguf")
-    with pytest.raises(UserError, match="layers of different sizes"):
+    with pytest.raises(UserError, match="unequal layers"):
         export(tiny_loaded("qwen3", "layers"), "gguf", tmp_path / "m.gguf")
     with pytest.raises(RuntimeFailure):
         RuntimeProcess("llamacpp", tmp_path / "there.gguf")
@@ -324,11 +324,15 @@ def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> Non
     text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
     windows = validation_windows([text], loaded.tokenizer, 256, 2048)  # type: ignore[arg-type]
     ours: list[float] = []
+    theirs: list[float] = []
     for window in windows:
         log_p = verification.logits_of(loaded.model, window[:-1].tolist()).log_softmax(-1)
-        ours += (-log_p.gather(1, window[1:, None])[:, 0]).tolist()
+        ours += (-log_p.gather(1, window[1:, None])[::8, 0]).tolist()
     with RuntimeProcess("llamacpp", path, context=300) as runtime:
-        theirs = [value for window in windows for value in runtime.call("nll", ids=window.tolist(), start=1)]
+        for ids in windows.tolist():
+            for place in range(1, len(ids), 8):
+                likeliest = runtime.call("greedy", ids=ids[:place], count=1, top=loaded.model.config.vocab_size)
+                theirs.append(-dict(map(tuple, likeliest[0]))[ids[place]])
     ratio = math.exp(float(np.mean(theirs)) - float(np.mean(ours)))
     print(f"perplexity: source {math.exp(float(np.mean(ours))):.3f}, q8_0 in llama.cpp × {ratio:.4f}")
     assert ratio < 1.01

@@ -76,7 +76,8 @@ def test_cluster_output_needs_nothing_of_dwindle(tmp_path: Path) -> None:
         f"print(m(input_ids=torch.tensor({batch.tolist()})).logits.double().sum().item())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert float(done.stdout) == model(input_ids=batch).logits.double().sum().item()
+    expected = model(input_ids=batch).logits.double().sum().item()
+    assert float(done.stdout) == pytest.approx(expected, rel=1e-6)  # the other process may use other kernels
 
 
 def test_a_saved_cluster_model_can_be_pruned_again(tmp_path: Path) -> None:

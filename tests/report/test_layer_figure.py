@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dwindle
-from dwindle.report.figure import Figure
+from dwindle.core.figure import Figure
 from dwindle.report.figures import build_figures
 from dwindle.report.run import open_run
 from dwindle.report.summary import summarise
@@ -37,7 +37,9 @@ def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
         figure.panels[0].series, (dwindle.load(tmp_path / "model").model, result.model), strict=True
     ):
         assert series.y == [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    assert figure_named(tmp_path / "out", "saliency").caption.endswith("every layer loses the weakest of its own.")
+    assert figure_named(tmp_path / "out", "saliency").caption.endswith(
+        "each layer removes its own least salient groups."
+    )
     assert summarise(open_run(str(tmp_path / "out")))["architecture"]["regular"]  # each layer by itself
     allocated = [event["importance"] for event in result.ledger if event["event"] == "allocation"]
     first, last = figure.panels[1].series
@@ -47,8 +49,8 @@ def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
 def test_layers_have_whole_numbers(tmp_path: Path) -> None:
     """The ticks of five layers were 0 0 1 2 2 2 3 4 4."""
     pytest.importorskip("matplotlib", reason="extra [plots] is not installed")
-    from dwindle.report.figure import Panel, Series
-    from dwindle.report.plots import write_figure
+    from dwindle.core.drawing import write_figure
+    from dwindle.core.figure import Panel, Series
 
     panel = Panel("parameters", "count", [Series("before", "valid", list(range(5)), [9, 9, 8, 8, 7], "dots")])
     figure = Figure("layers", "Layer by layer", "", "layer", "count", [panel])
@@ -58,7 +60,7 @@ def test_layers_have_whole_numbers(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_alone_is_named_where_its_panel_is_not() -> None:
-    from dwindle.report.figure import Panel, Series
+    from dwindle.core.figure import Panel, Series
 
     lines = {name: Series(name, "train", [0], [1]) for name in ("train", "learning rate", "speed (mean of 3)")}
     assert Panel("loss, nats per token", "number", [lines["train"]]).named == [lines["train"]]

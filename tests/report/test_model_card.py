@@ -42,9 +42,9 @@ def test_card_says_where_it_comes_from_and_what_it_is(tmp_path: Path) -> None:
     structure = parts(run)["structure"]
     heads = len(structure["layers"][0]["query_heads"])
     assert f"| hidden channels | 32 | {len(structure['hidden'])} |" in card
-    assert f"| query heads in a layer | 8 | {heads} |" in card
-    assert f"| FFN channels in a layer | 40 | {len(structure['layers'][0]['ffn'])} |" in card
-    assert "| validation loss | 2.5 |" in card and "40 prune events while it kept training" in card
+    assert f"| query heads per layer | 8 | {heads} |" in card
+    assert f"| FFN channels per layer | 40 | {len(structure['layers'][0]['ffn'])} |" in card
+    assert "| validation loss | 2.5 |" in card and "40 prune events during continued pretraining" in card
     assert "trust_remote_code" not in card and "add it before publishing" in card
 
 
@@ -106,7 +106,7 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
 def test_a_model_that_lost_nothing(ledger: list[dict[str, Any]]) -> None:
     layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0, 1]}]
     card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
-    assert "A model made from [org/s]" in card
+    assert "A model derived from [org/s]" in card
 
 
 def adapted(layers: list[dict[str, Any]], **options: Any) -> str:
@@ -128,12 +128,14 @@ def layer(ffn: list[int], kv_of_query: list[int] | None = None) -> dict[str, Any
 def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
     settings = {"iterations": 5, "amplitude": 0.02, "distance": "cosine", "balance": "score"}
     card = adapted([layer([0, 1, 2]), layer([1])], method="adapt", metric="taylor1", **settings)
-    assert "It has different numbers of FFN channels in its layers: `modeling_dwindle.py`" in card
-    assert "| key/value heads in a layer | 1 | 1 |" in card
+    assert (
+        "The model has layers with different numbers of FFN channels, so its code is in `modeling_dwindle.py`" in card
+    )
+    assert "| key/value heads per layer | 1 | 1 |" in card
     for key, value in settings.items():
         assert f"- {key}: {value}" in card
     card = adapted([layer([0], [0, 0, 1]), layer([0])], method="uniform", **settings)
-    assert "It has unequal groups of heads inside a layer and different numbers of heads in its layers:" in card
+    assert "has query groups of different sizes within a layer and layers with different numbers of heads, so" in card
     assert "- balance: score" in card and "amplitude" not in card
 
 
@@ -143,16 +145,16 @@ def test_key_value_heads_of_the_source() -> None:
     for known, cell in (({"layer_kv_heads": [2]}, "2"), ({}, "–")):
         ledger = [{"event": "source", "parameters": 100, **known}, gone]
         card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
-        assert f"| key/value heads in a layer | {cell} | 1 |" in card
+        assert f"| key/value heads per layer | {cell} | 1 |" in card
 
 
 def test_the_teacher_is_named(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run"))
     recipe = '[distill]\nweight = {}\ntemperature = 2.0\ntop_k = {}\nteacher = "{}"\n'
     card = model_card(source="/home/me/tiny", recipe=recipe.format(0.75, 0, ""), **given)
-    assert "- distilled from tiny (the source as it was), weight 0.75, temperature 2\n" in card
+    assert "- distilled from tiny (the unpruned source), weight 0.75, temperature 2\n" in card
     card = model_card(source="org/s", recipe=recipe.format(0.5, 64, "/home/me/big"), **given)
-    assert "- distilled from big, weight 0.5, temperature 2, its 64 likeliest tokens\n" in card
+    assert "- distilled from big, weight 0.5, temperature 2, 64 likeliest tokens\n" in card
     trained = '[source]\nmodel = "/home/me/first"\n' + recipe.format(0.5, 0, "")
     assert "- distilled from first (the" in model_card(source="/runs/kd/model", recipe=trained, **given)
     for nothing in (recipe.format(0.0, 0, "org/t"), "[distill]\n", "distill = 3", "not toml ["):
@@ -161,7 +163,7 @@ def test_the_teacher_is_named(tmp_path: Path) -> None:
 
 def test_a_llama_stored_as_a_mistral_is_said(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run"))
-    said = "a Llama without biases is exactly a Mistral without a sliding window"
+    said = "a Mistral without sliding window computes the same as a Llama without biases"
     assert said in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(30, 8)})
     assert said not in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(32, 8)})
     assert said not in model_card(source="org/s", model_type="qwen2", **given | {"structure": shaped(30, 8)})

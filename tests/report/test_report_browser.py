@@ -185,7 +185,7 @@ def test_what_is_missing_is_on_the_page(browser: Browser, tmp_path: Path) -> Non
     (run / "metrics.jsonl").write_bytes(data[:-15])
     show(browser, run)
     text = browser.run('return document.querySelector(".missing").innerText')
-    assert "ledger.jsonl is not there" in text and "ends inside a line" in text
+    assert "ledger.jsonl is missing" in text and "ends with an incomplete line" in text
     assert browser.run('return document.querySelectorAll("figure.card").length') == 3
     for name in ("metrics.jsonl", "recipe.toml"):
         (run / name).write_text("")

@@ -25,19 +25,19 @@ def test_report_writes_one_file(shell, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["report"] == "other.html" and json.loads(out)["missing"] and err == ""
     assert (tmp_path / "other.html").is_file()
     code, out, err = shell("report", "run")
-    assert code == 0 and "note: ledger.jsonl is not there" in err
+    assert code == 0 and "note: ledger.jsonl is missing" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("report", "nothing"), "nothing: is not a directory"),
-        (("report", "."), "holds no recipe.toml"),
+        (("report", "."), "has no recipe.toml"),
         (("report", "run", "--out", "."), "--out .: is a directory"),
         (("report", "run", "--watch", "--out", "x.html"), "--out: cannot be combined with --watch"),
         (("report", "run", "--watch", "--port", "70000"), "--port 70000: cannot be used"),
         (("plot", "run", "--out", "run"), "--out run already exists"),
-        (("plot", "run", "--out", "p", "--dpi", "5"), "--dpi 5: choose from 30 to 1200"),
+        (("plot", "run", "--out", "p", "--dpi", "5"), "--dpi 5: must be between 30 and 1200"),
         (("runs", "nothing"), "nothing: is not a directory"),
     ],
 )

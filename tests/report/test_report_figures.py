@@ -254,7 +254,7 @@ def test_our_own_result_files_are_shown_in_their_columns(tmp_path: Path) -> None
 
 def test_story_and_tiles(tmp_path: Path) -> None:
     found = summarise(open_run(make_run(tmp_path / "run", steps=100, events=40)))
-    assert found["status"] == "finished" and " became " in found["story"]
+    assert found["status"] == "finished" and ", pruned from " in found["story"]
     assert [tile["label"] for tile in found["tiles"]] == [
         "parameters",
         "tokens",
@@ -268,7 +268,7 @@ def test_story_and_tiles(tmp_path: Path) -> None:
 def test_a_missed_target_is_said(tmp_path: Path) -> None:
     found = summarise(open_run(make_run(tmp_path / "run", missed=True)))
     assert found["status_text"] == "finished, target missed" and found["status"] == "missed"
-    assert found["story"].endswith("were removed. The target of 50% was missed.")
+    assert " Removed: " in found["story"] and found["story"].endswith("The target of 50% was missed.")
 
 
 def test_durations() -> None:

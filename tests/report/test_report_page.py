@@ -60,7 +60,7 @@ def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     assert write_page(page, out) == out and out.read_text(encoding="utf-8") == page
     other = tmp_path / "thesis.html"
     other.write_text("<p>years of work")
-    with pytest.raises(UserError, match=r"thesis\.html: exists and is no report"):
+    with pytest.raises(UserError, match=r"thesis\.html: exists and is not a dwindle report"):
         write_page(page, other)
     assert other.read_text() == "<p>years of work"
     write_page(page, other, overwrite=True)
@@ -74,7 +74,7 @@ def test_other_files_are_not_replaced(tmp_path: Path) -> None:
 def test_the_room_never_imports_torch(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     script = (
-        "import sys, pkgutil, importlib, dwindle.report, dwindle.export.card\n"
+        "import sys, pkgutil, importlib, dwindle.report, dwindle.export.llamacpp\n"
         "for m in pkgutil.iter_modules(dwindle.report.__path__): importlib.import_module('dwindle.report.' + m.name)\n"
         "from dwindle.report.run import open_run; from dwindle.report.summary import summarise\n"
         f"summarise(open_run({str(run)!r}))\n"

@@ -165,7 +165,7 @@ def test_an_unknown_map_is_not_invented(tmp_path: Path) -> None:
     view = open_run(tmp_path).architecture
     assert view is not None and view.layers[0].kv_of_query == [0, None, None, None]
     assert view.layers[0].kv_before is None
-    assert summarise(open_run(tmp_path))["architecture"]["totals"][2] == ["key/value heads in a layer", "?", "1"]
+    assert summarise(open_run(tmp_path))["architecture"]["totals"][2] == ["key/value heads per layer", "unknown", "1"]
 
 
 def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     no_ledger = make_run(tmp_path / "no_ledger")
     (no_ledger / "ledger.jsonl").unlink()
     found = summarise(open_run(no_ledger))
-    assert any("ledger.jsonl is not there" in line for line in found["missing"])
+    assert any("ledger.jsonl is missing" in line for line in found["missing"])
     assert [figure["id"] for figure in found["figures"]] == ["loss", "throughput", "optimizer"]
     no_metrics = make_run(tmp_path / "no_metrics", recipe=None)
     (no_metrics / "metrics.jsonl").unlink()
     found = summarise(open_run(no_metrics))
     assert [figure["id"] for figure in found["figures"]] == ["saliency", "share"]
-    assert any("metrics.jsonl is not there" in line for line in found["missing"])
+    assert any("metrics.jsonl is missing" in line for line in found["missing"])
     assert any("recipe.toml" in line for line in found["missing"])
     cut = make_run(tmp_path / "cut", finished=False)
     for name in ("ledger.jsonl", "metrics.jsonl"):
@@ -188,7 +188,10 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
         (cut / name).write_bytes(b"garbage\n" + data[: len(data) - 9])
     found = summarise(open_run(cut))
     text = " ".join(found["missing"])
-    assert text.count("1 line could not be read and was left out") == 2 and text.count("ends inside a line") == 2
+    assert (
+        text.count("1 line could not be parsed and was skipped") == 2
+        and text.count("ends with an incomplete line") == 2
+    )
     assert "No structure.json" in text
     assert len(found["figures"]) == 5 and found["architecture"] is None
 
@@ -199,7 +202,7 @@ def test_empty_files_and_empty_runs(tmp_path: Path) -> None:
     found = summarise(open_run(tmp_path))
     assert found["figures"] == [] and found["tiles"] == [] and found["status"] == "stopped"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no recipe\.toml"):
+    with pytest.raises(UserError, match=r"has no recipe\.toml"):
         open_run(tmp_path / "empty")
     with pytest.raises(UserError, match="is not a directory"):
         open_run(tmp_path / "recipe.toml")

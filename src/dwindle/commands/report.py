@@ -26,25 +26,25 @@ RunDirectories = Annotated[
 def report(
     runs: RunDirectory,
     out: Annotated[str | None, typer.Option(help="HTML file to write; default: report.html in the run.")] = None,
-    open_page: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
-    port: Annotated[int, typer.Option(help="With --watch: the port; 0 takes a free one.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace a file that is no report.")] = False,
+    port: Annotated[int, typer.Option(help="Port for --watch; 0: any free port.")] = 0,
+    overwrite: Annotated[bool, typer.Option(help="Overwrite a file that is not a report.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a run's story: one self-contained HTML page."""
+    """Write a report of a run: one self-contained HTML page."""
     from dwindle.report.page import render_page, write_page
     from dwindle.report.run import open_run
     from dwindle.report.summary import summarise
 
     if len(runs) > 1:
         raise UserError(
-            f"{runs[1]}: a page shows one run: `dwindle plot {' '.join(runs)} --out DIR` draws several in one figure, "
-            "and `dwindle runs DIR` lists them in a table"
+            f"{runs[1]}: a report shows one run: `dwindle plot {' '.join(runs)} --out DIR` draws several in a figure, "
+            "`dwindle runs DIR` lists them in a table"
         )
     run = runs[0]
     if watch and out is not None:
-        raise UserError("--out: cannot be combined with --watch: give one of them")
+        raise UserError("--out: cannot be combined with --watch: omit one of them")
     found = open_run(run)
     if watch:
         _serve(run, port, open_page, as_json)
@@ -65,12 +65,12 @@ def report(
 @app.command()
 def plot(
     runs: RunDirectories,
-    out: Annotated[str, typer.Option(help="Directory to write; PNG and SVG of every figure.")],
+    out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],
     dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw the same figures as PNG and SVG files, for papers; of several runs, loss and size in one figure."""
+    """Draw the figures of a report as PNG and SVG; for several runs, loss and size in one figure."""
     from dwindle.report.plots import write_overlay, write_plots
     from dwindle.report.run import open_run
 
@@ -88,10 +88,10 @@ def plot(
 
 @app.command()
 def runs(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Where to look, such as runs.")] = "runs",
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Directory that contains runs.")] = "runs",
     as_json: Json = False,
 ) -> None:
-    """List runs: target, size, tokens, loss, status, and the settings in which they differ."""
+    """List runs: status, target, size, tokens, loss, and the settings in which they differ."""
     from dwindle.report.runs import list_runs, render_runs
 
     rows = list_runs(Path(folder))
@@ -102,7 +102,7 @@ def runs(
 
 
 def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
-    """Until Ctrl-C."""
+    """Serve the report until Ctrl-C."""
     from dwindle.report.run import Run
     from dwindle.report.server import ReportServer
 
@@ -110,17 +110,17 @@ def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
         if as_json:
             print(json.dumps({"url": server.url}), flush=True)
         else:
-            print(f"{server.url} (Ctrl-C ends it)", flush=True)
+            print(f"{server.url} (Ctrl-C to stop)", flush=True)
         if open_page:
             _open(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("ended", file=sys.stderr)
+            print("stopped", file=sys.stderr)
 
 
 def _open(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):
-        print(f"no browser could be started: open {url} yourself", file=sys.stderr)
+        print(f"no browser found: open {url}", file=sys.stderr)

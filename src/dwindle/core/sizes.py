@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Collection
 from typing import Any
 
 from dwindle.core.errors import UserError
@@ -62,6 +63,12 @@ def format_count(value: int | float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.3g}{unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{unit}"
     return f"{value:.0f}"
+
+
+def format_range(values: Collection[int]) -> str:
+    """``12``, or ``8 to 12`` if the values differ."""
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def format_bytes(value: int | float) -> str:

@@ -10,6 +10,9 @@ import hashlib
 import re
 from collections import defaultdict
 
+DEFAULT_TEXT = "pydoc"
+"""The calibration text if none is given: the prose of CPython's documentation, which every machine has."""
+
 VALID_SHARE = 0.1
 _PARAGRAPH_MIN_CHARS = 60
 

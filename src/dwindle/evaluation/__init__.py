@@ -1,4 +1,4 @@
-"""Zero-shot tasks and perplexity, on files, with two engines that must agree: ours and lm-evaluation-harness.
+"""Zero-shot tasks and perplexity on local files, with two engines that agree: ours and lm-evaluation-harness.
 
 from dwindle.evaluation import evaluate
 print(evaluate("smollm2-135m", ["commonsense"], data=["eval"], limit=100).to_json())

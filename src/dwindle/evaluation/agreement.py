@@ -1,4 +1,4 @@
-"""Two engines on the same items: how far apart their log-likelihoods are, and where their answers differ."""
+"""Compares two engines on the same items: differences of log-likelihoods, and items answered differently."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from dwindle.evaluation.data import TaskData
 from dwindle.evaluation.metrics import answers
 
 MOST_LISTED = 20
-"""Items that are listed because they differ; the number of all of them is told."""
+"""Items beyond the tolerance that are listed; all are counted."""
 Scores = Mapping[tuple[str, int], Sequence[float]]
-"""Log-likelihoods of an item's choices, by task and number of the item."""
+"""Log-likelihoods of an item's choices, by (task, item number)."""
 
 
 def agreement(
     first: Scores, second: Scores, tasks: Sequence[TaskData], *, names: tuple[str, str], tolerance: float = 1e-4
 ) -> dict[str, Any]:
-    """The largest difference by task, and by name the items furthest beyond ``tolerance`` and every item that is
-    answered differently: a difference of accuracies without its items could not be judged."""
+    """The largest difference per task, the items furthest beyond ``tolerance``, and all items answered differently.
+
+    The items are listed because a difference of accuracies cannot be judged without them.
+    """
     assert first.keys() == second.keys(), "the engines scored different items"
     questions = {(data.task.name, item.index): item.question for data in tasks for item in data.items}
     largest: dict[str, float] = {}
@@ -48,5 +50,5 @@ def agreement(
 
 
 def _furthest_first(entry: dict[str, Any]) -> tuple[bool, float]:
-    """What is not a number is furthest of all."""
+    """Sort key: NaN first, then the largest difference."""
     return not math.isnan(entry["difference"]), -entry["difference"]

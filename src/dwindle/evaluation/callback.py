@@ -1,4 +1,4 @@
-"""Tasks in the training loop: accuracies beside the loss in ``metrics.jsonl``."""
+"""Evaluates tasks during training: accuracies beside the loss in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def recipe_data(settings: ValidationConfig) -> EvalData:
-    """The sets that ``[validation]`` names; an error names its keys, not the options of ``dwindle eval``."""
+    """The data sets of ``[validation]``; errors name its keys instead of the options of ``dwindle eval``."""
     try:
         return load_data(settings.tasks, settings.data, limit=settings.limit, option="validation.tasks")
     except UserError as error:
@@ -24,12 +24,12 @@ def recipe_data(settings: ValidationConfig) -> EvalData:
 
 
 class TaskEvaluator(Callback):
-    """Scores tasks every so many steps and after the last one.
+    """Scores tasks every ``every`` steps and after the last one.
 
-    Adds ``tasks/<name>`` (the metric that counts for the task), ``tasks/average`` where all seven commonsense tasks are
-    there, and ``tasks/<text>`` (bits per byte). The numbers depend on the weights alone and no random number is
-    drawn, so that a run trains the same with and without it, and a resumed one writes the same lines. Of several
-    processes that hold the whole model each evaluates it; a model spread over processes is refused.
+    Adds ``tasks/<name>`` (the task's main metric), ``tasks/average`` if all seven commonsense tasks are evaluated, and
+    ``tasks/<text>`` (bits per byte). The results depend on the weights only and no random number is drawn: training is
+    the same with and without the evaluation, and a resumed run writes the same lines. Under DDP every rank evaluates
+    its whole model; a sharded model is refused.
     """
 
     def __init__(self, data: EvalData, tokenizer: Any, every: int, *, batch: int = 0) -> None:
@@ -43,8 +43,8 @@ class TaskEvaluator(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
             raise UserError(
-                'validation.tasks: cannot be measured while the model is sharded: set training.parallel = "ddp", or '
-                "leave the tasks out and run dwindle eval on the result"
+                'validation.tasks: a sharded model cannot be evaluated: set training.parallel = "ddp", or '
+                "remove the tasks and run dwindle eval on the result"
             )
 
     def after_step(self, trainer: Trainer) -> None:

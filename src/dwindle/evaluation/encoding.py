@@ -1,7 +1,7 @@
-"""Text to tokens exactly as lm-evaluation-harness does it, many texts at a time.
+"""Tokenizes contexts and continuations exactly like lm-evaluation-harness, in batches.
 
-The boundary between context and continuation is where scorers disagree: the harness tokenizes both together and
-cuts after as many tokens as the context alone has, so that a continuation begins as it would in running text.
+Scorers disagree on the boundary between context and continuation: the harness tokenizes both together and splits after
+as many tokens as the context alone has, so that a continuation starts as it would in running text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_LIMIT = 10**29  # transformers' "unset" is 1e30
 
 
 def max_length_of(config: Any, tokenizer: Any) -> int:
-    """The longest input of a model: from its configuration, else its tokenizer, else 2048."""
+    """The maximum input length of a model: from its configuration, else its tokenizer, else 2048."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         if (value := getattr(config, name, None)) is not None:
             return int(value)
@@ -35,13 +35,13 @@ class Encoder:
         self.tokenizer = tokenizer
         bos = tokenizer.bos_token_id
         self.prefix_token: int | None = tokenizer.eos_token_id if bos is None else bos
-        """What stands before the first token of a text: begin-of-text, or end-of-text where there is none."""
+        """Precedes the first token of a text: begin-of-text or, if there is none, end-of-text."""
         self._prefix_text: str | None = None
         if self.prefix_token is not None:
             self._prefix_text = str(tokenizer.decode(self.prefix_token))
 
     def texts(self, texts: Iterable[str], *, special: bool = True) -> dict[str, Tokens]:
-        """Tokens of every distinct text; with the tokenizer's own special tokens unless it brings one itself."""
+        """Tokens of every distinct text, with special tokens unless the text starts with one."""
         unique = list(dict.fromkeys(texts))
         bare = [text for text in unique if not special or self._has_prefix(text)]
         plain = [text for text in unique if special and not self._has_prefix(text)]
@@ -65,7 +65,7 @@ class Encoder:
     @property
     def required_prefix(self) -> int:
         if self.prefix_token is None:
-            raise UserError("tokenizer: has neither a begin-of-text nor an end-of-text token: set one of them")
+            raise UserError("tokenizer: has neither a begin-of-text nor an end-of-text token: set one")
         return self.prefix_token
 
     def _has_prefix(self, text: str) -> bool:
@@ -74,14 +74,14 @@ class Encoder:
     def _batch(self, texts: list[str], special: bool) -> dict[str, Tokens]:
         if not texts:
             return {}
-        # the argument is left out where the tokenizer's own default is wanted, as the harness does
+        # like the harness, omit the argument to get the tokenizer's default
         options = {} if special else {"add_special_tokens": False}
         encoded = self.tokenizer(texts, padding=False, truncation=False, verbose=False, **options)["input_ids"]
         return dict(zip(texts, encoded, strict=True))
 
 
 def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """White space at the end of a context belongs to the continuation: tokens carry it at their beginning."""
+    """Move trailing white space of the context to the continuation: tokens carry it at their start."""
     kept = context.rstrip()
     return kept, context[len(kept) :] + continuation
 
@@ -91,9 +91,9 @@ def _cut(context: Tokens, whole: Tokens) -> Pair:
 
 
 def rolling_windows(tokens: Tokens, prefix: int, max_length: int) -> list[Pair]:
-    """Disjoint windows that score every token of a text once, each window conditioned on one token at least.
+    """Windows (context, continuation) that together score every token of a text once, with at least one context token.
 
-    The last window reaches back as far as the model can see, but scores only what is left.
+    The last window has as much context as fits, and scores only the remaining tokens.
     """
     if not tokens:
         return []

@@ -1,9 +1,10 @@
-"""The interface behind which the two engines stand, and our own."""
+"""The interface of the evaluation engines, and our own engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -23,8 +24,8 @@ class Scored(NamedTuple):
     loglikelihoods: list[list[float]]
 
 
-class Engine(Protocol):
-    """Scores what it is given; which items are usable was decided before, so that all engines see the same."""
+class EvalEngine(Protocol):
+    """Scores items that were already checked, so that all engines score the same ones."""
 
     @property
     def name(self) -> str: ...
@@ -39,7 +40,7 @@ class Engine(Protocol):
 
 
 class OwnEngine:
-    """Ours: no dependency beyond the core, shared beginnings computed once."""
+    """Our engine: no extra dependencies, shared prefixes are computed once."""
 
     name = "dwindle"
 
@@ -65,18 +66,5 @@ class OwnEngine:
             scores = iter(self.scorer.texts(flat, bar))
         return [sum(next(scores) for _ in document) for document in windows]
 
-    def _bar(self, name: str, total: int) -> Any:
-        return _Silent() if self._quiet else Bar(name, total)
-
-
-class _Silent:
-    """In the training loop, which has a display of its own."""
-
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def advance(self, amount: int = 1) -> None:
-        pass
+    def _bar(self, name: str, total: int) -> AbstractContextManager[Bar | None]:
+        return nullcontext() if self._quiet else Bar(name, total)

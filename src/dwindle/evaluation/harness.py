@@ -1,8 +1,7 @@
-"""lm-evaluation-harness itself, on local files (extra ``[eval]``).
+"""lm-evaluation-harness on local files (extra ``[eval]``).
 
-Every task is the harness's own stock definition, included by path; only the data set is replaced by the documents
-found on this machine, and ``acc_norm`` is asked for everywhere. No prompt is written down a second time here, so what
-this engine finds is what the harness finds.
+Every task includes the harness's stock definition by path. Only the data set is replaced by local documents, and
+``acc_norm`` is added where it is missing. No prompt is repeated here, so the results are the harness's own.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ STOCK = {
     "mmlu": "mmlu/continuation/_continuation_template_yaml",
     WIKITEXT: "wikitext/wikitext.yaml",
 }
-"""Definitions inside the package, below ``lm_eval/tasks``."""
+"""Paths of the definitions below ``lm_eval/tasks``."""
 
-# MMLU is 57 stock tasks that differ only in this line; as one task their items weigh the same, as in its stock group.
+# MMLU is 57 stock tasks that differ only in this line; as one task all items weigh the same, as in its stock group.
 _MMLU_DESCRIPTION = "The following are questions (with answers) about {{subject.replace('_', ' ')}}.\n\n"
 
 
 def import_harness() -> Any:
-    """The package, or one line that says how to get it."""
-    # Before its import: it sets up data sets and tokenizers, which must not look for a network.
+    """Import ``lm_eval``, or raise with the command that installs it."""
+    # Set before the import, which configures ``datasets``: it must not use the network.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
         for module in ("lm_eval.evaluator", "lm_eval.models.huggingface", "lm_eval.tasks"):
@@ -64,7 +63,7 @@ def import_harness() -> Any:
 
 @contextmanager
 def stock_tasks(documents: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The harness's tasks over these documents, by our task names; their files live as long as the context."""
+    """The harness's tasks over these documents, by our task names; their files exist within the context."""
     lm_eval = import_harness()
     root = Path(lm_eval.tasks.__file__).parent
     with tempfile.TemporaryDirectory(prefix="dwindle-harness-") as temporary, _quiet():
@@ -104,7 +103,7 @@ def _definition(name: str, stock: Path, file: Path, cache: Path) -> dict[str, An
 
 
 class HarnessEngine:
-    """The reference."""
+    """The reference engine."""
 
     name = "harness"
 
@@ -112,7 +111,7 @@ class HarnessEngine:
         self._harness = import_harness()
         self.batch = batch or 16
         self._model = model
-        with _quiet(), self._evaluating():  # the harness turns a model to evaluation and leaves it so
+        with _quiet(), self._evaluating():  # HFLM calls model.eval() and does not undo it
             self._lm = self._harness.models.huggingface.HFLM(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=self.batch, max_length=max_length
             )
@@ -145,7 +144,7 @@ class HarnessEngine:
     def _run(
         self, name: str, documents: Sequence[Mapping[str, Any]], bootstrap: int = 1000
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The harness's numbers and its samples in the order of the documents."""
+        """The harness's results, and its samples in the order of the documents."""
         with stock_tasks({name: documents}) as tasks, _quiet(), self._evaluating():
             loaded = {"tasks": {_task_name(name): tasks[name]}, "groups": {}, "group_map": {}}
             found = self._harness.evaluator.evaluate(self._lm, loaded, bootstrap_iters=bootstrap, log_samples=True)
@@ -155,7 +154,7 @@ class HarnessEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Without dropout for as long as it is measured, and as it was after that."""
+        """``model.eval()`` within the context."""
         was_training = self._model.training
         self._model.eval()
         try:
@@ -165,13 +164,13 @@ class HarnessEngine:
 
 
 def _number(value: Any) -> float | None:
-    """The harness writes "N/A" where it has no standard error."""
+    """A float, or None for "N/A", which the harness writes for a missing standard error."""
     return float(value) if isinstance(value, (int, float)) else None
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Its warnings are about choices made here on purpose; progress bars stay."""
+    """Silence warnings about what is intended here; the harness's progress bars stay."""
     from datasets.utils.logging import disable_progress_bar
 
     disable_progress_bar()

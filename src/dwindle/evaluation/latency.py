@@ -1,9 +1,8 @@
-"""Prefill and decoding time of several models side by side: interleaved, repeated, as ratios to the first one.
+"""Benchmarks prefill and decoding of several models side by side, as ratios to the first.
 
-Models take turns within every repetition, so that whatever else the machine does falls on all of them alike; the
-median is reported with the quartiles around it. How much of a token's time lies outside the layers (embedding,
-head, sampling, which pruning leaves alone) is measured too: a copy of the model with one layer is timed in the same
-turns, and ``outside = t₁ − (t_L − t₁) / (L − 1)``.
+Models take turns within every repetition, so that other load on the machine affects all of them alike; medians are
+reported with quartiles. The share of a token's time outside the layers (embedding, head, sampling, which pruning does
+not reduce) is measured by timing a copy with one layer in the same turns: ``outside = t₁ − (t_L − t₁) / (L − 1)``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,20 @@ from rich.table import Table
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.evaluation.torch_engine import TorchEngine, one_layer
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources import Loaded, load
 
 RUNTIMES = ("torch", "llamacpp", "onnx")
 ROUND = 64
-"""Widths that are a multiple of this are what kernels like."""
+"""Widths that are multiples of this are fast in most kernels."""
 
 Timed = Callable[[list[int], int], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Median, and the quartiles around it."""
+    """Median and quartiles."""
 
     median: float
     low: float
@@ -52,16 +51,16 @@ class Spread:
         return cls(median, low, high)
 
     def __format__(self, spec: str) -> str:
-        """The quartiles on a line of their own, so that columns stay narrow."""
+        """The quartiles are on a second line, so that columns stay narrow."""
         return f"{self.median:{spec}}\n{self.low:{spec}}–{self.high:{spec}}"
 
     def to_json(self) -> dict[str, float]:
-        return {"median": self.median, "low": self.low, "high": self.high}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """One model in one runtime on one number of threads."""
+    """One model in one runtime with one number of threads."""
 
     name: str
     runtime: str
@@ -73,13 +72,13 @@ class Latency:
     decode_ms: Spread
     """Per generated token."""
     outside_share: float | None
-    """Share of a generated token's time that is not spent in the layers."""
+    """Share of the time per generated token that is spent outside the layers."""
     peak_memory: int | None
     odd_sizes: str
-    """Widths that kernels do not like."""
+    """Widths that are not multiples of ``ROUND``."""
     prefill_speedup: float = 1.0
     decode_speedup: float = 1.0
-    """Median over repetitions of baseline / this one."""
+    """Median over repetitions of baseline time / own time."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,7 +104,7 @@ class Latency:
 
 @dataclass(slots=True)
 class LatencyTable:
-    """All rows of one run; the first model of each runtime and thread count is the baseline."""
+    """All rows of a benchmark; the first model of each runtime and thread count is the baseline."""
 
     rows: list[Latency] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -126,7 +125,7 @@ class LatencyTable:
         }
 
     def notes(self) -> list[str]:
-        """Why a smaller model is not faster, where it is not."""
+        """Explains smaller models that are not faster."""
         found = []
         for row in self.rows:
             base = next(r for r in self.rows if (r.runtime, r.threads) == (row.runtime, row.threads))
@@ -143,7 +142,7 @@ class LatencyTable:
         return found
 
     def render(self) -> Group:
-        """Two tables, of time and of size, each narrow enough for 80 columns; then what there is to explain."""
+        """Tables of time and of size, each at most 80 columns wide, then the notes."""
         time = _table("prefill\nms/token", "decode\nms/token", "prefill\n×", "decode\n×")
         size = _table("tokens/s", "params", "file", "outside\nlayers", "peak\nmemory")
         for row in self.rows:
@@ -160,13 +159,13 @@ class LatencyTable:
             )
         title = (
             f"latency: prompt of {self.prompt_tokens}, {self.new_tokens} new tokens, batch 1; median of {self.repeats} "
-            "interleaved repetitions, the quartiles below it"
+            "interleaved repetitions, with quartiles below"
         )
         return Group(title, "", time, "", size, *(["", *self.notes()] if self.notes() else []))
 
 
 def _table(*columns: str) -> Table:
-    """Columns after those that say whose row it is; only the name may be broken."""
+    """A table with columns for model and runtime; only the model's name may be folded."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("model", overflow="fold")
     table.add_column("runtime,\nthreads", no_wrap=True)
@@ -177,7 +176,7 @@ def _table(*columns: str) -> Table:
 
 @dataclass(slots=True)
 class _Runner:
-    """One model ready to be timed, and its copy with a single layer."""
+    """A model ready to be timed, and its copy with a single layer."""
 
     name: str
     timed: Timed
@@ -201,11 +200,11 @@ def measure_latency(
     type_: str = "f16",
     round_to: int | None = None,
 ) -> LatencyTable:
-    """Time models beside each other; the first one is the baseline of every ratio.
+    """Time models side by side; the first one is the baseline of all ratios.
 
-    ``models`` maps names to live models or to anything that ``dwindle.load`` reads. Live models run in this process
-    under torch; everything else runs in a process of its own, whose peak memory is reported. For llama.cpp and ONNX
-    they are exported to a temporary folder first (GGUF in ``type_``; ``round_to`` pads odd sizes).
+    ``models`` maps names to models in memory or to sources for ``dwindle.load``. With torch, models in memory run in
+    this process; everything else runs in a child process, whose peak memory is reported. For llama.cpp and ONNX the
+    models are exported to a temporary folder first (GGUF in ``type_``; ``round_to`` pads unaligned widths).
     """
     runtimes = [runtime] if isinstance(runtime, str) else list(runtime)
     counts = [threads] if isinstance(threads, int) else list(threads)
@@ -243,7 +242,7 @@ def _compare(
             first, then = runner.timed(prompt, new_tokens)
             alone = runner.timed_one_layer(prompt, new_tokens)[1] if runner.timed_one_layer else None
             bar.advance()
-            if turn == 0:  # the first turn loads pages and warms caches
+            if turn == 0:  # warm-up
                 continue
             prefill[runner.name].append(first / prompt_tokens)
             decode[runner.name].append(then)
@@ -277,7 +276,7 @@ def _peak_memory(runner: _Runner) -> int | None:
 
 @contextmanager
 def _run_of(name: str) -> Iterator[None]:
-    """A runtime that refuses a model or dies says so in one line."""
+    """Turn a runtime's failure into a ``UserError`` that names the model."""
     try:
         yield
     except RuntimeFailure as error:
@@ -287,7 +286,7 @@ def _run_of(name: str) -> Iterator[None]:
 
 
 def _ratio(baseline: list[float], values: list[float]) -> float:
-    """The median of ratios within a turn: drift of the machine cancels."""
+    """Median of the ratios within each turn, which cancels drift of the machine."""
     return statistics.median(b / v for b, v in zip(baseline, values, strict=True))
 
 
@@ -299,7 +298,7 @@ def _outside(whole: list[float], single: list[float], num_layers: int) -> float 
 
 
 def _named(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """Short names where they are enough to tell the models apart; one given again, to see the noise, is numbered."""
+    """File names if they are unique, else full paths; a model given twice (to see the noise) is numbered."""
     paths = [os.fspath(model) for model in models]
     short = [Path(path).name or path for path in paths]
     names = short if len(set(short)) == len(set(paths)) else paths
@@ -329,7 +328,7 @@ def _check(
 
 @dataclass(slots=True)
 class _Source:
-    """One model in the forms that the runtimes want, made when they are first asked for."""
+    """A model in the formats of the runtimes, exported on first use."""
 
     name: str
     number: int
@@ -347,7 +346,7 @@ class _Source:
             "parameters": sum(p.numel() for p in model.parameters()),
             "num_layers": int(model.config.num_hidden_layers),
             "vocab_size": int(model.config.vocab_size),
-            "odd_sizes": odd_sizes(model, 1 if runtime == "torch" else self.round_to or 1),
+            "odd_sizes": unaligned_widths(model, 1 if runtime == "torch" else self.round_to or 1),
         }
         if runtime == "torch" and not isinstance(self.given, (str, os.PathLike)):
             live = TorchEngine(model, threads=threads)
@@ -376,16 +375,16 @@ class _Source:
         return self._loaded
 
     def files(self, runtime: str) -> tuple[Path, Path | None]:
-        """The model in the runtime's own format, and its copy with one layer where that is another file."""
+        """The model in the runtime's format, and its copy with one layer if that is a separate file."""
         if runtime not in self._files:
             whole = self.loaded()
             given = Path(whole.source)
             if runtime == "torch":
                 self._files[runtime] = given, None
             elif runtime == "llamacpp" and isinstance(self.given, (str, os.PathLike)) and given.suffix == ".gguf":
-                self._files[runtime] = given, None  # measured as it is, in the type it has
+                self._files[runtime] = given, None  # timed as is, in its own type
             else:
-                # Not under the source's own name: its directory's structure and ledger describe all of its layers.
+                # Not under the source's name, whose structure.json and ledger describe all layers.
                 single = Loaded(one_layer(whole.model), whole.tokenizer, f"{self.name}, one layer", whole.kind)
                 self._files[runtime] = self._write(runtime, "whole", whole), self._write(runtime, "one", single)
         return self._files[runtime]
@@ -409,8 +408,8 @@ def _remote(name: str, process: RuntimeProcess, method: str = "timed") -> Timed:
     return timed
 
 
-def odd_sizes(model: Any, round_to: int = 1) -> str:
-    """The widths that are no multiple of 64, once they are padded to ``round_to``."""
+def unaligned_widths(model: Any, round_to: int = 1) -> str:
+    """Widths that are not multiples of 64 after padding to ``round_to``, as text."""
     from dwindle.anatomy import Anatomy
 
     structure = Anatomy.of(model).source
@@ -423,7 +422,7 @@ def odd_sizes(model: Any, round_to: int = 1) -> str:
 
 
 def _file_size(path: Path) -> int | None:
-    """None for aliases and hub ids, which are no path."""
+    """Bytes of a file or directory; None for aliases and hub ids."""
     if not path.exists():
         return None
     if path.is_dir():

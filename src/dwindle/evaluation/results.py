@@ -1,4 +1,4 @@
-"""What an evaluation found, for people (a table) and for programs (JSON that can be read back)."""
+"""Results of an evaluation, rendered as tables or saved as JSON that can be read back."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FORMAT = "dwindle-eval-1"
 
 @dataclass(slots=True)
 class TaskResult:
-    """One task: both accuracies, and everything needed to compare them with somebody else's."""
+    """Result of a task: both accuracies, and what is needed to compare them with other results."""
 
     task: str
     title: str
     metric: str
-    """The one that counts in tables and averages."""
+    """The main metric, used in tables and averages."""
     acc: float
     acc_stderr: float | None
     acc_norm: float
@@ -38,7 +38,7 @@ class TaskResult:
     num_items: int
     num_skipped: int
     skipped: list[str]
-    """Why, for the first few."""
+    """Reasons, for the first few."""
     split: str
     where: str
     prompt: str
@@ -74,7 +74,7 @@ class TextResult:
 
 @dataclass(slots=True)
 class EvalResult:
-    """One model on some tasks and texts."""
+    """Results of one model."""
 
     model: str
     parameters: int
@@ -87,7 +87,7 @@ class EvalResult:
     tasks: list[TaskResult]
     texts: list[TextResult]
     tokens: int | None = None
-    """Tokens it was trained on, where known."""
+    """Tokens it was trained on, if known."""
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -95,13 +95,13 @@ class EvalResult:
         return next((result for result in self.tasks if result.task == name), None)
 
     def average(self, metric: str = "") -> float | None:
-        """Mean of the seven commonsense tasks: the metric of each task, or the same one for all."""
+        """Mean of the main metrics (or of ``metric``) of the seven commonsense tasks; None if one is missing."""
         found = [self.task(name) for name in COMMONSENSE]
         values = [getattr(result, metric) if metric else result.value for result in found if result is not None]
         return sum(values) / len(values) if len(values) == len(COMMONSENSE) else None
 
     def average_stderr(self) -> float | None:
-        """Of ``average()``, the tasks being independent."""
+        """Standard error of ``average()``, assuming independent tasks."""
         errors = [result.stderr for name in COMMONSENSE if (result := self.task(name)) is not None]
         known = [error for error in errors if error is not None]
         if len(known) < len(COMMONSENSE):
@@ -115,7 +115,7 @@ class EvalResult:
         return {"format": FORMAT} | found | {"average": averages}
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write the file that ``dwindle eval --out`` writes, for ``dwindle table``."""
+        """Write the same file as ``dwindle eval --out``, for ``dwindle table``."""
         out = Path(path)
         if out.exists() and (not overwrite or out.is_dir()):
             raise UserError(f"{out}: already exists: choose another file or pass overwrite=True")
@@ -124,7 +124,7 @@ class EvalResult:
 
     @staticmethod
     def from_json(data: Any, name: str) -> EvalResult:
-        """Inverse of ``to_json``; ``name`` is the file, for the message."""
+        """Inverse of ``to_json``; ``name`` is the file, for error messages."""
         try:
             if data["format"] != FORMAT:
                 raise ValueError("another format")
@@ -144,7 +144,7 @@ class EvalResult:
             parts += ["", self._task_table()]
         if (average := self.average()) is not None:
             value = _percent(average, self.average_stderr())
-            parts.append(f"average of the seven, each by the metric that counts: [bold]{value}[/bold]")
+            parts.append(f"average of the seven main metrics: [bold]{value}[/bold]")
         if self.texts:
             parts += ["", self._text_table()]
         parts.append("")
@@ -155,7 +155,7 @@ class EvalResult:
         return Stack(*parts)
 
     def skipped(self) -> list[tuple[str, int, str]]:
-        """(task or text, how many items were left out, why the first few were)."""
+        """(task or text, number of skipped items, reasons for the first few)."""
         found = [(task.title, task.num_skipped, "; ".join(task.skipped)) for task in self.tasks]
         found += [(text.name, text.num_skipped, "; ".join(text.skipped)) for text in self.texts]
         return [row for row in found if row[1]]
@@ -171,7 +171,7 @@ class EvalResult:
         table = Table("task", "split", box=None, padding=(0, 2, 0, 0))
         for column in ("items", "skipped", "acc", "acc_norm"):
             table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("counts")
+        table.add_column("main metric")
         for result in self.tasks:
             table.add_row(
                 result.title,
@@ -199,7 +199,7 @@ class EvalResult:
 
 
 def read_result(path: Path) -> EvalResult:
-    """A file written by ``dwindle eval --out``."""
+    """Read a file written by ``dwindle eval --out``."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -214,23 +214,23 @@ def _percent(value: float | None, stderr: float | None = None) -> str:
 
 
 def _with_infinity(row: Any) -> dict[str, Any]:
-    """What ``finite`` took out; no other field of a text may be null."""
+    """Restore the infinities that ``finite`` turned into null; no other field of a text can be null."""
     return {key: math.inf if value is None else value for key, value in row.items()}
 
 
 def _escape(text: str) -> str:
-    """Rich reads square brackets as markup."""
+    """Escape square brackets, which rich reads as markup."""
     return text.replace("[", "\\[")
 
 
 def check_place(path: Path, option: str) -> None:
-    """Refuse a file that ``write_text`` could not write; long work calls this before it starts."""
+    """Raise if ``write_text`` could not write the file; called before long work."""
     if why := f"{path} is a directory" if path.is_dir() else why_unwritable(path):
-        raise UserError(f"{option}: {path} cannot be written ({why}): choose another place")
+        raise UserError(f"{option}: {path} cannot be written ({why}): choose another file")
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """A file that is complete or not there."""
+    """Write a text file atomically."""
     temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,4 +242,4 @@ def write_text(path: Path, text: str, option: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another place") from error
+        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another file") from error

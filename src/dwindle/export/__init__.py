@@ -1,4 +1,4 @@
-"""Writing models for other tools to load; every writer verifies what it wrote.
+"""Export to other formats and runtimes; every export is run and compared with its source before it is kept.
 
 from dwindle.export import export
 export("smaller", "gguf", "smaller.gguf", type_="q8_0")
@@ -15,7 +15,7 @@ __all__ = ["Exported", "export"]
 
 
 def __getattr__(name: str) -> Any:
-    """Model cards are written without torch, so the exports are imported when they are asked for."""
+    """Import on first use: the child process of ``process.py`` imports this package without torch."""
     if name in __all__:
         from dwindle.export import exporting
 

@@ -1,7 +1,7 @@
-"""The model card (``README.md``) of an exported directory: what it is, how it was made, what it scored.
+"""The model card (``README.md``) of a model directory: what the model is, how it was made, how it scored.
 
-Everything in it comes from the ledger, the structure and the recipe; local paths are shortened to file names,
-because cards are published.
+Everything comes from the ledger, the structure and the recipe. Local paths are shortened to file names, because cards
+are published.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, format_range
 from dwindle.sources.aliases import alias_of
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
 SETTINGS = ("method", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds")
 
-REPLAYED = "Its sizes were rebuilt from the ledger with the source's own weights: it was not trained at them."
+REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:)?[/\\~](?:[^\"'\s,\]]*[/\\])?([^\"'\s,\]/\\]+)")
@@ -34,7 +34,7 @@ _META_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What can be said about a source: its name, and its hub id and licence where they are known."""
+    """The source model: its name, and its hub id and licence if known."""
 
     name: str
     hub_id: str | None = None
@@ -42,7 +42,7 @@ class Origin:
 
 
 def origin_of(source: str) -> Origin:
-    """Looks at the name, and at the card beside a local source; never at the network."""
+    """What is known about a source from its name or, if it is local, from its model card; never from the network."""
     if (alias := alias_of(source)) is not None:
         return Origin(source, alias.hub_id, alias.licence)
     path = Path(source).expanduser()
@@ -66,11 +66,10 @@ def model_card(
     custom_code: bool = False,
     model_type: str = "",
 ) -> str:
-    """The card as Markdown with Hugging Face metadata.
+    """The model card as Markdown with Hugging Face metadata.
 
-    ``structure`` is the content of ``structure.json``; ``results`` are names and figures to print;
-    ``custom_code`` says that loading needs the modelling file beside the weights, ``model_type`` what the configuration
-    calls the model.
+    ``structure`` is the content of ``structure.json``, ``results`` are names and values to print, ``custom_code`` says
+    that loading needs the modelling file beside the weights, and ``model_type`` is that of the configuration.
     """
     origin = origin_of(source)
     prunes = [event for event in ledger if event.get("event") == "prune"]
@@ -87,14 +86,14 @@ def model_card(
         _how_made(ledger, prunes, recipe, origin.name, replayed=replayed),
         _results(results),
         _licence(origin),
-        f"Made with dwindle {__version__}. `structure.json` lists what was kept and `ledger.jsonl` what was removed "
-        "when, in the source's numbering.",
+        f"Made with dwindle {__version__}. `structure.json` lists the indices that were kept, `ledger.jsonl` what was "
+        "removed and when; both use the source model's indices.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _metadata(origin: Origin, custom_code: bool, *, trained: bool) -> str:
-    """YAML; JSON strings are valid YAML, so quoting is left to ``json``."""
+    """The YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     if origin.licence:
         lines.append(f"license: {json.dumps(origin.licence)}")
@@ -112,26 +111,26 @@ def _introduction(
     )
     if not isinstance(before, int) or not isinstance(after, int) or not prunes:
         size = f", {format_count(after)} parameters" if isinstance(after, int) else ""
-        return f"A model made from {linked}{size}." + (f" {REPLAYED}" if replayed else "")
+        return f"A model derived from {linked}{size}." + (f" {REPLAYED}" if replayed else "")
     if replayed:
         return (
-            f"{linked} cut smaller: {format_count(before)} parameters became {format_count(after)} "
+            f"{linked}, pruned from {format_count(before)} to {format_count(after)} parameters "
             f"({after / before:.1%}) by {len(prunes):,} prune events of a ledger. {REPLAYED}"
         )
     tokens = prunes[-1].get("tokens")
-    while_training = " while it kept training" if tokens else " after calibration, without training"
+    while_training = " during continued pretraining" if tokens else " after calibration, without training"
     return (
-        f"{linked} made smaller: {format_count(before)} parameters became {format_count(after)} "
+        f"{linked}, pruned from {format_count(before)} to {format_count(after)} parameters "
         f"({after / before:.1%}) in {len(prunes):,} prune events{while_training}."
     )
 
 
 def _how_to_load(custom: Mapping[str, Any] | None) -> str:
-    """``custom``: the structure of a model that needs the modelling file."""
+    """``custom`` is the structure of a model that needs the modelling file."""
     extra = note = ""
     if custom is not None:
         extra = ", trust_remote_code=True"
-        note = f"\n\n{_not_stock(custom)}: `modeling_dwindle.py` in this directory holds the model's code."
+        note = f"\n\n{_not_stock(custom)}, so its code is in `modeling_dwindle.py` in this directory."
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,14 +140,16 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 
 
 def _not_stock(structure: Mapping[str, Any]) -> str:
-    """Why no stock class can hold the model."""
+    """Why transformers' own classes cannot load the model."""
     layers = structure.get("layers") or []
     groups = [Counter(la["kv_of_query"]) for la in layers]
-    found = ["unequal groups of heads inside a layer"] if any(len(set(of.values())) > 1 for of in groups) else []
+    found = (
+        ["query groups of different sizes within a layer"] if any(len(set(of.values())) > 1 for of in groups) else []
+    )
     heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers}
     different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len({len(la["ffn"]) for la in layers}) > 1))]
-    found += [f"different numbers of {' and '.join(different)} in its layers"] if different else []
-    return f"It has {' and '.join(found)}" if found else "No stock configuration allows its sizes"
+    found += [f"layers with different numbers of {' and '.join(different)}"] if different else []
+    return f"The model has {' and '.join(found)}" if found else "No stock configuration supports its sizes"
 
 
 def _architecture(
@@ -165,9 +166,9 @@ def _architecture(
     hidden, num, kv = len(structure["hidden"]), len(layers), [len(la["kv_heads"]) for la in layers]
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
-        ("query heads in a layer", _was((sum(heads) + gone["attn"]) / num), _span(heads)),
-        ("key/value heads in a layer", _kv_before(kv, ledger, gone["attn"]), _span(kv)),
-        ("FFN channels in a layer", _was((sum(ffn) + gone["ffn"]) / num), _span(ffn)),
+        ("query heads per layer", _was((sum(heads) + gone["attn"]) / num), format_range(heads)),
+        ("key/value heads per layer", _kv_before(kv, ledger, gone["attn"]), format_range(kv)),
+        ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
         ("layers", f"{num}", f"{num}"),
     ]
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
@@ -180,20 +181,21 @@ def _stored_as(model_type: str, structure: Mapping[str, Any]) -> str:
 
 
 def mistral_note(model_type: str, hidden: int, heads: int) -> str:
-    """Why a pruned Llama calls itself a Mistral; empty where it does not (no other Mistral has such sizes)."""
+    """Why a pruned Llama is stored as a Mistral; empty if it is not (no other Mistral has such sizes)."""
     if model_type != "mistral" or hidden % heads == 0:
         return ""
     return (
-        f"It is stored as a Mistral: its hidden size, {hidden:,}, is no multiple of its {heads:,} heads, which Llama's "
-        "configuration refuses, and a Llama without biases is exactly a Mistral without a sliding window."
+        f"It is stored as a Mistral, because Llama's configuration requires a hidden size (here {hidden:,}) that is a "
+        f"multiple of the heads ({heads:,}); a Mistral without sliding window computes the same as a Llama without "
+        "biases."
     )
 
 
 def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_gone: int) -> str:
-    """A ledger of an earlier version does not say; where no head left, it is what is there now."""
+    """Key/value heads of the source; old ledgers do not record them, but without pruned heads they are unchanged."""
     source = next((event for event in ledger if event.get("event") == "source"), {})
     before = source.get("layer_kv_heads") or (None if heads_gone else now)
-    return _span(before) if before else "–"
+    return format_range(before) if before else "–"
 
 
 def _how_made(
@@ -204,7 +206,7 @@ def _how_made(
     *,
     replayed: bool,
 ) -> str:
-    """Of a replay only how the groups were chosen holds: neither tokens nor updates of weights went into it."""
+    """Settings and recipe; for a replay only the settings of the selection, as no training or repair took place."""
     options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
     options = options if isinstance(options, Mapping) else {}
     chosen = {key: options[key] for key in (*SETTINGS, *_own_settings(options)) if key in options}
@@ -216,7 +218,7 @@ def _how_made(
     if teacher := _teacher(recipe or "", source):
         lines.append(f"- {_line(teacher)}")
     if replayed and lines:
-        lines = ["How the groups were chosen when the ledger was written:", "", *lines]
+        lines = ["Settings of the run that wrote the ledger:", "", *lines]
     text = "## How it was made\n\n" + "\n".join(lines) if lines else ""
     if recipe:
         shown = without_paths(recipe).rstrip()
@@ -226,7 +228,7 @@ def _how_made(
 
 
 def _teacher(recipe: str, source: str) -> str:
-    """Who taught it and how much that counted; empty without a teacher."""
+    """Teacher and distillation settings; empty without a teacher."""
     try:
         sections = tomllib.loads(recipe)
     except tomllib.TOMLDecodeError:
@@ -236,8 +238,8 @@ def _teacher(recipe: str, source: str) -> str:
         return ""
     own = trained.get("model") if isinstance(trained, dict) else None  # a padded export names its input as source
     named = settings.get("teacher")
-    who = origin_of(str(named or own or source)).name + ("" if named else " (the source as it was)")
-    few = f", its {settings['top_k']} likeliest tokens" if settings.get("top_k") else ""
+    who = origin_of(str(named or own or source)).name + ("" if named else " (the unpruned source)")
+    few = f", {settings['top_k']} likeliest tokens" if settings.get("top_k") else ""
     return (
         f"distilled from {who}, weight {_words(settings['weight'])}, "
         f"temperature {_words(settings.get('temperature', 1.0))}{few}"
@@ -245,7 +247,7 @@ def _teacher(recipe: str, source: str) -> str:
 
 
 def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings that mean something to one method only; a run names its method ``chooser``."""
+    """Settings that apply to one method only; a run records its method as ``chooser``."""
     method = options.get("method") or options.get("chooser")
     return {"adapt": ("iterations", "amplitude", "distance", "balance"), "uniform": ("iterations", "balance")}.get(
         str(method), ("selection",)
@@ -253,7 +255,7 @@ def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def without_paths(text: str) -> str:
-    """Absolute paths shortened to their last part: a published card should not tell about its author's machine."""
+    """Absolute paths shortened to their last part, so that a published card does not expose its author's machine."""
     return _QUOTED_OR_COMMENT.sub(lambda part: _quoted(part[0]) if part[1] else _unquoted(part[0]), text)
 
 
@@ -262,7 +264,7 @@ def _unquoted(text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A TOML string: a path in it ends at the closing quote, whatever else it holds."""
+    """A TOML string with a path shortened; the path ends at the closing quote and may hold spaces."""
     try:
         value = str(tomllib.loads(f"value = {text}")["value"])
     except tomllib.TOMLDecodeError:
@@ -285,16 +287,11 @@ def _results(results: Mapping[str, float | int | str] | None) -> str:
 def _licence(origin: Origin) -> str:
     if origin.licence:
         return ""
-    return "The licence is that of the source model, which could not be read here: add it before publishing."
+    return "The source model's licence, which also applies here, is not recorded: add it before publishing."
 
 
 def _was(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
-
-
-def _span(values: Sequence[int]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"{value:,.1f}".removesuffix(".0")
 
 
 def _words(value: Any) -> str:
@@ -306,13 +303,13 @@ def _words(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """One line that cannot end its table cell, heading or code span, nor start HTML."""
+    """One line that cannot close a table cell, heading or code span, nor start HTML."""
     flat = " ".join(text.split()).replace("`", "'").replace("|", "/")
     return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _card_facts(path: Path) -> dict[str, str]:
-    """``license`` and ``base_model`` of a card's metadata, where they are plain strings."""
+    """``license`` and ``base_model`` from a card's metadata, if they are plain strings."""
     try:
         with path.open("rb") as file:
             text = file.read(_META_LIMIT_BYTES).decode("utf-8", errors="replace")

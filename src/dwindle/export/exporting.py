@@ -1,10 +1,11 @@
-"""``export``: one call for every format; each output is run in its own runtime before it is put in place."""
+"""``export``: one call for every format. Each output is run in its runtime and compared before it is put in place."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -32,7 +33,7 @@ FORMATS = ("hf", "gguf", "onnx")
 
 @dataclass(slots=True)
 class Exported:
-    """What was written, what it cost to make it stock, and how closely it was found to agree."""
+    """What was written, what padding it cost, and how closely it matches the source."""
 
     out: Path
     format: str
@@ -81,14 +82,14 @@ def export(
     threads: int = 1,
     overwrite: bool = False,
 ) -> Exported:
-    """Write a model for another runtime and prove that it computes the same.
+    """Write a model for another runtime and verify that it computes the same.
 
-    ``to``: ``hf`` (a directory), ``gguf`` (a file for llama.cpp) or ``onnx`` (a directory for onnxruntime).
-    ``type_``: for GGUF ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0``, ``q4_1`` (default f16); for hf ``f32``,
-    ``f16``, ``bf16`` (default as stored, or f32 where widths are padded). ``stock`` makes cluster attention and
-    unequal layers a stock model by exact padding; ``round_to`` pads hidden and FFN widths to a multiple, which
-    quantised GGUF wants (32). A result that
-    differs from the source is removed and ``Mismatch`` raised. Of a run of ``pretrain`` its model is taken.
+    ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
+    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type_`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
+    ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
+    padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
+    hidden and FFN widths to a multiple (32 for quantized GGUF). An output that differs from the source is deleted and
+    ``Mismatch`` is raised.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
@@ -100,14 +101,14 @@ def export(
     target = Path(out)
     kind = _chosen_type(to, type_)
     _check_target(to, target, verify, overwrite, _files_read(source))
-    # Padding the hidden width scales gains, which 16 bits would round: then everything is float32.
+    # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
-    job = _Job(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
+    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
     return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
 
 
 def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
-    """In float32 unless ``as_stored``, also what is in memory already: 16 bits round every step of a comparison."""
+    """The model in float32 unless ``as_stored``, because 16-bit arithmetic would blur the comparison."""
     if not isinstance(source, Loaded):
         return load(source, dtype="auto" if as_stored else torch.float32)
     return source if as_stored else replace(source, model=verification.as_float32(source.model))
@@ -122,14 +123,14 @@ def _chosen_type(to: str, type_: str | None) -> str:
 
 
 def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
-    """The source, also of a live model, and the GGUF file that a directory may stand for."""
+    """The paths that the export reads, which ``out`` must not overwrite."""
     place = source.source if isinstance(source, Loaded) else os.fspath(source)
     folder = Path(place).expanduser()
     return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
 
 
 def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
-    """Whatever would make the export fail in the end fails at once."""
+    """Report a missing package or an unusable ``out`` before any work."""
     if to == "gguf":
         gguf_writer.import_gguf()
         if verify:
@@ -144,7 +145,7 @@ def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Export:
     loaded: Loaded
     target: Path
     type: str
@@ -155,8 +156,7 @@ class _Job:
     overwrite: bool
 
     def hf(self) -> Exported:
-        resized = self._resized(uniform=True) if self.stock or self.round_to > 1 else None
-        model = resized.model if resized is not None else self.loaded.model
+        resized, model = self._directory_model()
         if self.stock:
             refuse_custom(model, self.loaded.source)
         dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -165,18 +165,8 @@ class _Job:
             rounded = {name: p.detach().to(dtypes[self.type]) for name, p in model.named_parameters()}
             reference = _with_tensors(model, rounded)
             model = deepcopy(model).to(dtypes[self.type])
-        structure, ledger, source = self._history(model, resized)
-        with write_model(
-            model,
-            self.loaded.tokenizer,
-            self.target,
-            structure=structure,
-            source=source,
-            ledger=ledger,
-            recipe=self._recipe(),
-            overwrite=self.overwrite,
-        ) as folder:
-            verified = None
+        verified = None
+        with self._write_model(model, resized) as folder:
             if self.verify:
                 verified = verification.verify_transformers(
                     folder, reference, self._prompts(), remote_code=is_custom(model.config)
@@ -186,7 +176,7 @@ class _Job:
         return self._result("hf", model, model.config.model_type, stored, size, resized, verified)
 
     def gguf(self) -> Exported:
-        """Layers that differ stay different (``deci``) unless ``stock`` or their family wants them equal."""
+        """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
         resized = self._resized(uniform=self.stock, min_hidden=self._coupled_hidden())
         model = resized.model
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
@@ -217,10 +207,27 @@ class _Job:
         from dwindle.export.onnx_graph import write_onnx
         from dwindle.export.onnx_runtime import verify_onnx
 
-        resized = self._resized(uniform=True) if self.stock or self.round_to > 1 else None
-        model = resized.model if resized is not None else self.loaded.model
+        resized, model = self._directory_model()
+        verified = None
+        with self._write_model(model, resized, weights=False) as folder:
+            write_onnx(model, folder / "model.onnx")
+            if self.verify:
+                verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
+            size = _size(folder)
+        return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
+
+    def _directory_model(self) -> tuple[Resized | None, Any]:
+        """The model that a directory holds, and how it was padded, if it was."""
+        if not self.stock and self.round_to == 1:
+            return None, self.loaded.model
+        resized = self._resized(uniform=True)
+        return resized, resized.model
+
+    def _write_model(
+        self, model: Any, resized: Resized | None, *, weights: bool = True
+    ) -> AbstractContextManager[Path]:
         structure, ledger, source = self._history(model, resized)
-        with write_model(
+        return write_model(
             model,
             self.loaded.tokenizer,
             self.target,
@@ -229,17 +236,11 @@ class _Job:
             ledger=ledger,
             recipe=self._recipe(),
             overwrite=self.overwrite,
-            weights=False,
-        ) as folder:
-            write_onnx(model, folder / "model.onnx")
-            verified = None
-            if self.verify:
-                verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
-            size = _size(folder)
-        return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
+            weights=weights,
+        )
 
     def _coupled_hidden(self) -> int:
-        """Where llama.cpp wants hidden = heads × head size, a narrower stem is padded to it."""
+        """The least hidden size: for some families llama.cpp requires heads × head size."""
         model = self.loaded.model
         if model.config.model_type not in gguf_writer.COUPLED:
             return 1
@@ -256,7 +257,7 @@ class _Job:
         return fixed_prompts(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
 
     def _history(self, model: Any, resized: Resized | None) -> tuple[Structure, list[Event], str]:
-        """The source directory's own structure and ledger; an enlarged model begins a numbering of its own."""
+        """Structure, ledger and source name: those of the source directory, or new ones for a padded model."""
         anatomy = Anatomy.of(model)
         folder = Path(self.loaded.source)
         files = (folder / "structure.json", folder / "ledger.jsonl")
@@ -268,17 +269,17 @@ class _Job:
         return anatomy.source, [event], self.loaded.source
 
     def _recipe(self) -> str | None:
-        """Of the run whose model this is, for the card."""
+        """The recipe of the run that the model belongs to, for the model card."""
         file = Path(self.loaded.source).parent / "recipe.toml"
         is_model = Path(self.loaded.source).name == "model" and file.is_file()
         return file.read_text(encoding="utf-8", errors="replace") if is_model else None
 
     def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
         odd = odd_sizes(Anatomy.of(model).source)
-        are = "are no multiples" if len(odd) > 1 or " to " in odd[0] else "is no multiple"
+        are = "are not multiples" if len(odd) > 1 or " to " in odd[0] else "is not a multiple"
         return (
             f"{self.type} stores rows in blocks of {gguf_writer.BLOCK}, and {' and '.join(odd)} {are} of it: "
-            f"{len(written.fallbacks)} tensors stay f16; --round {gguf_writer.BLOCK} pads the sizes with zeros"
+            f"{len(written.fallbacks)} tensors are stored as f16; --round {gguf_writer.BLOCK} pads the sizes with zeros"
         )
 
     def _result(
@@ -289,7 +290,7 @@ class _Job:
 
 
 def odd_sizes(structure: Structure) -> list[str]:
-    """Sizes that blocks do not divide, in words: ``hidden 31``, ``FFN 68 in all layers``."""
+    """Sizes that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
     widths = [len(layer.ffn) for layer in structure.layers]
     odd = [width for width in widths if width % gguf_writer.BLOCK]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % gguf_writer.BLOCK else []

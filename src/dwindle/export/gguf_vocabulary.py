@@ -1,4 +1,4 @@
-"""A tokenizer as GGUF metadata, such that llama.cpp's ids equal ours (the export checks that they do)."""
+"""A tokenizer as GGUF metadata, such that llama.cpp gives the same token ids (the export verifies this)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROBES = (
     "\n\nNew paragraph.\r\nCarriage return.\n \n x",
     "'S 'LL don'T 12345678 1.5e-10 ... !!! ??? --- a",
 )
-"""Texts on which two tokenizers that differ are very likely to differ."""
+"""Texts that distinguish different tokenizers with high probability."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What goes under ``tokenizer.ggml.*``."""
+    """The values of ``tokenizer.ggml.*``."""
 
     model: str
     pre: str
@@ -44,10 +44,10 @@ class Vocabulary:
     add_space_prefix: bool
     chat_template: str | None
     warning: str | None = None
-    """Something about it that a person should know."""
+    """Shown to the user with the result of the export."""
 
     def write(self, writer: Any) -> None:
-        """Through a ``gguf.GGUFWriter``."""
+        """Add all keys to a ``gguf.GGUFWriter``."""
         writer.add_tokenizer_model(self.model)
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
@@ -66,13 +66,13 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any, num_rows: int, where: str) -> Vocabulary:
-    """The metadata for a tokenizer and an embedding of ``num_rows`` rows; unknown kinds are refused."""
+    """The metadata of a BPE tokenizer for an embedding of ``num_rows`` rows; raises for other kinds."""
     backend = getattr(needed_tokenizer(tokenizer, where), "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{where}: its tokenizer has no tokenizer.json: save it again as a fast tokenizer")
     state = json.loads(backend.to_str())
     if state["model"]["type"] != "BPE":
-        raise UserError(f"{where}: its tokenizer is {state['model']['type']}, and only BPE can be written as GGUF")
+        raise UserError(f"{where}: its tokenizer is {state['model']['type']}: only BPE can be written as GGUF")
     tokens, types = _tokens(state, num_rows, where)
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in state["model"]["merges"]]
     pieces = bool(state["model"].get("byte_fallback"))
@@ -117,7 +117,7 @@ def _piece_types(tokens: list[str], types: list[int], unknown: str | None) -> li
 
 
 def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
-    """llama.cpp joins the neighbours whose union scores highest: the earlier its first merge, the higher."""
+    """Scores from the merge order: llama.cpp first merges the pair whose result has the highest score."""
     order: dict[str, int] = {}
     for merge in merges:
         order.setdefault("".join(merge), len(order))
@@ -132,7 +132,7 @@ def _special_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def _added_around(tokenizer: Any) -> tuple[bool, bool]:
-    """Whether the tokenizer puts its begin and end tokens around a text."""
+    """Whether the tokenizer adds its begin and its end token to a text."""
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     first = len(full) > len(plain) and full[0] == tokenizer.bos_token_id
     last = len(full) > len(plain) and full[-1] == tokenizer.eos_token_id and len(full) > len(plain) + first
@@ -145,24 +145,21 @@ def _has_prefix_space(backend: Any) -> bool:
 
 
 def _pre_name(backend: Any, state: dict[str, Any], where: str) -> tuple[str, str | None]:
-    """The name under which llama.cpp knows this way of cutting text into words, and a warning where it is a guess."""
+    """llama.cpp's name of the pre-tokenizer, and a warning if it was only matched on the test texts."""
     own = backend.pre_tokenizer
     whole_words = bool(state["model"].get("ignore_merges"))
-    for name, candidate, whole in _known_cuts():
+    for name, candidate, whole in _known_pre_tokenizers():
         if _same_spelling(own, candidate) and whole == whole_words:
             return name, None
-    for name, candidate, _ in _known_cuts():
+    for name, candidate, _ in _known_pre_tokenizers():
         if own is not None and all(_words(own, text) == _words(candidate, text) for text in PROBES):
-            return name, (
-                f"the pre-tokenizer is not a known one; it cuts our test texts as {name!r} does, which is written into "
-                "the file"
-            )
+            return name, f"unknown pre-tokenizer; written as {name!r}, which splits our test texts in the same way"
     raise UserError(
-        f"{where}: its pre-tokenizer is none that llama.cpp's known ones reproduce: export to hf or onnx instead"
+        f"{where}: none of llama.cpp's pre-tokenizers splits text like its own: export to hf or onnx instead"
     )
 
 
-def _known_cuts() -> list[tuple[str, PreTokenizer, bool]]:
+def _known_pre_tokenizers() -> list[tuple[str, PreTokenizer, bool]]:
     names = ["smollm", "gpt-2", "llama-bpe", "qwen2", "smaug-bpe", "tekken"]
     return [(name, pre_tokenizer_named(name), split_named(name).whole_words) for name in names]
 
@@ -172,7 +169,7 @@ def _same_spelling(one: PreTokenizer | None, other: PreTokenizer) -> bool:
 
 
 def _normalized(pre: PreTokenizer) -> Any:
-    """The description of a pre-tokenizer without the switches that do not change where it cuts."""
+    """The pre-tokenizer's JSON without the options that do not change where it splits."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A model as a GGUF file: the inverse of ``sources/gguf_model.py``, from the same table of names."""
+"""Writes GGUF files: the inverse of ``sources/gguf_model.py``, from the same table of names."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 
 BLOCK = 32
-"""Numbers in one block of every quantised type that is written here; a row is a whole number of blocks."""
+"""Values per block in the quantized types; a row must be a whole number of blocks."""
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _PER_LAYER = {"llama", "mistral", "qwen2"}
-"""Families whose layers llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
+"""Families that llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
 
 COUPLED = {"olmo2", "phi3"}
-"""Families for which llama.cpp takes the hidden size for heads × head size."""
+"""Families for which llama.cpp assumes hidden size = heads × head size."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What the file holds beyond what was asked, and the weights exactly as it stores them."""
+    """What was written: architecture, tensors in a fallback type, and the weights exactly as stored."""
 
     architecture: str
     fallbacks: list[str] = field(default_factory=list)
-    """Tensors that could not be stored in the type asked for."""
+    """Tensors that could not be stored in the requested type."""
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parameters whose values the type changed."""
+    """Parameters whose values the type rounded."""
 
 
 def import_gguf() -> Any:
@@ -51,7 +51,7 @@ def import_gguf() -> Any:
 
 
 def architecture_of(model: Any) -> str:
-    """``llama`` and its like for equal layers, ``deci`` where layers differ; a layer itself must be regular."""
+    """The GGUF architecture: the family's own for equal layers, ``deci`` for unequal ones (each must be regular)."""
     anatomy = Anatomy.of(model)
     structure = anatomy.source
     family = model.config.model_type.removeprefix(CUSTOM_PREFIX)
@@ -60,24 +60,24 @@ def architecture_of(model: Any) -> str:
         return "deci"
     if structure.is_uniform and family in COUPLED and not coupled:
         raise UserError(
-            f"--to gguf: llama.cpp's {family} wants a hidden size of heads × head size, and {len(structure.hidden)} is "
+            f"--to gguf: llama.cpp's {family} requires hidden size = heads × head size, but {len(structure.hidden)} is "
             f"more than {len(structure.layers[0].query_heads)} × {anatomy.head_dim}: export to hf or onnx instead"
         )
     if not structure.is_uniform:
         if family not in _PER_LAYER:
             raise UserError(
-                f"--to gguf: llama.cpp has no {family} with layers of different sizes: pass --stock, which makes "
-                "them equal"
+                f"--to gguf: llama.cpp does not support {family} with unequal layers: pass --stock to pad them to "
+                "equal sizes"
             )
         return "deci"
     architecture = "llama" if family == "mistral" else family
     if architecture not in ARCHITECTURES:
-        raise UserError(f"--to gguf: {family} has no GGUF architecture here: export to hf or onnx instead")
+        raise UserError(f"--to gguf: {family} is not supported: export to hf or onnx instead")
     return architecture
 
 
 def write_gguf(path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, name: str) -> Written:
-    """Write every tensor and the metadata; rows that are no whole number of blocks are stored as f16."""
+    """Write all tensors and the metadata; rows that are not a whole number of blocks are stored as f16."""
     gguf = import_gguf()
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
@@ -100,7 +100,7 @@ def write_gguf(path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, na
 
 
 class _Layout:
-    """Names and row order of one model's tensors in GGUF."""
+    """GGUF names and row order of a model's tensors."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -119,7 +119,7 @@ class _Layout:
         return f"blk.{number}.{self._layer_parts[part]}.{kind}"
 
     def reorder(self, parameter: str, values: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-        """Rows of query and key projections in rotation order, where the architecture stores them so."""
+        """Rows of query and key projections in GGUF's rotary order, if the architecture uses it."""
         for part, unit in (("q_proj", "query"), ("k_proj", "kv")):
             if self.family.permuted and f".self_attn.{part}." in parameter:
                 heads = len(self.anatomy.source.unit(unit, self.anatomy[parameter].layer))
@@ -144,7 +144,7 @@ def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Writte
 
 
 def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: str, written: Written) -> Any:
-    """Gains and biases stay f32; embedding and head are q8_0 where the rest is 4-bit, as their rows matter most."""
+    """The GGML type of a tensor: f32 for gains and biases, q8_0 for embedding and head in 4-bit files."""
     kinds = gguf.GGMLQuantizationType
     if values.ndim == 1:
         return kinds.F32
@@ -158,7 +158,7 @@ def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: st
 
 
 def interleaved_from(rows: torch.Tensor, num_heads: int, *, inverse: bool = False) -> torch.Tensor:
-    """Row i and i + d/2 of a head, which transformers rotates together, become neighbours (or the other way)."""
+    """Rows i and i + d/2 of a head, which transformers rotates together, become adjacent (or the inverse)."""
     half = rows.shape[0] // num_heads // 2
     pairs = rows.reshape(num_heads, *((half, 2) if inverse else (2, half)), *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape).contiguous()
@@ -200,7 +200,7 @@ def _layer_sizes(structure: Structure, architecture: str) -> dict[str, Any]:
 
 
 def _context(config: Any, architecture: str) -> int:
-    """llama.cpp ignores the attention window of most architectures; up to its length the result is the same."""
+    """The context length, limited to the sliding window where llama.cpp ignores the window: within it both agree."""
     window = getattr(config, "sliding_window", None)
     if window and architecture != "phi3" and getattr(config, "use_sliding_window", True):
         return min(int(config.max_position_embeddings), int(window))
@@ -227,11 +227,11 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
             if rope.get(key) is not None:
                 values[f"rope.scaling.yarn_{key}"] = float(rope[key])
         return values
-    raise UserError(f"--to gguf: positions scaled by {kind!r} with these settings have no GGUF counterpart: use hf")
+    raise UserError(f"--to gguf: rope scaling {kind!r} with these settings cannot be written: export to hf instead")
 
 
 def _rope_tables(config: Any, head_dim: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Llama 3's divisors and phi3's two tables, which GGUF stores as tensors."""
+    """Rotary factors that GGUF stores as tensors: Llama 3's divisors and phi3's two tables."""
     rope = config.rope_parameters
     if rope.get("rope_type") == "longrope":
         return {

@@ -1,4 +1,4 @@
-"""A Hugging Face directory with structure and ledger, written whole or not at all."""
+"""Writes a Hugging Face directory with structure and ledger, atomically."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
 
 STRUCTURE = "structure.json"
-"""In every directory that is written here and, unlike ``config.json``, in no other: only those are ever replaced."""
+"""Marks our own directories: unlike ``config.json``, no other tool writes it. Only these are ever overwritten."""
 
 
 def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
-    """Refuse an existing output, one that holds what is read, and a place that cannot be written, before any work."""
+    """Refuse an existing output, one that contains an input, or an unwritable directory, before any work."""
     refuse_existing(Path(out), marker=STRUCTURE, overwrite=overwrite, sources=sources)
 
 
 class About(TypedDict):
-    """What a directory says about its model."""
+    """Metadata that a model directory holds beside the weights."""
 
     structure: Structure
     """Which indices of the source were kept."""
@@ -44,9 +44,9 @@ class About(TypedDict):
 def save_model(
     model: Any, tokenizer: Any, out: str | PathLike[str], *, overwrite: bool = False, **about: Unpack[About]
 ) -> Path:
-    """Write weights (safetensors), configuration, tokenizer, card, ``structure.json`` and ``ledger.jsonl``.
+    """Write weights (safetensors), configuration, tokenizer, model card, ``structure.json`` and ``ledger.jsonl``.
 
-    The directory appears complete or not at all.
+    The write is atomic: the directory is complete or does not exist.
     """
     with write_model(model, tokenizer, out, overwrite=overwrite, **about):
         pass
@@ -63,10 +63,10 @@ def write_model(
     weights: bool = True,
     **about: Unpack[About],
 ) -> Iterator[Path]:
-    """As ``save_model``, but yields the finished directory before it is put in place.
+    """Like ``save_model``, but yields the temporary directory before it is put in place.
 
-    The caller may check it or add to it there; if it raises, nothing is left. Without ``weights`` only the
-    configuration is written, for formats that keep the weights in a file of their own.
+    The caller may verify it or add files; if it raises, the directory is deleted. ``weights=False`` writes everything
+    but the weights, for formats that store them in their own file.
     """
     structure = about["structure"].to_json(about["source"])
     structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
@@ -96,11 +96,11 @@ def write_model(
         (folder / "README.md").write_text(card, encoding="utf-8")
         yield folder
         for file in folder.iterdir():
-            file.chmod(0o644)  # safetensors files come out readable by their owner only
+            file.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
 def title_of(out: Path) -> str:
-    """The directory's name; the models of a run are named after the run."""
+    """The directory's name; models inside a run are named after the run."""
     out = out.resolve()
     if out.parent.name == "milestones":
         return f"{out.parent.parent.name}, {out.name}"
@@ -108,7 +108,7 @@ def title_of(out: Path) -> str:
 
 
 def _save_quietly(model: Any, folder: Path) -> None:
-    """Without transformers' own progress bar."""
+    """``save_pretrained`` without transformers' progress bar."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

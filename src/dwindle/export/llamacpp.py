@@ -1,4 +1,4 @@
-"""llama.cpp behind a few plain functions, through xllamacpp (a prebuilt wheel). Runs inside ``process.py``."""
+"""llama.cpp through xllamacpp (a prebuilt wheel); runs in the child process of ``process.py``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FORCED = 1e6
 
 
 def require_xllamacpp() -> None:
-    """Without importing it: its threads belong in a process of their own."""
+    """Raise unless xllamacpp is installed; it is imported only in the child process, where its threads belong."""
     if find_spec("xllamacpp") is None:
         raise UserError(f"llama.cpp is run through xllamacpp, which is not installed: {install_hint('gguf')}")
 
 
 class LlamaCppEngine:
-    """One model, one request at a time. Keys and values are cached in float32 so that comparisons measure the file."""
+    """One model, one request at a time; the key/value cache is float32, so that differences come from the file."""
 
     exact = True
 
@@ -45,7 +45,7 @@ class LlamaCppEngine:
         self._safe_token: int | None = None
 
     def tokenize(self, text: str) -> list[int]:
-        """As llama.cpp itself cuts the text, with the special tokens it adds and finds in it."""
+        """Token ids by llama.cpp's own tokenizer, with the special tokens that it adds and parses."""
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
         request = Request(f"{self._server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
         with urlopen(request, timeout=60) as answer:  # our own server in this process
@@ -53,35 +53,23 @@ class LlamaCppEngine:
         return tokens
 
     def greedy(self, ids: list[int], count: int, top: int = 1) -> list[list[tuple[int, float]]]:
-        """The most likely continuation: for each place the ``top`` likeliest tokens (the first one is taken) with
-        the logarithm of their probability."""
+        """The greedy continuation of ``count`` tokens: for each the ``top`` likeliest with their log-probabilities."""
         places: list[list[tuple[int, float]]] = []
         for _ in range(count):
-            entry = self._next([*ids, *(place[0][0] for place in places)], self._safe(), top)
-            assert entry is not None
-            places.append([(int(e["id"]), float(e["logprob"])) for e in entry["top_logprobs"]])
+            entries = self._next([*ids, *(place[0][0] for place in places)], top)
+            places.append([(int(entry["id"]), float(entry["logprob"])) for entry in entries])
         return places
 
-    def nll(self, ids: list[int], start: int) -> list[float]:
-        """−log p of every token from ``start`` on; the cache makes each of them cost one token."""
-        found = []
-        for place in range(start, len(ids)):
-            entry = self._next(ids[:place], ids[place], 1)
-            if entry is None:  # half a character: look it up among all tokens
-                whole = self._next(ids[:place], self._safe(), 1_000_000)
-                assert whole is not None
-                entry = next(e for e in whole["top_logprobs"] if e["id"] == ids[place])
-            assert entry["id"] == ids[place], "llama.cpp did not take the forced token"
-            found.append(-float(entry["logprob"]))
-        return found
+    def _next(self, ids: list[int], top: int) -> list[dict[str, Any]]:
+        """The ``top`` likeliest next tokens.
 
-    def _next(self, ids: list[int], forced: int, top: int) -> dict[str, Any] | None:
-        """Probabilities of the next token. A bias makes the sampler take ``forced``, as llama.cpp reports nothing for
-        a token that ends inside a character; what it reports are the probabilities before the bias."""
-        request = {"prompt": ids, "n_predict": 1, "n_probs": top, "logit_bias": [[forced, _FORCED]], **_GREEDY}
+        llama.cpp reports nothing for a token that ends inside a character, so a bias makes its sampler take a token
+        that does not; the probabilities it reports are those before the bias.
+        """
+        request = {"prompt": ids, "n_predict": 1, "n_probs": top, "logit_bias": [[self._safe(), _FORCED]], **_GREEDY}
         logprobs = self._complete({"cache_prompt": True, **request})["choices"][0]["logprobs"]
-        entry: dict[str, Any] | None = logprobs["content"][0] if logprobs else None
-        return entry
+        found: list[dict[str, Any]] = logprobs["content"][0]["top_logprobs"]
+        return found
 
     def _safe(self) -> int:
         """A token that is a whole character."""
@@ -90,7 +78,7 @@ class LlamaCppEngine:
         return self._safe_token
 
     def timed(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
-        """Milliseconds of the whole prompt, and of one generated token, by llama.cpp's own clock."""
+        """Milliseconds for the whole prompt and per generated token, by llama.cpp's own clock."""
         answer = self._complete({"prompt": ids, "n_predict": new_tokens + 1, "cache_prompt": False, **_GREEDY})
         timings = answer["timings"]
         assert timings["cache_n"] == 0 and timings["predicted_n"] == new_tokens + 1
@@ -104,6 +92,6 @@ class LlamaCppEngine:
 
 
 class DefaultLlamaCppEngine(LlamaCppEngine):
-    """With llama.cpp's own choices for cache and attention: what its users get, and what is timed."""
+    """With llama.cpp's default cache type and attention kernel: what its users run, and what is timed."""
 
     exact = False

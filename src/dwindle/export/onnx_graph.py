@@ -1,8 +1,8 @@
-"""A model as an ONNX graph of plain operators, with the key/value cache as inputs and outputs.
+"""Writes a model as an ONNX graph of basic operators, with the key/value cache as inputs and outputs.
 
-The graph is written here operator by operator, not traced: it is the same for every version of torch and
-transformers, batch and length stay free, and layers of different sizes or with irregular key/value heads need no
-special care. Input and output names are those of Optimum (``past_key_values.0.key``, ``present.0.key``).
+The graph is built operator by operator, not traced: it does not depend on the versions of torch and transformers, batch
+and length are dynamic, and unequal layers or irregular key/value heads need no special case. Input and output names are
+those of Optimum (``past_key_values.0.key``, ``present.0.key``).
 
 Axes: B batch, S new tokens, P cached tokens, T = P + S, H query heads, K key/value heads, G = H/K, D head size.
 """
@@ -29,14 +29,14 @@ _FOLLOWS_LENGTH = ("dynamic", "longrope")
 
 def import_onnx() -> Any:
     try:
-        import_module("onnxruntime")  # the export is run before it is put in place
+        import_module("onnxruntime")  # the export is verified with it
         return import_module("onnx")
     except ImportError as error:
         raise UserError(f"--to onnx needs onnx and onnxruntime: {install_hint('onnx')}") from error
 
 
 def write_onnx(model: Any, path: Path) -> None:
-    """Write ``path`` and, beside it, its weights (``model.onnx.data``): files of one graph have no size limit so."""
+    """Write the graph to ``path`` and the weights beside it (``model.onnx.data``), which avoids the 2 GB limit."""
     onnx = import_onnx()
     proto = _Decoder(onnx, model).build()
     onnx.save_model(
@@ -46,7 +46,7 @@ def write_onnx(model: Any, path: Path) -> None:
 
 
 class _Graph:
-    """Nodes and constants under construction; every method returns the name of a value."""
+    """Collects nodes and constants; the methods return names of values."""
 
     def __init__(self, onnx: Any) -> None:
         self.onnx = onnx
@@ -63,7 +63,7 @@ class _Graph:
         return names
 
     def named(self, kind: str, output: str, *inputs: str, **attributes: Any) -> None:
-        """A node that makes an output of the graph."""
+        """Add a node whose result is the graph output ``output``."""
         self.nodes.append(self.onnx.helper.make_node(kind, list(inputs), [output], **attributes))
 
     def weight(self, name: str, values: npt.NDArray[Any]) -> str:
@@ -71,7 +71,7 @@ class _Graph:
         return name
 
     def constant(self, values: Any, dtype: Any) -> str:
-        """A small constant; equal ones are stored once."""
+        """A small constant; equal constants are stored once."""
         array = np.asarray(values, dtype)
         key = (str(array.dtype), array.tobytes(), array.shape)
         if key not in self._small:
@@ -85,7 +85,7 @@ class _Graph:
         return self.constant(value, np.float32)
 
     def reshape(self, value: str, *shape: int) -> str:
-        """0 keeps an axis, -1 takes what is left."""
+        """0 keeps an axis, -1 infers its size."""
         return self.op("Reshape", value, self.ints(*shape))
 
     def unsqueeze(self, value: str, *axes: int) -> str:
@@ -96,7 +96,7 @@ class _Graph:
 
 
 class _Decoder:
-    """The graph of one model."""
+    """Builds the graph of one model."""
 
     def __init__(self, onnx: Any, model: Any) -> None:
         self.onnx = onnx
@@ -122,7 +122,7 @@ class _Decoder:
         return self._proto(layers)
 
     def _layer(self, x: str, number: int, layer: Layer) -> str:
-        """Norms stand before the two blocks, or (OLMo 2) after them."""
+        """One decoder layer; the norms come before the two blocks, or after them (OLMo 2)."""
         prefix = f"model.layers.{number}."
         eps = self.config.rms_norm_eps
         factor = float(getattr(self.config, "residual_multiplier", 1.0))
@@ -166,7 +166,7 @@ class _Decoder:
         return self._linear(g.reshape(attended, 0, 0, num_q * dim), f"model.layers.{number}.self_attn.o_proj")
 
     def _projections(self, x: str, number: int, num_q: int, num_kv: int) -> tuple[str, str, str]:
-        """q, k, v as [B, S, heads, D], normalised where the family does that."""
+        """q, k, v as [B, S, heads, D], with q/k norms if the family has them."""
         g, dim = self.graph, self.anatomy.head_dim
         prefix = f"model.layers.{number}.self_attn."
         if f"{prefix}qkv_proj.weight" in self.tensors:
@@ -210,7 +210,7 @@ class _Decoder:
         return g.op("Mul", x, g.weight(gain, self._array(gain)))
 
     def _rotation(self) -> tuple[str, str]:
-        """cos and sin [B, 1, S, D/2]"""
+        """cos and sin as [B, 1, S, D/2]."""
         g, rotary = self.graph, self.model.model.rotary_emb
         positions = g.unsqueeze(g.op("Cast", "position_ids", to=self.onnx.TensorProto.FLOAT), -1)
         inverse = g.weight("rotary_frequencies", rotary.inv_freq.detach().float().cpu().numpy()[None, None])
@@ -219,7 +219,7 @@ class _Decoder:
         return g.scaled(g.op("Cos", angles), factor), g.scaled(g.op("Sin", angles), factor)
 
     def _rotated(self, x: str) -> str:
-        """Channel i turns with channel i + r/2, r the rotated share of D."""
+        """RoPE: channel i is rotated with channel i + r/2, where the first r of D channels rotate."""
         g, dim = self.graph, self.anatomy.head_dim
         half = len(self.model.model.rotary_emb.inv_freq)
         sizes = [half, half, *([dim - 2 * half] if dim > 2 * half else [])]
@@ -229,7 +229,7 @@ class _Decoder:
         return g.op("Concat", left, right, *rest, axis=-1)
 
     def _window(self, number: int) -> int | None:
-        """The length of this layer's attention window."""
+        """The layer's sliding window, or None."""
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None)
         if window is None or (kinds is not None and kinds[number] != "sliding_attention"):
@@ -237,7 +237,7 @@ class _Decoder:
         return int(window)
 
     def _mask(self, window: int | None) -> str:
-        """[B, 1, 1, S, T]: 0 where a token may look, a very negative number where it may not."""
+        """The additive mask [B, 1, 1, S, T]: 0 where attention is allowed, else the least float32."""
         if window in self.masks:
             return self.masks[window]
         g = self.graph
@@ -256,7 +256,7 @@ class _Decoder:
         return self.masks[window]
 
     def _head(self, x: str, embedding: str) -> None:
-        """Gemm reads the matrix as stored, so a tied head is the embedding itself."""
+        """The logits; Gemm with transB reads the matrix as stored, so that a tied head reuses the embedding."""
         g = self.graph
         untied = "lm_head.weight" in self.tensors
         head = g.weight("lm_head", self._array("lm_head.weight")) if untied else embedding
@@ -293,7 +293,7 @@ class _Decoder:
 def _refuse_unsupported(config: Any) -> None:
     kind = config.rope_parameters.get("rope_type", "default")
     if kind in _FOLLOWS_LENGTH:
-        raise UserError(f"--to onnx: positions scaled by {kind!r} depend on the length, which a graph cannot: use hf")
+        raise UserError(f"--to onnx: rope scaling {kind!r} depends on the length: export to hf instead")
     activation = getattr(config, "hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise UserError(f"--to onnx: the activation {activation!r} is not supported (silu is): export to hf instead")

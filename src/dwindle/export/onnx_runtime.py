@@ -1,4 +1,4 @@
-"""An exported ONNX model run by onnxruntime: with a cache, for verification and for timing."""
+"""Runs an exported ONNX model in onnxruntime, to verify and to time it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 
 
 class OnnxEngine:
-    """One session; ``step`` feeds new tokens and carries the cache."""
+    """An inference session that keeps the key/value cache between calls of ``step``."""
 
     def __init__(self, path: str | PathLike[str], *, threads: int = 1, context: int = 0) -> None:
         try:
@@ -34,13 +34,13 @@ class OnnxEngine:
         self._cache: dict[str, npt.NDArray[np.float32]] = {}
 
     def reset(self, batch: int = 1) -> None:
-        """Forget every token."""
+        """Empty the cache."""
         self._cache = {
             name: np.zeros((batch, heads, 0, dim), np.float32) for name, (heads, dim) in self._past_shapes.items()
         }
 
     def step(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """Logits [batch, new, vocabulary] of new tokens after those already seen."""
+        """Logits [batch, new, vocabulary] of ``ids``, which follow the cached tokens."""
         batch, new = ids.shape
         seen = next(iter(self._cache.values())).shape[2]
         feeds: dict[str, Any] = {
@@ -55,7 +55,7 @@ class OnnxEngine:
         return logits
 
     def timed(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
-        """Milliseconds of the whole prompt, and of one generated token."""
+        """Milliseconds for the whole prompt and per generated token."""
         self.reset()
         start = time.perf_counter()
         logits = self.step(np.asarray([ids], np.int64))
@@ -68,7 +68,7 @@ class OnnxEngine:
 
 
 def verify_onnx(path: Any, model: Any, prompts: list[list[int]], *, threads: int) -> Any:
-    """Prefill, cached decoding, and a batch of two, against the source model in float32."""
+    """Compare prefill and cached decoding, in a batch of two, with the source model in float32."""
     import torch
 
     from dwindle.export.verification import Mismatch, Verified, check, logits_of, relative_error
@@ -90,5 +90,7 @@ def verify_onnx(path: Any, model: Any, prompts: list[list[int]], *, threads: int
         if isinstance(error, UserError):
             raise
         reason = first_line(error)
-        raise Mismatch(f"export: onnxruntime does not run the written model ({reason}): it was removed") from error
+        raise Mismatch(
+            f"export: onnxruntime cannot run the exported model ({reason}): the output was removed"
+        ) from error
     return check(Verified("onnxruntime", worst, TOLERANCE, "largest relative difference of a logit"))

@@ -1,6 +1,6 @@
-"""A runtime in a process of its own: a crash there is an error message here, and its peak memory is its own.
+"""Runs an inference runtime in a child process: a crash becomes an error message, and its peak memory can be read.
 
-Parent and child exchange one JSON object per line. The child's module imports no torch unless its engine does.
+Parent and child exchange one JSON object per line. The child imports torch only if its engine does.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ENGINES = {
     "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
     "llamacpp-default": "dwindle.export.llamacpp:DefaultLlamaCppEngine",
     "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
-    "torch": "dwindle.evaluation.torch_engine:TorchEngine",
+    "torch": "dwindle.export.torch_runtime:TorchEngine",
 }
 
 
 _LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")
-"""llama.cpp's clock and level."""
+"""Time and log level at the start of llama.cpp's log lines."""
 
 
 class RuntimeFailure(Exception):
-    """The runtime refused the model or died; the message is its own last words."""
+    """The runtime rejected the model or crashed; the message is its own error."""
 
 
 class RuntimeProcess:
@@ -58,12 +58,12 @@ class RuntimeProcess:
             raise
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """Run one method of the engine."""
+        """Call a method of the engine in the child and return its result."""
         assert self._child.stdin is not None
         try:
             print(json.dumps({"method": method, "arguments": arguments}), file=self._child.stdin, flush=True)
         except OSError as error:
-            raise RuntimeFailure(f"{self.engine} stopped: {self._last_words()}") from error
+            raise RuntimeFailure(f"{self.engine} stopped: {self._reported_error()}") from error
         return self._receive()
 
     def _receive(self) -> Any:
@@ -71,16 +71,16 @@ class RuntimeProcess:
         line = self._child.stdout.readline()
         if not line:
             self._child.wait()
-            raise RuntimeFailure(f"{self.engine} stopped: {self._last_words()}")
+            raise RuntimeFailure(f"{self.engine} stopped: {self._reported_error()}")
         reply = json.loads(line)
         if "user_error" in reply:
             raise UserError(reply["user_error"])
         if "error" in reply:
-            raise RuntimeFailure(f"{self.engine}: {self._last_words(reply['error'])}")
+            raise RuntimeFailure(f"{self.engine}: {self._reported_error(reply['error'])}")
         return reply["result"]
 
-    def _last_words(self, fallback: str = "") -> str:
-        """The first error the library printed: those after it only say that something failed."""
+    def _reported_error(self, fallback: str = "") -> str:
+        """The first error that the library printed; later ones only report that something failed."""
         self._stderr.seek(0)
         printed = (_LOG_PREFIX.sub("", line).strip() for line in self._stderr.read().splitlines())
         lines = [" ".join(line.split()) for line in printed if line]
@@ -88,7 +88,7 @@ class RuntimeProcess:
         return (errors or ([fallback] if fallback else lines[-1:]) or [f"exit code {self._child.returncode}"])[0]
 
     def close(self) -> None:
-        """End the child: it leaves when its input closes; a child that does not is killed."""
+        """Close the child's input, on which it exits; kill it if it has not exited after 20 s."""
         if self._child.stdin is not None and not self._child.stdin.closed:
             with suppress(OSError):
                 self._child.stdin.close()
@@ -111,9 +111,9 @@ class RuntimeProcess:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process ever held; 0 where the platform does not say.
+    """Peak resident memory of this process; 0 if the platform does not report it.
 
-    Linux counts the parent's memory into ``getrusage`` of a child, so there the kernel's own high-water mark is read.
+    On Linux ``getrusage`` of a forked child includes its parent's peak, so ``VmHWM`` is read instead.
     """
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
@@ -128,7 +128,7 @@ def peak_memory_bytes() -> int:
 
 
 def _import_path() -> str:
-    """So that the child finds this very package, installed or not."""
+    """``PYTHONPATH`` with which the child imports this same package, installed or not."""
     root = str(Path(__file__).resolve().parents[2])
     others = os.environ.get("PYTHONPATH")
     return f"{root}{os.pathsep}{others}" if others else root
@@ -136,7 +136,7 @@ def _import_path() -> str:
 
 def _serve(engine_name: str, path: str, threads: int, context: int) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    os.dup2(2, 1)  # what a library prints must not mix with the replies
 
     def answer(**fields: Any) -> None:
         print(json.dumps(fields), file=answers, flush=True)

@@ -1,8 +1,8 @@
-"""Exact enlargements that make a pruned model stock: repeated key/value heads, zero heads, zero channels.
+"""Exact padding that turns a pruned model into a stock one: repeated key/value heads, zero heads, zero channels.
 
-A query of zeros whose output columns are zero adds nothing, nor does an FFN channel of zeros; a key/value head may
-be computed twice. A hidden channel of zeros changes RMSNorm's divisor only, which the gain and epsilon undo:
-with m of m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give back the same numbers.
+A query head with zero weights and zero output columns adds nothing, nor does a zero FFN channel; a key/value head may
+be repeated. A zero hidden channel changes only the divisor of RMSNorm, which the gain and epsilon compensate: with m of
+m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give the same result.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dwindle.anatomy.build import build, config_for, is_custom
 from dwindle.core.errors import UserError
 
 NOTHING = -1
-"""A place that is filled with zeros."""
+"""Index of a position that is filled with zeros."""
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """Which head of the present layer stands in each place of the new one, and how many channels are added."""
+class PaddedLayer:
+    """For each position of a padded layer the head or channel of the present layer, or ``NOTHING``."""
 
     query: tuple[int, ...]
     kv: tuple[int, ...]
@@ -38,16 +38,16 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """The enlarged model and what the enlargement costs."""
+    """The padded model and what the padding costs."""
 
     model: Any
     parameters_before: int
     parameters_after: int
     kv_per_token_before: int
     kv_per_token_after: int
-    """Numbers that the cache holds for one token, over all layers."""
+    """Values in the key/value cache per token, over all layers."""
     steps: tuple[str, ...] = ()
-    """What was done to it, in words."""
+    """What was done, as text."""
 
     @property
     def changed(self) -> bool:
@@ -62,7 +62,7 @@ class Resized:
         }
 
     def describe(self) -> str:
-        """What was done and what it cost, in one line."""
+        """One line: what was done and what it cost."""
         more = self.parameters_after / self.parameters_before - 1
         cache = self.kv_per_token_after / self.kv_per_token_before - 1
         done = " and ".join(self.steps)
@@ -73,13 +73,12 @@ class Resized:
 
 
 def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1) -> Resized:
-    """The same function at sizes that stock attention can express.
+    """The same function at sizes that stock attention supports.
 
-    ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer becomes regular
-    on its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` the hidden
-    width to at least that. The number of queries
-    per key/value head is the one that makes the model smallest: 1 repeats key/value heads, the largest group of a
-    layer pads queries, and sizes between do some of both.
+    ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer is made regular on
+    its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` sets the least
+    hidden width. The number of queries per key/value head is the one that gives the smallest model: 1 only repeats
+    key/value heads, the largest group of a layer only pads queries, and values between do both.
     """
     anatomy = Anatomy.of(model)
     before = anatomy.source
@@ -99,8 +98,8 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
-def _steps(before: Structure, plans: Sequence[LayerPlan], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
-    """Heads that were added, or layers that were made equal, make a model stock; all else is padding."""
+def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
+    """Steps as text: added heads or equalized layers are "made stock", everything else is padding."""
     pairs = list(zip(plans, before.layers, strict=True))
     heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
     equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers})
@@ -111,7 +110,7 @@ def _steps(before: Structure, plans: Sequence[LayerPlan], hidden: tuple[int, ...
 
 
 def _enlarged(
-    model: Any, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...], after: Structure
+    model: Any, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], after: Structure
 ) -> nn.Module:
     share = len(anatomy.source.hidden) / len(hidden)
     tensors: dict[str, Tensor] = {}
@@ -130,15 +129,15 @@ def _enlarged(
 
 
 def refuse_custom(model: Any, where: str) -> None:
-    """Where a stock model was asked for and even equal layers need our modelling file."""
+    """Raise if the model needs our modelling file although ``--stock`` was given."""
     if is_custom(model.config):
         raise UserError(
-            f"--stock: {where} has biases and a hidden size that is no multiple of its heads, which no stock "
-            "configuration allows: pass --round 64 too"
+            f"--stock: {where} has biases and a hidden size that is not a multiple of its heads, which no stock "
+            "configuration supports: pass --round 64 as well"
         )
 
 
-def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[LayerPlan]:
+def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[PaddedLayer]:
     counts = [layer.queries_per_kv for layer in structure.layers]
     widths = [len(layer.ffn) for layer in structure.layers]
     if not uniform:
@@ -153,7 +152,7 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[LayerP
 
 
 def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
-    """(queries per key/value head, key/value heads) into which all of these layers fit with the fewest weights."""
+    """(queries per key/value head, key/value heads) that fit all of these layers with the fewest weights."""
 
     def size(per_kv: int) -> tuple[int, int, int]:
         kv_heads = max(sum(math.ceil(n / per_kv) for n in layer) for layer in layers)
@@ -163,7 +162,7 @@ def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
     return per_kv, kv_heads
 
 
-def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> LayerPlan:
+def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> PaddedLayer:
     query: list[int] = []
     kv: list[int] = []
     first = 0
@@ -174,7 +173,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             kv.append(head)
         first += count
     missing = kv_heads - len(kv)
-    return LayerPlan((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
+    return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
 def _padded(width: int, round_to: int, *, present: int) -> tuple[int, ...]:
@@ -182,8 +181,10 @@ def _padded(width: int, round_to: int, *, present: int) -> tuple[int, ...]:
     return (*range(present), *[NOTHING] * (total - present))
 
 
-def _spread(row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]) -> Tensor:
-    """The tensor with every axis rearranged; places without a source are zero."""
+def _spread(
+    row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...]
+) -> Tensor:
+    """The tensor with every axis rearranged by the plans; ``NOTHING`` becomes zero."""
     for axis, units in enumerate(row.axes):
         where = [*_places(units, row.layer, anatomy, plans, hidden)]
         if not where:
@@ -195,7 +196,7 @@ def _spread(row: Row, tensor: Tensor, anatomy: Anatomy, plans: Sequence[LayerPla
 
 
 def _places(
-    units: tuple[str, ...], layer: int | None, anatomy: Anatomy, plans: Sequence[LayerPlan], hidden: tuple[int, ...]
+    units: tuple[str, ...], layer: int | None, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...]
 ) -> Iterator[int]:
     offset = 0
     for unit in units:
@@ -217,8 +218,8 @@ def _known(layer: int | None) -> int:
     return layer
 
 
-def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[LayerPlan]) -> None:
-    """A norm over all heads (OLMo 2) would count the added ones."""
+def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[PaddedLayer]) -> None:
+    """Raise if added heads would enter a norm over all heads (OLMo 2)."""
     wide = any(row.is_norm and row.axes[0][0] in ("query", "kv") for row in anatomy.rows)
     same = all(
         len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
@@ -226,6 +227,6 @@ def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[Laye
     )
     if wide and not same:
         raise UserError(
-            "--stock: this family normalises over all heads together, so heads cannot be added without changing "
-            "the model: prune it with --attention regular"
+            "--stock: this family applies one norm over all heads, so adding heads would change the model: prune it "
+            "with --attention regular"
         )

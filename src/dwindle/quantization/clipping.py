@@ -1,6 +1,9 @@
-"""Clipping of 4-bit weight ranges, in closed form: what OmniQuant learns by gradient is one number per group, and with
-the inputs' correlations left out its objective is a sum over groups, so a small grid finds the minimum of each on its
-own. At 8 bits it gained nothing on SmolLM2-135M, so it is not done there."""
+"""Clipping of 4-bit weight ranges by grid search.
+
+OmniQuant learns one clipping factor per group by gradient descent. If the correlations between inputs are ignored, its
+objective is a sum over groups, so a small grid finds the minimum of each. At 8 bits clipping gained nothing on
+SmolLM2-135M, so it is only used at 4 bits.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ CLIPS_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
 def group_clips(w_OI: Tensor, group: int, importance_I: Tensor | None) -> Tensor:
-    """[O, groups]: for each group the factor with the least Σ_j E[x_j²]·(w_j − ŵ_j)²; ``importance`` is E[x_j²]."""
+    """[O, groups]: for each group the factor that minimizes Σ_j E[x_j²]·(w_j − ŵ_j)²; ``importance`` is E[x_j²]."""
     errors = []
     for clip in CLIPS_4:
         restored = dequantize_groups(*quantize_groups(w_OI, group, clip), group)

@@ -1,9 +1,8 @@
-"""Linear layers and embeddings that hold integers, and the arithmetic behind them.
+"""Linear layers and embeddings with integer weights, and their arithmetic.
 
-Weights ``w_OI`` are stored as integers with a scale for every output row (8 bits, symmetric) or for every group of
-inputs of a row (4 bits, with an offset). Activations are rounded to 8 bits with one scale per token, when they
-arrive: nothing about them is stored. The products are computed in floating point on the integers' values, so the
-numbers are those of an integer kernel and every device can evaluate them; the speed is not.
+Weights ``w_OI`` are stored as integers with a scale per output row (8 bits, symmetric) or per group of inputs of a row
+(4 bits, with an offset). Activations are rounded to 8 bits with one dynamic scale per token. The products are computed
+in floating point on the integers' values: the results are those of an integer kernel on any device, the speed is not.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ def quantize_tokens(x: Tensor) -> Tensor:
 
 
 def quantize_rows(w_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights and a scale per row."""
+    """int8 weights [O, I] and a scale per row [O]."""
     scale_O = w_OI.abs().amax(1).clamp(min=_TINY) / LEVELS_8
     return (w_OI / scale_O[:, None]).round().clamp(-LEVELS_8, LEVELS_8).to(torch.int8), scale_O
 
 
 def quantize_groups(w_OI: Tensor, group: int, clip: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit weights (0 … 15, not yet packed) with a scale and a lowest value for each group of inputs.
+    """4-bit weights (0 … 15, not packed) with a scale and a minimum per group of inputs.
 
-    The last group is shorter where the inputs are no multiple of it. ``clip`` below 1 gives up
-    the largest values of a group for a finer grid.
+    The last group is shorter if ``group`` does not divide the inputs. ``clip`` below 1 saturates the largest values of
+    a group in exchange for a finer grid.
     """
     blocks = grouped(w_OI, group)
     low = blocks.amin(-1).clamp(max=0) * clip
@@ -44,29 +43,31 @@ def quantize_groups(w_OI: Tensor, group: int, clip: Tensor | float = 1.0) -> tup
 
 
 def dequantize_groups(values_OI: Tensor, scale: Tensor, low: Tensor, group: int) -> Tensor:
+    """Inverse of ``quantize_groups``, up to rounding."""
     width = values_OI.shape[1]
     blocks = grouped(values_OI.to(scale.dtype), group)
     return (blocks * scale[..., None] + low[..., None]).flatten(1)[:, :width]
 
 
 def grouped(w_OI: Tensor, group: int) -> Tensor:
-    """[O, groups, group]; a short last group is filled up with zeros, which lie inside every range."""
+    """[O, groups, group]; a short last group is padded with zeros, which lie inside every range."""
     missing = -w_OI.shape[1] % group
     return F.pad(w_OI, (0, missing)).view(w_OI.shape[0], -1, group)
 
 
 def pack_nibbles(values: Tensor) -> Tensor:
-    """Two 4-bit numbers in a byte, the earlier one in the lower half."""
+    """Two 4-bit values per byte, the first in the lower half."""
     padded = F.pad(values, (0, values.shape[1] % 2))
     return padded[:, 0::2] | (padded[:, 1::2] << 4)
 
 
 def unpack_nibbles(packed: Tensor, width: int) -> Tensor:
+    """Inverse of ``pack_nibbles`` for rows of ``width`` values."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :width]
 
 
 class Linear8(nn.Module):
-    """8-bit weights by row; with ``round_inputs`` 8-bit activations too."""
+    """8-bit weights with a scale per row; ``round_inputs`` also rounds the activations to 8 bits."""
 
     weight: Tensor
     scale: Tensor
@@ -87,7 +88,7 @@ class Linear8(nn.Module):
 
 
 class Linear4(nn.Module):
-    """4-bit weights in groups of inputs, packed two to a byte."""
+    """4-bit weights with a scale and minimum per group of inputs, packed two per byte."""
 
     weight: Tensor
     scale: Tensor
@@ -112,7 +113,7 @@ class Linear4(nn.Module):
 
 
 class Embedding8(nn.Module):
-    """8-bit rows; shares its tensors with a tied head."""
+    """8-bit weights with a scale per row; shares its tensors with a tied head."""
 
     weight: Tensor
     scale: Tensor

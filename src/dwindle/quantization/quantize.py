@@ -1,4 +1,4 @@
-"""``quantize`` and ``load``: from a model to a directory of integers and back to a model that can be evaluated."""
+"""``quantize`` writes a directory of integer weights, ``load`` reads it back for evaluation."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import track
 from dwindle.core.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
 from dwindle.data import calibration_windows, validation_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
-from dwindle.quantization.smoothing import Inputs, Smoothing, observe, smooth
-from dwindle.run.prune import DEFAULT_TEXT
+from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import Loaded, huggingface, needed_tokenizer
 from dwindle.sources import load as load_source
 
 FORMAT = 1
 MARKER = "quantization.json"
 WEIGHTS = "quantized.safetensors"
-"""Not ``model.safetensors``: no other tool should take integers for weights."""
+"""Not ``model.safetensors``, so that no other tool loads the integers as weights."""
 OWN_METHOD = "dwindle-"
-"""How ``quant_method`` of the configuration begins, before the scheme."""
+"""Prefix of ``quant_method`` in the configuration; the scheme follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What is rounded, and to how many bits."""
+    """Bits of the weights and, if they are rounded too, of the activations."""
 
     weight_bits: int
     activation_bits: int | None
@@ -48,15 +48,15 @@ class Scheme:
 
 
 SCHEMES: dict[str, Scheme] = {
-    "w8a8": Scheme(8, 8, "8-bit weights by row, 8-bit activations by token (but for the head's input)"),
-    "w8": Scheme(8, None, "8-bit weights by row"),
+    "w8a8": Scheme(8, 8, "8-bit weights per row, 8-bit activations per token (except the head's input)"),
+    "w8": Scheme(8, None, "8-bit weights per row"),
     "w4": Scheme(4, None, "4-bit weights in groups, 8-bit embedding and head"),
 }
 
 
 @dataclass(slots=True)
 class Quantized:
-    """The quantised model, how it was made, and what it costs in perplexity where text to measure on was given."""
+    """The quantized model, how it was made and, if validation text was given, its perplexity."""
 
     model: Any = field(repr=False)
     tokenizer: Any = field(repr=False)
@@ -124,12 +124,12 @@ def quantize(
     device: str = "cpu",
     overwrite: bool = False,
 ) -> Quantized:
-    """Round a model's weights (and, ``w8a8``, its activations), calibrated on text, and write it to ``out`` if given.
+    """Quantize a model's weights (and for ``w8a8`` its activations), calibrated on text; write it to ``out`` if given.
 
     With ``valid`` the perplexity of the source, of plain rounding and of the result is measured on the same windows.
-    ``device`` is where a source that is loaded here is put; a live model stays where it is.
+    ``device`` applies to a source that is loaded here; a model in memory stays on its device.
     """
-    chosen = _check(scheme, group)
+    chosen = _checked_scheme(scheme, group)
     check_sequences(num_sequences, seq_len)
     at_least(2, valid_seq_len=valid_seq_len)
     if out is not None:
@@ -141,41 +141,34 @@ def quantize(
     windows = calibration_windows(
         data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
     )
-    held_out = (
-        validation_windows(list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid")
-        if valid
-        else None
-    )
     perplexity: dict[str, float] = {}
-    if held_out is not None:
-        perplexity["source"] = measure_perplexity(loaded.model, held_out, "source")
-        if chosen.activation_bits or chosen.weight_bits < 8:
-            plain = quantized_copy(loaded.model, chosen, group, {})
-            perplexity["plain"] = measure_perplexity(plain, held_out, "rounded only")
-            del plain
+    if valid:
+        held_out = validation_windows(
+            list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid"
+        )
+        perplexity = _perplexity_before(loaded.model, chosen, group, held_out)
     model = deepcopy(loaded.model)
     inputs = observe(model, windows)
     found = smooth(model, inputs) if smoothing and chosen.activation_bits else None
     model = quantized_copy(model, chosen, group, inputs)
-    if held_out is not None:
+    if valid:
         perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
-    result = Quantized(
-        model=model,
-        tokenizer=tokenizer,
-        source=loaded.source,
-        scheme=scheme,
-        group=group,
-        bytes_before=num_bytes(loaded.model),
-        bytes_after=num_bytes(model),
-        smoothing=found,
-        perplexity=perplexity,
-    )
+    sizes = num_bytes(loaded.model), num_bytes(model)
+    result = Quantized(model, tokenizer, loaded.source, scheme, group, *sizes, found, perplexity)
     if out is not None:
         _save(result, Path(out), overwrite=overwrite)
     return result
 
 
-def _check(scheme: str, group: int) -> Scheme:
+def _perplexity_before(model: Any, scheme: Scheme, group: int, windows: Tensor) -> dict[str, float]:
+    """Perplexity of the source and, if the scheme does more than round, of plain rounding."""
+    found = {"source": measure_perplexity(model, windows, "source")}
+    if scheme.activation_bits or scheme.weight_bits < 8:
+        found["plain"] = measure_perplexity(quantized_copy(model, scheme, group, {}), windows, "rounded only")
+    return found
+
+
+def _checked_scheme(scheme: str, group: int) -> Scheme:
     if scheme not in SCHEMES:
         raise UserError(f"--scheme {scheme!r}: give one of {', '.join(SCHEMES)}")
     if group < 2 or group % 2:
@@ -184,10 +177,12 @@ def _check(scheme: str, group: int) -> Scheme:
 
 
 @torch.no_grad()
-def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, Inputs]) -> Any:
-    """The model with every projection, its embedding and its head replaced; 4-bit weights are clipped where ``inputs``
-    has statistics of their layer. The head has 8-bit weights in every scheme and takes its input as it is: rounding
-    that one input made about a sixth of the whole loss on SmolLM2-135M."""
+def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, InputStats]) -> Any:
+    """A copy with quantized projections, embedding and head; 4-bit weights are clipped if ``inputs`` has their layer.
+
+    The head has 8-bit weights in every scheme and its input is not rounded: rounding it caused about a sixth of the
+    whole loss increase on SmolLM2-135M.
+    """
     smaller = deepcopy(model)
     head = smaller.lm_head
     tied = head.weight is smaller.model.embed_tokens.weight
@@ -206,7 +201,7 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
     return smaller
 
 
-def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: Inputs | None) -> nn.Module:
+def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: InputStats | None) -> nn.Module:
     weight = module.weight.detach().float()
     bias = None if module.bias is None else module.bias.detach()
     importance = None if seen is None else seen.mean_square
@@ -224,7 +219,7 @@ def _replace(model: Any, name: str, module: nn.Module) -> None:
 
 
 def num_bytes(model: Any) -> int:
-    """Of all parameters and of the buffers that are weights here; a shared tensor counts once."""
+    """Size of all parameters and weight buffers; a shared tensor counts once."""
     seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in _stored(model)}
     return sum(seen.values())
 
@@ -238,7 +233,7 @@ def _stored(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 @torch.inference_mode()
 def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> float:
-    """exp of the mean loss over all tokens of the windows."""
+    """exp of the mean cross-entropy over all tokens of the windows."""
     total = 0.0
     device = next(model.parameters()).device
     for window in track(windows.to(device), f"perplexity, {name}", len(windows)):
@@ -271,40 +266,40 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
 
 
 def _mark_config(path: Path, scheme: str) -> None:
-    """So that whatever loads plain models refuses this one and says why."""
+    """Set ``quantization_config``, so that other loaders refuse the model instead of misreading it."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": f"{OWN_METHOD}{scheme}"}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load(source: str | PathLike[str]) -> Loaded:
-    """A directory that ``quantize`` wrote, as a model that any evaluation of ours can run."""
+    """Load a directory that ``quantize`` wrote, as a model that ``evaluate`` can run."""
     folder = Path(source)
     try:
         description = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"source {folder}: not a complete directory of quantised weights ({error}): quantise the model again"
+            f"source {folder}: not a complete directory of quantized weights ({error}): quantize the model again"
         ) from error
     if description.get("format") != FORMAT or description.get("scheme") not in SCHEMES:
-        raise UserError(f"source {folder}: {MARKER} was written by another version: quantise the model again")
+        raise UserError(f"source {folder}: {MARKER} was written by another version: quantize the model again")
     tensors |= {name: tensors[first] for name, first in description["shared"].items() if first in tensors}
     try:
         model = _rebuilt(folder, description, tensors)
     except KeyError as error:
-        raise UserError(f"source {folder}: {WEIGHTS} has no tensor {error}: quantise the model again") from error
+        raise UserError(f"source {folder}: {WEIGHTS} has no tensor {error}: quantize the model again") from error
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
     missing = [name for name in missing if "rotary_emb" not in name]
     if missing or unexpected:
-        raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not belong: quantise the model again")
+        raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not fit the model: quantize it again")
     backbone = model.model
     backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config)
     return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
 
 
 def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """The model with its integer modules; which they are follows from the scheme alone."""
+    """The model with its integer modules, which follow from the scheme."""
     scheme, group = SCHEMES[description["scheme"]], description["group"]
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model: Any = build_on_meta(_config(raw))

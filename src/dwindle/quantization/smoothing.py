@@ -1,11 +1,10 @@
-"""Moving the difficulty of activations into weights, exactly, before anything is rounded (SmoothQuant's migration).
+"""SmoothQuant: moves activation outliers into the weights, exactly, before rounding.
 
-Channel j of an input is divided by s_j and column j of the weights that read it is multiplied by s_j, with
-``s_j = |x_j|^α / |w_j|^(1-α)`` and |·| the largest value (as in SmoothQuant) or the root mean square. The division
-costs nothing at run time: it goes into the gain of the norm before, or into the rows of the projection before (v for
-o, up for down), whose row scales absorb it without loss. α and |·| are chosen for each place on a grid by the error
-that 8-bit rounding leaves on a calibration sample, and "no migration" is one of the candidates, so smoothing never
-makes a place worse on that sample.
+Channel j of an input is divided by s_j, and column j of the weights that read it is multiplied by s_j, with
+``s_j = |x_j|^α / |w_j|^(1-α)`` where |·| is the peak (as in SmoothQuant) or the root mean square. The division costs
+nothing at run time: it goes into the gain of the preceding norm, or into the rows of the preceding projection (v for o,
+up for down), whose row scales absorb it. α and |·| are chosen per place on a grid by the 8-bit rounding error on a
+calibration sample. "No migration" is a candidate, so smoothing never increases that error.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _TINY = 1e-5
 
 
 @dataclass(slots=True)
-class Inputs:
-    """What one linear layer saw: the largest value and mean square of every channel, and a sample of tokens."""
+class InputStats:
+    """Statistics of a linear layer's input: peak and mean square per channel, and a sample of tokens."""
 
     peak: Tensor
     mean_square: Tensor
@@ -40,20 +39,20 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Projections that read the same input, and the tensor that can take the division."""
+    """Projections that read the same input, and the parameter that can absorb the division."""
 
     layer: int
     readers: tuple[str, ...]
-    """Modules that read the input."""
+    """Modules that read the input; their weights are multiplied."""
     writer: str
     """Parameter that is divided."""
     kind: str
-    """``norm`` (a gain), ``value`` (rows of v, shared by the queries of a head), ``up`` (rows of up)."""
+    """``norm`` (a gain), ``value`` (rows of v, shared by the queries of a key/value head) or ``up`` (rows of up)."""
 
 
 @dataclass(slots=True)
 class Smoothing:
-    """What was done at each place: the chosen α (None: nothing) and the rounding error before and after."""
+    """For each place the chosen α (None: unchanged) and the rounding error before and after."""
 
     chosen: dict[str, float | None] = field(default_factory=dict)
     error_before: dict[str, float] = field(default_factory=dict)
@@ -61,9 +60,9 @@ class Smoothing:
 
 
 @torch.inference_mode()
-def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, Inputs]:
-    """Run the calibration text and keep statistics of every linear layer's input."""
-    found: dict[str, Inputs] = {}
+def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, InputStats]:
+    """Run the calibration text and collect statistics of every linear layer's input."""
+    found: dict[str, InputStats] = {}
     handles = []
     per_window = max(1, _SAMPLE_ROWS // len(windows))
 
@@ -73,7 +72,7 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
             rows = x[torch.linspace(0, len(x) - 1, min(per_window, len(x)), device=x.device).long()]
             peak, square = x.abs().amax(0), x.square().mean(0)
             if name not in found:
-                found[name] = Inputs(peak, square, rows, 1)
+                found[name] = InputStats(peak, square, rows, 1)
                 return
             seen = found[name]
             seen.peak = torch.maximum(seen.peak, peak)
@@ -98,10 +97,10 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
     return found
 
 
-def smooth(model: Any, inputs: Mapping[str, Inputs]) -> Smoothing:
-    """Migrate scales in place wherever it lowers the rounding error; the float model computes the same as before.
+def smooth(model: Any, inputs: Mapping[str, InputStats]) -> Smoothing:
+    """Migrate scales in place where that lowers the rounding error; the unquantized function does not change.
 
-    ``inputs`` is updated to what the layers will see afterwards.
+    ``inputs`` is updated to the scaled activations.
     """
     anatomy = Anatomy.of(model)
     result = Smoothing()
@@ -112,7 +111,9 @@ def smooth(model: Any, inputs: Mapping[str, Inputs]) -> Smoothing:
 
 
 @torch.no_grad()
-def _smooth_place(model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[str, Inputs], result: Smoothing) -> None:
+def _smooth_place(
+    model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[str, InputStats], result: Smoothing
+) -> None:
     seen = inputs[place.readers[0]]
     weights = torch.cat([model.get_submodule(name).weight.float() for name in place.readers])
     layer = anatomy.source.layers[place.layer]
@@ -135,8 +136,8 @@ def _smooth_place(model: Any, anatomy: Anatomy, place: Place, inputs: Mapping[st
             there.mean_square = there.mean_square / best[2].square()
 
 
-def _sizes(seen: Inputs, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """How large channels are, of the inputs and of the weights."""
+def _sizes(seen: InputStats, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of channel magnitudes (inputs, weights) to derive scales from: peak and root mean square."""
     peak_x, rms_x = seen.peak, seen.mean_square.sqrt()
     peak_w, rms_w = weights.abs().amax(0), weights.square().mean(0).sqrt()
     for size_x, size_w in ((peak_x, peak_w), (peak_x, rms_w), (rms_x, rms_w)):
@@ -144,7 +145,7 @@ def _sizes(seen: Inputs, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def rounding_error(x_TI: Tensor, w_OI: Tensor) -> float:
-    """Mean squared difference that 8-bit tokens and rows make in the output, relative to its mean square."""
+    """Mean squared error of the output with 8-bit tokens and rows, relative to its mean square."""
     exact = F.linear(x_TI, w_OI)
     weight, scale = quantize_rows(w_OI)
     rounded = F.linear(quantize_tokens(x_TI), weight.float()) * scale
@@ -152,7 +153,7 @@ def rounding_error(x_TI: Tensor, w_OI: Tensor) -> float:
 
 
 def _tied(scale: Tensor, place: Place, layer: Layer, head_dim: int) -> Tensor:
-    """Queries that share a value head must agree on its scale: the largest of them counts."""
+    """Queries of one value head share its scale: the largest of theirs."""
     if place.kind != "value":
         return scale
     by_query = scale.view(-1, head_dim)
@@ -174,12 +175,12 @@ def _migrate(model: Any, place: Place, layer: Layer, head_dim: int, scale: Tenso
     if place.kind != "norm" and bias in parameters:
         written.append(parameters[bias])
     for tensor in written:
-        rows = tensor[-len(scale) :]  # of a fused projection the last part: v of qkv, up of gate_up
+        rows = tensor[-len(scale) :]  # the last part of a fused projection: v of qkv, up of gate_up
         rows.div_(scale.to(tensor.dtype) if tensor.ndim == 1 else scale.to(tensor.dtype)[:, None])
 
 
 def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
-    """Every place where a division can be hidden; norms after the blocks (OLMo 2) leave only v and up."""
+    """All places that can absorb a division; with norms after the blocks (OLMo 2) only v and up can."""
     names = {name for name, _ in model.named_parameters()}
     for layer in range(anatomy.num_layers):
         prefix = f"model.layers.{layer}."

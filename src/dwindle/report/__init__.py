@@ -1,1 +1,1 @@
-"""Figures and one self-contained page of a run, from its ledger, metrics and structure files alone; never torch."""
+"""The report of a run: figures, tables and an HTML page, from its log files alone and without torch."""

@@ -1,7 +1,7 @@
-"""The model before and after, layer by layer, from the ledger and one structure of the way.
+"""The model before and after pruning, layer by layer, from the ledger and one structure of the run.
 
-What the source had is never stored by itself: it is what some structure of the run still has, together with
-everything that the ledger says has left.
+The source's own structure is not stored: it is what some later structure still has, plus everything that the ledger
+records as removed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dwindle.report.logs import LedgerLog
 
 @dataclass(slots=True)
 class LayerView:
-    """One layer of the source and what is left of it."""
+    """One layer of the source and what was kept of it."""
 
     kv_of_query: list[int | None]
-    """For every query head of the source the key/value head it reads; None where no file says it."""
+    """For every query head of the source the key/value head it reads; None if no file says so."""
     gone_queries: list[int]
     ffn_before: int
     ffn_after: int
@@ -40,7 +40,7 @@ class LayerView:
 
     @property
     def is_regular(self) -> bool:
-        """Whether every key/value head that is left serves the same number of queries."""
+        """Whether all remaining key/value heads serve the same number of queries."""
         gone = set(self.gone_queries)
         left = [kv for query, kv in enumerate(self.kv_of_query) if query not in gone]
         return len({left.count(kv) for kv in set(left)}) <= 1
@@ -48,18 +48,18 @@ class LayerView:
 
 @dataclass(slots=True)
 class ArchitectureView:
-    """The whole model, before and after."""
+    """The whole model before and after pruning."""
 
     hidden_before: int
     hidden_after: int
     layers: list[LayerView]
     parameters: list[tuple[int, int]]
-    """Of every layer, before and after; empty where the files do not say it."""
+    """(before, after) of every layer; empty if the files do not say so."""
     found_in: str
-    """The file that said what is left, relative to the run."""
+    """The file that the structure was read from, relative to the run."""
 
     def total(self, kind: str) -> int:
-        """How many heads, channels or hidden indices the source had, over all layers."""
+        """Number of heads, FFN channels or hidden channels in the source, over all layers."""
         if kind == "stem":
             return self.hidden_before
         return sum(len(la.kv_of_query) if kind == "attn" else la.ffn_before for la in self.layers)
@@ -80,7 +80,7 @@ class ArchitectureView:
 
 
 def find_architecture(run: Path, ledger: LedgerLog) -> ArchitectureView | None:
-    """From the first structure that can be read and fits the ledger; None when there is none."""
+    """From the first readable structure that fits the ledger; None if there is none."""
     for name, structure in _structures(run, ledger):
         try:
             return _view(structure, ledger, name)
@@ -108,10 +108,10 @@ def _structures(run: Path, ledger: LedgerLog) -> Iterator[tuple[str, Any]]:
 
 
 def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> ArchitectureView:
-    """``structure`` is of any moment of the run: what left before it is in the ledger, the rest is in it."""
+    """``structure`` may be of any step: what was removed before it is in the ledger, the rest is in it."""
     gone, layers = ledger.gone, structure["layers"]
     if any(len(gone[kind]) not in (0, len(layers)) for kind in ("attn", "ffn")):
-        raise ValueError("the ledger is of a model with another number of layers")
+        raise ValueError("the ledger has another number of layers")
     gone_queries = gone["attn"] or [set() for _ in layers]
     gone_ffn = gone["ffn"] or [set() for _ in layers]
     maps = [_kv_map(layer) for layer in layers]
@@ -130,13 +130,13 @@ def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> Architectu
 
 
 def _before_after(there: Any, gone: set[int]) -> tuple[int, int]:
-    """Indices count from 0, so the highest one says how many there were, even if the ledger has lost lines."""
+    """Counts (before, after); the highest index gives the first, even if lines of the ledger are lost."""
     known = _indices(there)
     return 1 + max(known | gone), len(known - gone)
 
 
 def _indices(value: Any) -> set[int]:
-    """A list of indices, or how many there are."""
+    """From a list of indices, or from their number."""
     return set(range(value)) if isinstance(value, int) else {int(index) for index in value}
 
 
@@ -146,9 +146,9 @@ def _kv_map(layer: dict[str, Any]) -> dict[int, int]:
 
 
 def _queries_per_kv(maps: list[dict[int, int]], counts: list[int]) -> int | None:
-    """How many neighbouring queries share a key/value head in the source; None unless exactly one number fits.
+    """Queries per key/value head in the source; None unless exactly one number fits.
 
-    Heads that left are no longer in any map, but those that stayed in some layer decide it nearly always.
+    Removed heads are in no map, but those kept in some layer nearly always determine it.
     """
     known = {pair for layer in maps for pair in layer.items()}
     fitting = [

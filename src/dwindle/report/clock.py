@@ -1,4 +1,4 @@
-"""Running time: the steps and what belongs to them, without the time between a stop and the resume."""
+"""Running time of a run: its steps and their overhead, without the time between a stop and a resume."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from dwindle.report.logs import Floats
 from dwindle.report.run import Run, setting
 
 PLAIN_S = 2.0
-"""Between two steps nothing happens but a line of metrics. A process alone takes longer to start."""
+"""Longest plausible pause between two plain steps; starting a process takes longer."""
 BUSY_S = 10.0
-"""Over ten times what is usual for a record of its kind, which validation, tasks or a checkpoint make long."""
+"""Added to ten times the usual pause of records with validation, tasks or a checkpoint."""
 RARE_S = 60.0
-"""Where there are too few records of a kind to say what is usual."""
+"""Longest plausible pause for kinds of records that are too rare to estimate."""
 USUAL_ROWS = 4
 
 
 @dataclass(slots=True)
 class Clock:
-    """When each step ended, in seconds of running time."""
+    """The end of each step, in seconds of running time."""
 
     seconds: Floats
     stops: list[float]
-    """Where the run was stopped and resumed."""
+    """Times at which the run was stopped and resumed."""
 
 
 def running_clock(run: Run) -> Clock | None:
-    """The sum of the steps' seconds and of the pauses between them; a pause longer than its kind explains is a stop."""
+    """Accumulated time of steps and pauses; a pause longer than its kind of record explains is a stop."""
     wall, took = run.metrics.column("time.wall"), run.metrics.column("time.seconds")
     if not len(took) or len(took) != run.metrics.num_rows:
         return None
@@ -48,7 +48,7 @@ def running_clock(run: Run) -> Clock | None:
 
 
 def _named_pauses_s(run: Run) -> Floats:
-    """Pauses that the metrics name: compactions, tasks, and whatever else is measured in seconds."""
+    """Pauses that the metrics record: compactions, tasks, and other entries in seconds."""
     rates = {"time.tokens_per_s", "time.wall", "time.seconds", "time.utilisation", "time.mfu", "time.devices"}
     total = np.zeros(run.metrics.num_rows)
     for name in run.metrics.names:
@@ -59,7 +59,7 @@ def _named_pauses_s(run: Run) -> Floats:
 
 
 def _longest_s(run: Run, rest: Floats) -> Floats:
-    """For each record but the first: how long the pause before it may be."""
+    """For each record but the first, the longest pause before it that is not a stop."""
     kinds = _kinds(run)[1:]
     longest = np.empty(len(rest))
     for kind in np.unique(kinds):
@@ -78,7 +78,7 @@ _CHECKPOINT, _MILESTONE, _FIRST_COLUMN = 1, 2, 4
 
 
 def _kinds(run: Run) -> NDArray[np.int64]:
-    """A number for what else happened at a record; 0: nothing. Each column that few records have is a bit of it."""
+    """A bit set of what else happened at each record (0: nothing), with a bit for every rarely written column."""
     metrics = run.metrics
     kinds = np.zeros(metrics.num_rows, dtype=np.int64)
     every = number(setting(run.recipe, "checkpoint", "every"))

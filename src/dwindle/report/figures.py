@@ -1,4 +1,4 @@
-"""The figures of a run as data: what the page draws, what its "data" links give, and what ``dwindle plot`` draws."""
+"""The figures of a run as data, drawn by the report page and by ``dwindle plot``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from dwindle.core.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.report.clock import running_clock
-from dwindle.report.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.report.layers import layer_figure
-from dwindle.report.logs import KINDS, Column, Floats
+from dwindle.report.logs import KINDS, Floats, MetricColumn
 from dwindle.report.run import Run
 from dwindle.report.target import target_count
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
@@ -17,7 +17,7 @@ from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
 MAX_POINTS = 1600
 SMOOTH_POINTS = 600
 SMOOTH_SHARE = 80
-"""A mean spans this part of its series."""
+"""A moving mean spans this fraction (1/n) of its series."""
 MAX_TICKS = 1200
 MAX_MARKS = 60
 MAX_TASKS = 8
@@ -26,7 +26,7 @@ NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden chann
 
 
 def build_figures(run: Run) -> list[Figure]:
-    """Every figure that the run has data for."""
+    """All figures that the run has data for."""
     figures = [
         _saliency(run),
         _share(run),
@@ -40,13 +40,13 @@ def build_figures(run: Run) -> list[Figure]:
 
 
 def line(name: str, color: str, x: Floats, y: Floats, *, points: int = MAX_POINTS, style: Any = "line") -> Series:
-    """A series with fewer points that draws the same."""
+    """A series, thinned to about ``points`` points that draw the same line."""
     kept = thin_steps(y, points) if style == "step" else thin(y, points)
     return Series(name, color, rounded(x[kept], 12), rounded(y[kept]), style)
 
 
 def _smoothed(name: str, color: str, x: Floats, y: Floats) -> list[Series]:
-    """Every value faintly and their mean above; a short series is drawn as it is."""
+    """Every value faintly and a moving mean on top; a short series is drawn as is."""
     window = len(y) // SMOOTH_SHARE
     if window <= 1:
         return [line(name, color, x, y)]
@@ -58,7 +58,7 @@ def _smoothed(name: str, color: str, x: Floats, y: Floats) -> list[Series]:
 
 
 def _event_axis(run: Run) -> tuple[Floats, str]:
-    """Tokens seen; for pruning without training, which has none, the number of the event."""
+    """Tokens at each event; for pruning without training the number of the event."""
     tokens = np.array(run.ledger.prunes.tokens)
     if len(tokens) and tokens.max() > 0:
         return tokens, "tokens"
@@ -73,17 +73,17 @@ def _saliency(run: Run) -> Figure | None:
         usable = np.isfinite(y) & (y > 0)
         if usable.any():
             series += _smoothed(NAMES[kind], kind, x[usable], y[usable])
-    series.sort(key=lambda one: one.style != "faint")  # means above, single events under them
+    series.sort(key=lambda one: one.style != "faint")  # means are drawn over single events
     if not series:
         return None
     metric = run.ledger.option("metric")
     scored = f"Score: {metric}. " if isinstance(metric, str) else ""
-    rule = "At every event the weakest group of each type is compared, and the lowest is removed."
+    rule = "At each event the least salient group of every type is compared, and the lowest is removed."
     if run.ledger.allocations:
-        rule = "Of what was removed, by type: every layer loses the weakest of its own."
+        rule = "Scores of the removed groups, by type; each layer removes its own least salient groups."
     return Figure(
         "saliency",
-        "Saliency of the three types",
+        "Saliency by type",
         scored + rule,
         label,
         "count",
@@ -97,7 +97,7 @@ def _share(run: Run) -> Figure | None:
         return None
     x, label = _event_axis(run)
     kinds, sizes = np.array(prunes.kinds), np.array(prunes.sizes)
-    # nothing changes after the last event: a little of that is enough
+    # the curve is flat after the last event: show a little of it
     end = min(max([x[-1], *run.metrics.tokens[-1:]]), 1.25 * x[-1]) if label == "tokens" else x[-1]
     series = []
     for place, kind in enumerate(KINDS):
@@ -108,9 +108,9 @@ def _share(run: Run) -> Figure | None:
         series.append(line(NAMES[kind], kind, xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
     known = run.architecture is not None
     panel = Panel("removed", "percent" if known else "count", series, zero=True)
-    caption = "Share of the source's heads and channels that were removed, all layers together."
+    caption = "Share of the source's heads and channels that was removed, over all layers."
     if not known:
-        caption = "Heads and channels that were removed; the source's sizes are not known yet, so no shares."
+        caption = "Number of removed heads and channels; the source's sizes are not known yet."
     return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
 
 
@@ -131,9 +131,9 @@ def _loss(run: Run) -> Figure | None:
         panels.append(sizes)
     if not losses:
         return None
-    caption = "Ticks are prune events, coloured by type; dashed lines are compactions, where dead parts were cut out."
+    caption = "Ticks mark prune events, dashed lines compactions, which rebuild the model without its pruned parts."
     if len(taught):
-        caption += " Distillation: how far the predictions are from the teacher's (KL divergence)."
+        caption += " Distillation: KL divergence from the teacher."
     return Figure(
         "loss",
         "Loss and size",
@@ -148,7 +148,7 @@ def _loss(run: Run) -> Figure | None:
 
 
 def _calm_top(values: Floats) -> float | None:
-    """An end of the axis that a few spikes do not decide; the spikes stay in the data and leave at the top."""
+    """An upper axis limit that ignores a few spikes; they are cut off in the figure, not in the data."""
     if len(values) < 50:
         return None
     low, high, most = values.min(), np.quantile(values, 0.995), values.max()
@@ -157,7 +157,7 @@ def _calm_top(values: Floats) -> float | None:
 
 
 def size_steps(run: Run) -> tuple[Floats, Floats] | None:
-    """Tokens and parameters left: from the ledger, whose events are exact; the metrics say how far the run has come."""
+    """(tokens, parameters), from the ledger's prune events up to the last token in the metrics."""
     prunes, before = run.ledger.prunes, run.parameters_before
     tokens = run.metrics.tokens
     column = run.metrics.column("parameters")
@@ -217,21 +217,21 @@ def _optimizer(run: Run) -> Figure | None:
         panels.append(Panel("gradient norm", "number", [norms], log=True))
     skipped = metrics.column("skipped")
     missed = tokens[skipped.rows][skipped.values > 0]
-    note = f" {len(missed):,} steps were skipped (not finite)." if len(missed) else ""
+    note = f" {len(missed):,} steps were skipped (gradient not finite)." if len(missed) else ""
     rugs = [Rug("skipped steps", "warn", rounded(missed[:MAX_TICKS], 12))] if len(missed) else []
     if not panels:
         return None
-    caption = f"Gradient norms are those before clipping.{note}"
+    caption = f"Gradient norm before clipping.{note}"
     return Figure("optimizer", "Learning rate and gradient", caption, "tokens", "count", panels, [], rugs)
 
 
 def _tasks(run: Run) -> Figure | None:
-    """Whatever else callbacks measured in the loop, such as task accuracies."""
+    """Other metrics that callbacks wrote during training, such as task accuracies."""
     metrics, tokens = run.metrics, run.metrics.tokens
     known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
     known |= {"flops_per_token", "distill_loss"}
     names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
-    shares, others = Panel("accuracy", "percent", []), Panel("other measures", "number", [])
+    shares, others = Panel("accuracy", "percent", []), Panel("other metrics", "number", [])
     for place, name in enumerate(names[:MAX_TASKS]):
         column = metrics.column(name)
         is_share = name.startswith("tasks/") and column.values.min() >= 0 and column.values.max() <= 1
@@ -240,8 +240,10 @@ def _tasks(run: Run) -> Figure | None:
         panel.series.append(line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
     panels = [panel for panel in (shares, others) if panel.series]
     left = len(names) - MAX_TASKS
-    caption = "Measured in the loop." + (f" {left} more in metrics.jsonl." if left > 0 else "")
-    return Figure("tasks", "Evaluation on the way", caption, "tokens", "count", panels, wide=True) if panels else None
+    caption = "Evaluated during training." + (f" {left} more in metrics.jsonl." if left > 0 else "")
+    return (
+        Figure("tasks", "Evaluation during training", caption, "tokens", "count", panels, wide=True) if panels else None
+    )
 
 
 # Speed ------------------------------------------------------------------------------------------------------
@@ -257,10 +259,10 @@ def _throughput(run: Run) -> Figure | None:
     use = next((c for c in map(metrics.column, ("time.utilisation", "time.mfu", "utilisation", "mfu")) if len(c)), None)
     if use is not None:
         panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], _percent(use.values)))
-        about = "Utilisation is model FLOP/s against the device's peak."
+        about = "Utilisation: model FLOP/s relative to the device's peak."
     elif (flops := _flops(run, speed)) is not None:
         panels.append(_speed_panel("model TFLOP/s", "number", x, flops))
-        about = "TFLOP/s are 6 × parameters left × tokens per second."
+        about = "TFLOP/s: 6 × parameters × tokens per second."
     else:
         about = ""
     pauses = metrics.column("time.compaction")
@@ -268,11 +270,11 @@ def _throughput(run: Run) -> Figure | None:
     pauses_s = {int(steps[row]): float(value) for row, value in zip(pauses.rows, pauses.values, strict=True)}
     places = dict(zip(steps.astype(int).tolist(), clock.seconds.tolist(), strict=True))
     marks = _compactions(run, pauses_s, places) + [Mark(x, "stopped and resumed", "stop") for x in clock.stops[:50]]
-    stops = " Red ones are where the run was stopped and resumed; the time between is left out." if clock.stops else ""
+    stops = " Red lines mark stops and resumes; the time between them is not counted." if clock.stops else ""
     return Figure(
         "throughput",
         "Speed",
-        f"Over running time. Dashed lines are compactions.{stops} {about}".strip(),
+        f"Dashed lines mark compactions.{stops} {about}".strip(),
         "running time",
         "seconds",
         panels,
@@ -285,12 +287,12 @@ def _speed_panel(label: str, unit: Unit, x: Floats, y: Floats) -> Panel:
 
 
 def _percent(values: Floats) -> Floats:
-    """Written as a share or as a percentage."""
+    """Percentages, from shares or percentages."""
     result: Floats = values * 100 if values.max() <= 1.5 else values
     return result
 
 
-def _flops(run: Run, speed: Column) -> Floats | None:
+def _flops(run: Run, speed: MetricColumn) -> Floats | None:
     sizes = run.metrics.column("parameters")
     if len(sizes) != run.metrics.num_rows:
         return None

@@ -1,4 +1,4 @@
-"""Append-only files of JSON lines that another process may still be writing."""
+"""Reads JSON lines files that another process may still be appending to."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Record = dict[str, Any]
 
 
 class GrowingJsonLines:
-    """Hands out each complete line once; a line without its end waits for the next read.
+    """Returns each complete line once; an incomplete last line is left for the next read.
 
-    A file that was cut back (a resumed run drops what lies past its checkpoint) is read from the start again:
-    ``read`` then says so, and the caller forgets what it had.
+    A truncated file (a resumed run drops what lies past its checkpoint) is read from the start again; ``read`` reports
+    this, and the caller must discard earlier records.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bad = 0
         self.unfinished = False
-        """Whether the file ends inside a line."""
+        """Whether the file ends with an incomplete line."""
         self._offset = 0
         self._before_offset = b""
 
@@ -36,7 +36,7 @@ class GrowingJsonLines:
         return self.path.is_file()
 
     def read(self) -> tuple[bool, list[Record]]:
-        """(whether it begins anew, the records that came since the last call)."""
+        """(whether reading restarted, new records since the last call)."""
         try:
             with self.path.open("rb") as file:
                 restarted = not self._still_there(file)
@@ -56,7 +56,7 @@ class GrowingJsonLines:
             return restarted, self._records(complete.split(b"\n"))
 
     def _still_there(self, file: Any) -> bool:
-        """Whether what was read before is still the beginning of the file."""
+        """Whether the file still starts with what was read before."""
         if os.fstat(file.fileno()).st_size < self._offset:
             return False
         file.seek(self._offset - len(self._before_offset))
@@ -76,7 +76,7 @@ class GrowingJsonLines:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A hundred thousand new dictionaries hold no cycles; looking for them takes as long as the parsing."""
+    """Pause garbage collection: parsed records have no cycles, and looking for them doubles the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -87,7 +87,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _parsed(lines: list[bytes]) -> list[Any]:
-    """One value for each line, None for a broken one; whole ones are parsed together, which is three times as fast."""
+    """One value per line, None for an invalid one; valid lines are parsed together, which is three times as fast."""
     try:
         values = json.loads(b"[" + b",".join(lines) + b"]")
     except (ValueError, RecursionError):
@@ -103,7 +103,7 @@ def _value(line: bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The value in a JSON file, or None where there is none that can be read."""
+    """The value in a JSON file, or None if it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -111,7 +111,7 @@ def read_json(path: Path) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else: files of other versions may hold anything."""
+    """A finite number as float, or None for anything else: files of other versions may contain anything."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

@@ -1,13 +1,13 @@
-"""Parameters of every layer before and after, and the importance that decided (as in the Adapt-Pruner paper)."""
+"""Parameters of every layer before and after, and layer importance (as in the Adapt-Pruner paper)."""
 
 from __future__ import annotations
 
-from dwindle.report.figure import Figure, Panel, Series
+from dwindle.core.figure import Figure, Panel, Series
 from dwindle.report.run import Run
 
 
 def layer_figure(run: Run) -> Figure | None:
-    """None while no model of the run has been written."""
+    """The figure, or None before a structure with parameter counts has been written."""
     counts = [] if run.architecture is None else run.architecture.parameters
     if not counts:
         return None
@@ -15,15 +15,15 @@ def layer_figure(run: Run) -> Figure | None:
     before = Series("before", "valid", numbers, [b for b, _ in counts], "dots")
     after = Series("after", "size", numbers, [a for _, a in counts], "dots")
     panels = [Panel("parameters", "count", [before, after], zero=True)]
-    caption = "Parameters of every decoder layer, in the source and in what is left of it."
+    caption = "Parameters of every decoder layer, before and after pruning."
     if (importance := _importance(run, len(counts))) is not None:
         panels.append(importance)
-        caption += " Importance: how much a layer changes the stream (minus the cosine similarity, or a distance)."
+        caption += " Importance: the layer's change of the residual stream (negative cosine similarity, or a distance)."
     return Figure("layers", "Layer by layer", caption, "layer", "count", panels)
 
 
 def _importance(run: Run, num_layers: int) -> Panel | None:
-    """As measured first and last; None where layers were not weighed (other methods)."""
+    """First and last importance; None for methods that do not measure it."""
     found = [values for values in run.ledger.allocations if len(values) == num_layers]
     if not found:
         return None

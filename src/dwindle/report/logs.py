@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and ``ledger.jsonl`` as columns, tolerant of what other versions wrote or a crash cut off."""
+"""``metrics.jsonl`` and ``ledger.jsonl`` as columns, tolerant of other versions and truncated files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_DEPTH = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One quantity over the steps at which it was written."""
+class MetricColumn:
+    """One metric and the rows in which it was written."""
 
     rows: NDArray[np.int64]
     values: Floats
@@ -31,7 +31,7 @@ class Column:
 
 
 class MetricsLog:
-    """Every number of ``metrics.jsonl``, by name; nested ones as ``time.seconds``."""
+    """All numbers of ``metrics.jsonl`` by name; nested ones as ``time.seconds``."""
 
     def __init__(self, path: Path) -> None:
         self.lines = GrowingJsonLines(path)
@@ -41,7 +41,7 @@ class MetricsLog:
         self.num_rows = 0
         self.num_odd = 0
         """Records without a step or tokens."""
-        self._parts: dict[str, list[Column]] = {}
+        self._parts: dict[str, list[MetricColumn]] = {}
 
     def refresh(self) -> None:
         restarted, records = self.lines.read()
@@ -53,7 +53,7 @@ class MetricsLog:
         self.num_rows += len(usable)
 
     def _add(self, records: list[Record], prefix: str) -> None:
-        """Key by key over all new records: much faster than record by record."""
+        """Column by column over all new records, which is much faster than record by record."""
         for key in dict.fromkeys(chain.from_iterable(records)):
             values = [record.get(key) for record in records]
             if dict in set(map(type, values)):
@@ -63,20 +63,20 @@ class MetricsLog:
             numbers = _numbers(values)
             kept = np.flatnonzero(np.isfinite(numbers))
             if len(kept):
-                self._parts.setdefault(prefix + key, []).append(Column(kept + self.num_rows, numbers[kept]))
+                self._parts.setdefault(prefix + key, []).append(MetricColumn(kept + self.num_rows, numbers[kept]))
 
     @property
     def names(self) -> list[str]:
         return list(self._parts)
 
-    def column(self, name: str) -> Column:
-        """Empty where nothing of that name was written."""
+    def column(self, name: str) -> MetricColumn:
+        """Empty if nothing of that name was written."""
         parts = self._parts.get(name)
         if not parts:
-            return Column(np.zeros(0, dtype=np.int64), np.zeros(0))
+            return MetricColumn(np.zeros(0, dtype=np.int64), np.zeros(0))
         if len(parts) > 1:
             rows, values = [part.rows for part in parts], [part.values for part in parts]
-            parts[:] = [Column(np.concatenate(rows), np.concatenate(values))]
+            parts[:] = [MetricColumn(np.concatenate(rows), np.concatenate(values))]
         return parts[0]
 
     @property
@@ -97,7 +97,7 @@ def _has_place(record: Record) -> bool:
 
 
 def _numbers(values: list[Any]) -> Floats:
-    """NaN for everything that is not a number."""
+    """Floats; NaN for everything that is not a number."""
     try:
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -107,12 +107,12 @@ def _numbers(values: list[Any]) -> Floats:
 
 @dataclass(slots=True)
 class Compaction:
-    """The model was rebuilt at these sizes."""
+    """A compaction: the model was rebuilt at these sizes."""
 
     step: int
     tokens: int
     sizes: dict[str, list[int]]
-    """One number, or the smallest and the largest where layers differ."""
+    """One number, or the smallest and largest if layers differ."""
 
     @property
     def text(self) -> str:
@@ -121,13 +121,13 @@ class Compaction:
 
 @dataclass(slots=True)
 class Prunes:
-    """The prune events as columns; ``kinds`` are places in KINDS, missing saliencies are NaN."""
+    """Prune events as columns; ``kinds`` are indices into KINDS, missing saliencies are NaN."""
 
     steps: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[float] = field(default_factory=lambda: array("d"))
     kinds: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[float] = field(default_factory=lambda: array("d"))
-    """How many heads or channels left, over all layers."""
+    """Heads or channels removed, over all layers."""
     parameters: array[float] = field(default_factory=lambda: array("d"))
     saliency: tuple[array[float], ...] = field(default_factory=lambda: tuple(array("d") for _ in KINDS))
 
@@ -136,7 +136,7 @@ class Prunes:
 
 
 class LedgerLog:
-    """What left when, and which indices of the source are gone."""
+    """What was removed and when, with the removed indices of the source."""
 
     def __init__(self, path: Path) -> None:
         self.lines = GrowingJsonLines(path)
@@ -149,9 +149,9 @@ class LedgerLog:
         self.compactions: list[Compaction] = []
         self.prunes = Prunes()
         self.allocations: list[list[float]] = []
-        """The importance of every layer, iteration by iteration (method adapt)."""
+        """Importance of every layer, per iteration (method adapt)."""
         self.gone: dict[str, list[set[int]]] = {kind: [] for kind in KINDS}
-        """Removed indices: one set per layer (attn, ffn), one set in all (stem)."""
+        """Removed indices: a set per layer (attn, ffn), or a single set (stem)."""
 
     def refresh(self) -> None:
         restarted, records = self.lines.read()

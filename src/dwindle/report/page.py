@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else: style, scripts and data inside, opened from disk or served."""
+"""The report as a self-contained HTML file: style, scripts and data inside."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dwindle.report.summary import encode, fingerprint
 
 SCRIPTS = ("charts.js", "architecture.js", "page.js")
 MARKER = "<!-- dwindle report -->"
-"""Only files that hold it near their beginning are replaced unasked."""
+"""Only files with it near the start are overwritten without ``--overwrite``."""
 
 
 def render_page(summary: dict[str, Any], *, live: bool = False) -> str:
-    """The page of a summary; a live one asks its server for new data.
+    """The page of a summary; a live page polls its server for new data.
 
-    The policy lets only the page's own script run, by its hash: text from a run could not become code even if it
-    were to reach the markup.
+    The content security policy allows only the page's own script, by its hash: text from a run could not run as code
+    even if it reached the markup.
     """
     style = _static("page.css")
     script = "\n".join(_static(name) for name in SCRIPTS)
@@ -49,7 +49,7 @@ def render_page(summary: dict[str, Any], *, live: bool = False) -> str:
 </head>
 <body>
 <main><noscript><h1>{name}</h1>
-<p>The figures of this page are drawn by its own script: allow it to run.</p></noscript></main>
+<p>The figures are drawn by a script inside this page: enable JavaScript.</p></noscript></main>
 <script type="application/json" id="run-data">{_inert(encoded)}</script>
 <script>{script}</script>
 </body>
@@ -58,12 +58,12 @@ def render_page(summary: dict[str, Any], *, live: bool = False) -> str:
 
 
 def write_page(text: str, out: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Whole or not at all; an older report is replaced, any other file only with ``overwrite``."""
+    """Write the page atomically; an older report is overwritten, other files only with ``overwrite``."""
     out = Path(out)
     if out.is_dir():
         raise UserError(f"--out {out}: is a directory: name a file, such as {out / 'report.html'}")
     if out.exists() and not overwrite and not is_report(out):
-        raise UserError(f"--out {out}: exists and is no report of dwindle: choose another name or pass --overwrite")
+        raise UserError(f"--out {out}: exists and is not a dwindle report: choose another name or pass --overwrite")
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def write_page(text: str, out: str | os.PathLike[str], *, overwrite: bool = Fals
             os.fsync(file.fileno())
         os.replace(temporary, out)
     except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror or error}): choose another place") from error
+        raise UserError(f"--out {out}: cannot be written ({error.strerror or error}): choose another file") from error
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -97,7 +97,7 @@ def _hash(script: str) -> str:
 
 
 def _inert(encoded: bytes) -> str:
-    """JSON that no HTML parser can take for markup, and no script parser for the end of a line."""
+    """JSON escaped so that it can contain neither markup nor JavaScript line terminators."""
     text = encoded.decode()
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")

@@ -1,7 +1,7 @@
-"""Evaluation and latency results that lie beside a run, as tables.
+"""Tables of evaluation and latency results found in a run's directory.
 
-Files that ``dwindle eval --out`` and ``dwindle bench latency --json`` write are shown in columns made for them;
-any other JSON with rows of named values is shown as it is.
+Files of ``dwindle eval --out`` and ``dwindle bench latency --json`` get their own columns; other JSON files with rows
+of named values are shown as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def result_tables(run: Run) -> list[Table]:
-    """Every result file in the run and in its model, evaluation first."""
+    """A table per result file in the run and its model, evaluations first."""
     tables: list[Table] = []
     for title, path in _result_files(run.folder):
         place = path.relative_to(run.folder).as_posix()
@@ -43,7 +43,7 @@ def _result_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _recognised(value: Any) -> Iterator[tuple[str, str, list[Row]]]:
-    """(title or nothing, what to say about it, rows) for each table in a file."""
+    """(title or "", note, rows) for each table in a file."""
     try:
         if isinstance(value, dict) and str(value.get("format", "")).startswith("dwindle-eval"):
             yield from _evaluation(value)
@@ -52,7 +52,7 @@ def _recognised(value: Any) -> Iterator[tuple[str, str, list[Row]]]:
             yield "", _latency_note(value), [_latency_row(row) for row in value["rows"]]
             return
     except (KeyError, IndexError, TypeError, AttributeError):
-        pass  # of another version: shown as it is
+        pass  # another version: shown as is
     yield "", "", rows_of(value)
 
 
@@ -122,7 +122,7 @@ def rows_of(value: Any) -> list[Row]:
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> Row:
-    """Nested names joined by spaces, spreads as one cell; lists are left out."""
+    """Nested names joined by spaces, spreads as one cell, without lists."""
     result: Row = {}
     for key, value in row.items():
         if isinstance(value, dict) and not _is_spread(value):
@@ -140,7 +140,7 @@ def _table(identity: str, title: str, note: str, rows: list[Row]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     shown, cut = columns[:MAX_COLUMNS], ""
     if len(columns) > MAX_COLUMNS or len(rows) > MAX_ROWS:
-        cut = f"; {len(rows)} rows and {len(columns)} columns there"
+        cut = f"; shortened from {len(rows)} rows and {len(columns)} columns"
     cells = [[_cell(row.get(column)) for column in shown] for row in rows[:MAX_ROWS]]
     return Table(identity, title, f"{note}{cut}.", shown, cells)
 

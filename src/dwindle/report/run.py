@@ -1,4 +1,4 @@
-"""One run directory as the report sees it: logs, architecture, status, and what is missing."""
+"""A run directory as the report reads it: logs, architecture, status, and missing parts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dwindle.report.target import target_missed
 
 Status = Literal["finished", "running", "stopped", "pruned", "unpruned"]
 MODELS: tuple[Status, ...] = ("pruned", "unpruned")
-"""Model directories by themselves, which have neither metrics nor a recipe."""
+"""Model directories without metrics or recipe."""
 
 _RECIPE_LIMIT_BYTES = 100_000
 _FRESH_S = 120.0
 
 
 class Run:
-    """A directory of ``dwindle pretrain``, or a model directory of ``dwindle prune``; ``refresh`` reads what is new."""
+    """A run of ``dwindle pretrain``, or a model directory of ``dwindle prune``; ``refresh`` reads new records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,14 +47,14 @@ class Run:
         self.status = status_of(self.folder)
 
     def signature(self) -> object:
-        """Changes whenever one of the files that ``refresh`` and the result tables read does."""
+        """Changes when a file changes that ``refresh`` or the result tables read."""
         names = ("metrics.jsonl", "ledger.jsonl", "recipe.toml", "structure.json", "model/structure.json")
         folders = (".", "model", "evaluation", "model/evaluation", "checkpoints", "milestones")
         return status_of(self.folder), [_stamp(self.folder / name) for name in (*names, *folders)]
 
     @property
     def source_name(self) -> str:
-        """What was made smaller; a path is shortened to its last part."""
+        """Name of the source model; a path is shortened to its last part."""
         named = self.ledger.source_name or setting(self.recipe, "source", "model")
         return short_name(str(named)) if named else ""
 
@@ -73,48 +73,46 @@ class Run:
 
     @property
     def target_missed(self) -> bool:
-        """Whether it ended above the size that it was to have."""
+        """Whether the run finished above its target size."""
         return self.status == "finished" and target_missed(
             self.recipe, self.ledger.source, self.parameters_after, read_structure(self.folder)
         )
 
     def missing(self) -> list[str]:
-        """What the page cannot show, and why; each a line for a person."""
+        """What the report cannot show, and why, one line each."""
         lines = []
         for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
             name, found = log.lines.path.name, log.lines
             if not found.exists:
                 if not (name == "metrics.jsonl" and self.status in MODELS):
-                    lines.append(f"{name} is not there: {what} cannot be shown.")
+                    lines.append(f"{name} is missing: {what} cannot be shown.")
                 continue
             if found.num_bad:
-                lines.append(f"{name}: {_lines(found.num_bad)} could not be read and {_were(found.num_bad)} left out.")
+                lines.append(f"{name}: {_lines(found.num_bad)} could not be parsed and {_were(found.num_bad)} skipped.")
             if log.num_odd:
                 lines.append(
-                    f"{name}: {_lines(log.num_odd)} of an unknown kind {_were(log.num_odd)} left out "
+                    f"{name}: {_lines(log.num_odd)} of an unknown kind {_were(log.num_odd)} skipped "
                     "(written by another version?)."
                 )
             if found.unfinished:
-                lines.append(f"{name} ends inside a line: that line is still being written, or was cut off.")
+                lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
         if self.ledger.lines.exists and not self.ledger.source:
-            lines.append("ledger.jsonl does not say what the source was: shares of it cannot be computed.")
+            lines.append("ledger.jsonl has no source event: shares of the source cannot be shown.")
         if self.ledger.lines.exists and self.architecture is None:
-            lines.append(
-                "No structure.json and no checkpoint that fits the ledger: the architecture is drawn once there is one."
-            )
+            lines.append("No structure.json or checkpoint fits the ledger yet: the architecture cannot be shown.")
         if self.recipe_text is None and self.status not in MODELS:
-            lines.append("recipe.toml is not there: the recipe cannot be shown.")
+            lines.append("recipe.toml is missing: the recipe cannot be shown.")
         return lines
 
 
 def open_run(folder: str | os.PathLike[str]) -> Run:
-    """Refuses what is no run at all; anything that has one of the files is shown as far as it goes."""
+    """Read a run; raises unless the directory has at least one of a run's files."""
     path = Path(folder)
     if not path.is_dir():
-        raise UserError(f"{path}: is not a directory: give the directory that dwindle pretrain or prune wrote")
+        raise UserError(f"{path}: is not a directory: give one that dwindle pretrain or prune wrote")
     if not is_run(path):
         raise UserError(
-            f"{path}: holds no recipe.toml, metrics.jsonl or ledger.jsonl: give a directory that dwindle "
+            f"{path}: has no recipe.toml, metrics.jsonl or ledger.jsonl: give a directory that dwindle "
             "pretrain or prune wrote (`dwindle runs DIR` lists them)"
         )
     run = Run(path)
@@ -127,7 +125,7 @@ def is_run(folder: Path) -> bool:
 
 
 def status_of(folder: Path) -> Status:
-    """A model directory by itself is ``pruned`` if anything left; a run is finished once its model is written."""
+    """A run is finished once its model is written; a model directory is ``pruned`` if its ledger has prune events."""
     if (folder / "config.json").is_file() and (folder / "structure.json").is_file():
         return "unpruned" if _has_only_source(folder / "ledger.jsonl") else "pruned"
     if (folder / "model" / "config.json").is_file():
@@ -136,7 +134,7 @@ def status_of(folder: Path) -> Status:
 
 
 def _has_only_source(ledger: Path) -> bool:
-    """Whether a ledger ends with its first line, as that of an exported source does."""
+    """Whether a ledger has one line only, like that of an unpruned export."""
     try:
         with ledger.open("rb") as file:
             return bool(file.readline()) and not file.readline()
@@ -145,7 +143,7 @@ def _has_only_source(ledger: Path) -> bool:
 
 
 def _is_locked(lock: Path, log: Path) -> bool:
-    """Whether a process holds the run's lock; asked of the kernel's list, because trying the lock could disturb it."""
+    """Whether a process holds the run's lock, from the kernel's list: trying the lock could interfere with the run."""
     try:
         inode = lock.stat().st_ino
     except OSError:
@@ -159,7 +157,7 @@ def _is_locked(lock: Path, log: Path) -> bool:
 
 
 def read_structure(folder: Path) -> dict[str, Any] | None:
-    """What the final model kept; None where nothing says it."""
+    """The final model's structure; None if it has not been written."""
     found = read_json(folder / "model" / "structure.json")
     return found if isinstance(found, dict) else None
 
@@ -192,7 +190,7 @@ def setting(recipe: dict[str, Any], section: str, key: str) -> Any:
 
 
 def short_name(source: str) -> str:
-    """A local path's last part; hub ids and aliases as they are."""
+    """The last part of a local path; hub ids and aliases unchanged."""
     if source.startswith(("/", ".", "~")) or "\\" in source:
         return source.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
     return source

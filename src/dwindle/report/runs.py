@@ -1,4 +1,4 @@
-"""``dwindle runs DIR``: every run below a directory in one table, from the ends of their files only."""
+"""``dwindle runs DIR``: a table of all runs below a directory; only the ends of their files are read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dwindle.report.target import target_missed
 
 MAX_DEPTH = 4
 MISSED = "target missed"
-"""The status of a run that ended above its target."""
+"""Status of a run that finished above its target."""
 _TAIL_BYTES = 1 << 18
 _COLUMNS = ("source.model", "prune.target", "training.tokens")
-"""Settings that have a column of their own."""
+"""Settings with their own column."""
 _INNER = {"model", "checkpoints", "milestones", "tokens", "tensorboard"}
 
 
 @dataclass(slots=True)
 class RunRow:
-    """One line of the table."""
+    """One row of the table."""
 
     run: str
     status: str
@@ -43,20 +43,26 @@ class RunRow:
     loss: float | None
     valid_loss: float | None
     settings: Settings = field(default_factory=dict)
-    """Those that are not the same in all runs of the table, by dotted name."""
+    """Settings that differ between the runs of the table, by dotted name."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def list_runs(folder: Path) -> list[RunRow]:
-    """Runs in ``folder`` and below it, by path; ``folder`` itself may be one."""
+    """Runs in and below ``folder``, sorted by path; ``folder`` itself may be one."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: is not a directory: give the one that holds your runs, such as runs")
+        raise UserError(f"{folder}: is not a directory: give the one that contains your runs, such as runs")
     rows = [_row(path, folder) for path in _find(folder, MAX_DEPTH)]
     for row, different in zip(rows, different_settings([row.settings for row in rows]), strict=True):
         row.settings = {key: value for key, value in different.items() if key not in _COLUMNS}
     return rows
+
+
+def missed_target(folder: str) -> bool:
+    """Whether ``folder`` is a run that finished above its target."""
+    path = Path(folder)
+    return is_run(path) and _row(path, path).status == MISSED
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
@@ -102,7 +108,7 @@ def _row(path: Path, root: Path) -> RunRow:
 
 
 def render_runs(rows: list[RunRow]) -> Table:
-    """The table for a terminal; what all runs share is said once, above and below it."""
+    """The table for a terminal; what the runs share is in its title and caption."""
     same_source = len(rows) > 1 and len({(row.source, row.source_parameters) for row in rows}) == 1
     usual, differ = _usual(rows), any(row.settings for row in rows)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
@@ -113,7 +119,7 @@ def render_runs(rows: list[RunRow]) -> Table:
     if differ:
         table.add_column("differs in", overflow="fold", min_width=14)
     if usual:
-        table.caption = escape(f"where nothing is said: {short_settings(usual, with_off=True)}")
+        table.caption = escape(f"unless noted: {short_settings(usual, with_off=True)}")
     if same_source:
         table.title = escape(f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters")
     for row in rows:
@@ -132,7 +138,7 @@ def render_runs(rows: list[RunRow]) -> Table:
 
 
 def _usual(rows: list[RunRow]) -> Settings:
-    """Of every setting that differs the value that most runs have; none where most leave it open."""
+    """The most common value of every setting that differs; omitted if most runs do not set it."""
     usual: Settings = {}
     for key in dict.fromkeys(key for row in rows for key in row.settings):
         values = [row.settings.get(key) for row in rows]
@@ -166,9 +172,9 @@ def _first_record(path: Path) -> Record:
 
 
 def _last_records(path: Path, wanted: Callable[[Record], bool]) -> list[Record]:
-    """Wanted records at the end of a file, of which as much is read as it takes to find one.
+    """Wanted records near the end of a file, reading backwards until at least one is found.
 
-    The first line there may be half of one and is left out.
+    The first line that is read may be incomplete and is skipped.
     """
     tail = _TAIL_BYTES
     while True:

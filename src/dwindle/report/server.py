@@ -1,6 +1,6 @@
-"""``dwindle report --watch``: the page on the loopback interface, drawn anew as the run writes.
+"""``dwindle report --watch``: serves the report on the loopback interface and updates it while the run writes.
 
-No address is ever mapped to a file: the server knows three names and answers everything else with 404.
+No URL is mapped to a file: the server knows three routes and answers everything else with 404.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 class LiveReport:
-    """A run read again when somebody asks and something has changed; one reader at a time."""
+    """The summary of a run, refreshed on request if its files changed; thread-safe."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -39,7 +39,7 @@ class LiveReport:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves one run, to this machine only."""
+    """Serves the report of one run, to this machine only."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -50,10 +50,10 @@ class ReportServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
-            raise UserError(f"--port {port}: cannot be used ({why}): choose another, or 0 for any") from error
+            raise UserError(f"--port {port}: cannot be used ({why}): choose another, or 0 for any free port") from error
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that goes away in the middle is no error."""
+        """Ignore clients that disconnect."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -79,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_own_name():
-            self._answer(HTTPStatus.FORBIDDEN, b"ask for 127.0.0.1\n", "text/plain; charset=utf-8")
+            self._answer(HTTPStatus.FORBIDDEN, b"use the address 127.0.0.1\n", "text/plain; charset=utf-8")
             return
         path = urlsplit(self.path).path
         if path == "/":
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, b"not found\n", "text/plain; charset=utf-8")
 
     def _is_own_name(self) -> bool:
-        """Refuses other host names, so that no web page elsewhere can read the run through a name it controls."""
+        """Whether the Host header is ours: other names are refused, against DNS rebinding by other web pages."""
         port = self.server.server_port
         return self.headers.get("Host") in (f"{HOST}:{port}", f"localhost:{port}")
 
@@ -128,4 +128,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet: the terminal may show the run."""
+        """No access log: the terminal may show the run."""

@@ -1,4 +1,4 @@
-"""What makes runs different: their settings, those that are not the same in all, and short words for them."""
+"""The settings in which runs differ, and a short form of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Settings = dict[str, Any]
 MAX_SHOWN = 5
 
 _FIRST = ("prune.method", "prune.metric", "prune.selection", "prune.second_order", "distill.weight", "training.tokens")
-# What says where or how fast, not what comes out.
+# Settings that do not change the result.
 _ASIDE = {
     "source.device",
     "training.micro_batch",
@@ -32,7 +32,7 @@ _ASIDE = {
 
 
 def settings_of(recipe: Mapping[str, Any], source: Record) -> Settings:
-    """Of the recipe; the ledger's first event (``source``) adds the metric that was chosen, and what prune was told."""
+    """Settings of the recipe; the ledger's ``source`` event adds the metric or, without a recipe, all its options."""
     found = {
         f"{section}.{key}": value
         for section, table in recipe.items()
@@ -47,14 +47,14 @@ def settings_of(recipe: Mapping[str, Any], source: Record) -> Settings:
 
 
 def different_settings(runs: Sequence[Settings]) -> list[Settings]:
-    """Of every run the settings that have several values among the runs, the telling ones first."""
+    """For each run the settings that differ among the runs, the most important first."""
     keys = dict.fromkeys(key for settings in runs for key in settings)
     different = sorted((key for key in keys if len(_values(key, runs)) > 1), key=_rank)
     return [{key: run[key] for key in different if key in run} for run in runs]
 
 
 def _values(key: str, runs: Sequence[Settings]) -> set[str]:
-    """A recipe that has the section but not the key leaves it open, which is a value too (``ratio`` or ``horizon``)."""
+    """The values of a key; a recipe with its section but without the key counts as one (``ratio`` or ``horizon``)."""
     section = key.split(".")[0] + "."
     asked = [run for run in runs if key in run or ("source.model" in run and any(k.startswith(section) for k in run))]
     return {json.dumps(run.get(key)) for run in asked}
@@ -65,7 +65,7 @@ def _rank(key: str) -> int:
 
 
 def short_settings(settings: Settings, *, with_off: bool = False) -> str:
-    """``adapt, distilled 0.75``; what is off (no, empty) is left out unless asked for."""
+    """Such as ``adapt, distilled 0.75``; settings that are off are included only with ``with_off``."""
     shown = [words for key, value in settings.items() if (words := _words(key, value, with_off))]
     more = len(shown) - MAX_SHOWN
     return ", ".join(shown[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")

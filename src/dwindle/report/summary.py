@@ -1,4 +1,4 @@
-"""Everything the page says about a run, as one JSON object; the page only draws it."""
+"""The content of the report page as one JSON object."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from dwindle import __version__
-from dwindle.core.sizes import format_count
+from dwindle.core.figure import plain
+from dwindle.core.sizes import format_count, format_range
 from dwindle.report.architecture import ArchitectureView
-from dwindle.report.figure import plain
 from dwindle.report.figures import NAMES, build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import Run
@@ -18,7 +18,7 @@ from dwindle.report.target import target_count
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The page's data; free of the time of day, so that an unchanged run gives the same object."""
+    """The page's data; contains no time stamps, so that an unchanged run gives the same object."""
     view = run.architecture
     cost = cost_table(run)
     return {
@@ -58,25 +58,26 @@ def _status_text(run: Run) -> str:
 
 
 def _story(run: Run) -> str:
-    """The run in one or two sentences."""
+    """The run in one sentence or two."""
     before, after = run.parameters_before, run.parameters_after
     source = run.source_name or "the source"
     if before is None or after is None:
         return f"A run of {source}." if run.source_name else ""
     tokens = run.metrics.last("tokens")
-    trained = f" {format_count(tokens)} tokens of training" if tokens else ""
+    trained = f" over {format_count(tokens)} tokens of training" if tokens else ""
     goal = target_count(run.recipe, run.ledger.source)
-    start = f"The {format_count(before)} parameters of {source}"
-    parts = _what_left(run)
-    removed = f": {parts} were removed." if parts else "."
+    sizes = f"from {format_count(before)} to {format_count(after)} parameters"
+    parts = _what_was_removed(run)
+    removed = f" Removed: {parts}." if parts else ""
     if goal is not None and after > goal and run.status != "finished":
-        so_far = f"{format_count(after)} are left" + (f" after{trained}" if trained else "")
-        return f"{start} are on their way to {format_count(goal)}; {so_far}{removed}"
+        return f"{source}, pruned {sizes}{trained} so far; the target is {format_count(goal)}.{removed}"
+    if after == before:
+        return f"{source} with {format_count(after)} parameters, not pruned{trained}."
     missed = f" The target of {run.target} was missed." if run.target_missed else ""
-    return f"{start} became {format_count(after)}" + (f" over{trained}" if trained else "") + removed + missed
+    return f"{source}, pruned {sizes}{trained}.{removed}{missed}"
 
 
-def _what_left(run: Run) -> str:
+def _what_was_removed(run: Run) -> str:
     view = run.architecture
     if view is None or not view.layers:
         parts = [f"{n:,} {NAMES[kind]}" for kind in NAMES if (n := run.ledger.num_gone(kind))]
@@ -88,15 +89,15 @@ def _what_left(run: Run) -> str:
     if heads:
         parts.append(f"{heads:.3g} of {view.total('attn') / num:.4g} attention heads")
     if ffn:
-        parts.append(f"{_whole(ffn)} of {_whole(view.total('ffn') / num)} FFN channels")
+        parts.append(f"{_rounded(ffn)} of {_rounded(view.total('ffn') / num)} FFN channels")
     alike = len({(la.queries_after, la.ffn_after) for la in view.layers}) == 1
-    in_each = f"{_and(parts)} in {'each layer' if alike else 'a layer on average'}" if parts else ""
+    in_each = f"{_and(parts)} in {'each layer' if alike else 'each layer on average'}" if parts else ""
     stem = f"{hidden:,} of {view.hidden_before:,} hidden channels" if hidden else ""
     return " and ".join(part for part in (in_each, stem) if part)
 
 
-def _whole(value: float) -> str:
-    return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
+def _rounded(value: float) -> str:
+    return f"{value:,.1f}".removesuffix(".0")
 
 
 def _and(parts: list[str]) -> str:
@@ -135,7 +136,7 @@ def _tiles(run: Run) -> list[dict[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """``3 d 4 h``, ``2 h 05 min``, ``41 s``."""
+    """Such as ``3 d 4 h``, ``2 h 05 min`` or ``41 s``."""
     minutes, hours = divmod(round(seconds), 60)[0], round(seconds) // 3600
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
@@ -147,14 +148,15 @@ def duration(seconds: float) -> str:
 def _architecture(view: ArchitectureView) -> dict[str, Any]:
     layers = view.layers
     queries = [len(la.kv_of_query) for la in layers], [la.queries_after for la in layers]
+    ffn = [la.ffn_before for la in layers], [la.ffn_after for la in layers]
     kv_before: list[int] = [la.kv_before for la in layers if la.kv_before is not None]
     kv_after = [la.kv_after for la in layers]
     known = len(kv_before) == len(layers)
     totals = [
         ["hidden channels", f"{view.hidden_before:,}", f"{view.hidden_after:,}"],
-        ["query heads in a layer", _span(queries[0]), _span(queries[1])],
-        ["key/value heads in a layer", _span(kv_before) if known else "?", _span(kv_after)],
-        ["FFN channels in a layer", _span([la.ffn_before for la in layers]), _span([la.ffn_after for la in layers])],
+        ["query heads per layer", format_range(queries[0]), format_range(queries[1])],
+        ["key/value heads per layer", format_range(kv_before) if known else "unknown", format_range(kv_after)],
+        ["FFN channels per layer", format_range(ffn[0]), format_range(ffn[1])],
     ]
     if known:
         totals.append(["key/value cache", "100%", f"{sum(kv_after) / sum(kv_before):.0%}"])
@@ -164,9 +166,3 @@ def _architecture(view: ArchitectureView) -> dict[str, Any]:
         "totals": totals,
         "found_in": view.found_in,
     }
-
-
-def _span(values: list[int]) -> str:
-    """One number where all layers agree, else from the least to the most."""
-    low, high = min(values), max(values)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

@@ -1,4 +1,4 @@
-"""What a run cost, beside the published costs."""
+"""The cost of a run, beside published costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dwindle.report.run import Run
 
 @dataclass(slots=True)
 class Table:
-    """Text cells; ``strong`` are the rows of this run among others."""
+    """A table of text cells; ``strong`` lists the rows of this run among others."""
 
     id: str
     title: str
@@ -23,7 +23,7 @@ class Table:
     strong: list[int] = field(default_factory=list)
 
 
-# "Author feedback" of EfficientLLM, Table 3: published, measured by its authors on their machines.
+# EfficientLLM, author feedback, Table 3: measured by its authors on their machines.
 PUBLISHED_COST = (
     ("Qwen2.5-0.5B", "17T", "199,467", "–", "–", "–", "–", "199,467"),
     ("EfficientLLM-457M", "–", "–", "72.1B", "2,166", "50B", "1,018", "3,184"),
@@ -33,7 +33,7 @@ PUBLISHED_COST = (
 
 @dataclass(slots=True)
 class Cost:
-    """Device hours and tokens: while groups left, and after the last one."""
+    """Device hours and tokens, until the last prune event and after it."""
 
     num_devices: int
     pruning_tokens: float
@@ -68,7 +68,7 @@ def cost_of(run: Run) -> Cost | None:
 
 
 def cost_table(run: Run) -> Table | None:
-    """This run in the columns of the published table; its first lines are the published rows."""
+    """This run in the columns of the published table, followed by the published rows."""
     cost = cost_of(run)
     if cost is None:
         return None
@@ -87,8 +87,8 @@ def cost_table(run: Run) -> Table | None:
     columns = ["model", "pretraining tokens", "hours", "pruning tokens", "hours", "continued tokens", "hours", "total"]
     devices = "1 device" if cost.num_devices == 1 else f"{cost.num_devices} devices"
     note = (
-        f"Hours of this run are device hours: running time on {devices}, validation and pauses included. The other "
-        "rows are published GPU hours (EfficientLLM, author feedback, Table 3), not measured here and on other devices."
+        f"Hours of this run are device hours on {devices}, including validation and pauses. The other rows are "
+        "published GPU hours (EfficientLLM, author feedback, Table 3) on other devices, not measured here."
     )
     rows = [own, *(["published: " + row[0], *row[1:]] for row in PUBLISHED_COST)]
     return Table("cost", "Cost", note, columns, rows, [0])

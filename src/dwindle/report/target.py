@@ -1,4 +1,4 @@
-"""The size that a run aims at, and whether it got there, from its ledger and recipe alone."""
+"""The target size of a run and whether it was reached, from its ledger and recipe."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from dwindle.report.jsonlines import Record, number
 
 
 def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
-    """Parameters at the target: as the pacing wrote it into the ledger, else from the recipe; None if neither says it.
-
-    ``source`` is the ledger's first event.
-    """
+    """Parameters at the target: from the ledger's ``source`` event, else from the recipe; None if neither says so."""
     options = source.get("options")
     pacing = options.get("pacing") if isinstance(options, dict) else None
     written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
     if written is not None and written > 0:
         return int(written)
-    from dwindle.recipe.checks import parse_size  # the only thing here that may load torch, and rarely asked
+    from dwindle.recipe.checks import parse_size  # may load torch; rarely needed
 
     total = number(source.get("parameters"))
     try:
@@ -40,9 +37,9 @@ def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
 def target_missed(
     recipe: Mapping[str, Any], source: Record, parameters: float | None, structure: Record | None
 ) -> bool:
-    """Whether a finished run is larger than it was to become; False where that cannot be told.
+    """Whether a finished run is larger than its target; False if that is unknown.
 
-    A target of sizes (``heads=8``) is compared with ``structure``: its count in the ledger is an estimate.
+    A target shape (``heads=8``) is compared with ``structure``, because its count in the ledger is an estimate.
     """
     target = _target(recipe)
     if "=" in target:

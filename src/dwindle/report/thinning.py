@@ -1,4 +1,4 @@
-"""Fewer points that draw the same line."""
+"""Thins series to fewer points that draw the same line."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dwindle.report.logs import Floats
 
 
 def thin(y: Floats, num_points: int) -> NDArray[np.int64]:
-    """Places of at most about ``num_points`` values: the first, last, lowest and highest of equal buckets.
+    """Indices of about ``num_points`` values: the first, the last, and the extremes of equal buckets.
 
-    Unlike taking every n-th, a single spike in a hundred thousand steps stays in the picture.
+    Unlike taking every n-th value, this keeps a single spike in a hundred thousand steps visible.
     """
     if len(y) <= num_points:
         return np.arange(len(y))
@@ -28,7 +28,7 @@ def thin(y: Floats, num_points: int) -> NDArray[np.int64]:
 
 
 def thin_steps(y: Floats, num_points: int) -> NDArray[np.int64]:
-    """For quantities that change in steps: the places of changes, then thinned."""
+    """The same for step functions: indices of changes, then thinned."""
     if len(y) == 0:
         return np.arange(0)
     changes = np.concatenate([[0], 1 + np.flatnonzero(np.diff(y)), [len(y) - 1]])
@@ -38,7 +38,7 @@ def thin_steps(y: Floats, num_points: int) -> NDArray[np.int64]:
 
 
 def moving_mean(y: Floats, window: int) -> Floats:
-    """Mean over a centred window, cut off at both ends."""
+    """Mean over a centred window, truncated at both ends."""
     if window <= 1 or len(y) == 0:
         return y
     sums = np.concatenate([[0.0], np.cumsum(y)])
@@ -50,7 +50,7 @@ def moving_mean(y: Floats, window: int) -> Floats:
 
 
 def rounded(values: Floats, digits: int = 5) -> list[float | int]:
-    """Short numbers for JSON: whole ones as integers, others to significant digits."""
+    """Short numbers for JSON: integers where exact, otherwise ``digits`` significant digits."""
     result: list[float | int] = []
     for value in values.tolist():
         result.append(int(value) if value == int(value) else float(f"{value:.{digits}g}"))

@@ -12,10 +12,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -25,11 +24,14 @@ from torch import Tensor
 from dwindle.anatomy import Anatomy
 from dwindle.core.config import takes
 from dwindle.core.directories import atomic_directory, refuse_existing
-from dwindle.core.errors import UserError, install_hint
+from dwindle.core.drawing import pyplot_settings, write_figure
+from dwindle.core.errors import UserError
+from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.json_safe import finite
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
 from dwindle.data import DataConfig, calibration_windows, check_inputs, validation_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
@@ -42,7 +44,6 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
-from dwindle.run.prune import DEFAULT_TEXT
 from dwindle.sources import Loaded, load, load_config, needed_tokenizer
 from dwindle.sources.config import ModelConfig
 from dwindle.training.config import CheckpointConfig, TrainingConfig
@@ -420,48 +421,34 @@ def _no_score(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
 
 def _check_output(out: Path, overwrite: bool, sources: Sequence[str | PathLike[str]]) -> None:
     refuse_existing(out, marker=FILE, overwrite=overwrite, sources=sources)
-    _pyplot()
+    with pyplot_settings():
+        pass  # a missing matplotlib is reported before the work
 
 
 def write_comparison(result: Comparison, out: Path, *, overwrite: bool = False) -> None:
     """``compare.json``, and the figure as PNG and SVG."""
     with atomic_directory(out, marker=FILE, overwrite=overwrite) as folder:
         (folder / FILE).write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-        drawn = _draw(result)
-        for suffix in ("png", "svg"):
-            drawn.savefig(folder / f"compare.{suffix}", dpi=150, bbox_inches="tight")
-        _pyplot().close(drawn)
+        write_figure(_figure(result), folder, dpi=150)
 
 
-def _pyplot() -> Any:
-    try:
-        matplotlib = import_module("matplotlib")
-        matplotlib.use("Agg")
-        return import_module("matplotlib.pyplot")
-    except ImportError:
-        raise UserError(f"--out: the figure needs matplotlib: {install_hint('plots')}") from None
-
-
-def _draw(result: Comparison) -> Any:
-    """Loss over what was removed, one line for each metric; the second order dashed; with training a second panel."""
-    kinds = ["loss", "trained_loss"] if result.training_tokens else ["loss"]
-    titles = {"loss": "without training", "trained_loss": f"with {format_count(result.training_tokens)} tokens"}
-    figure, axes = _pyplot().subplots(1, len(kinds), figsize=(5.2 * len(kinds), 3.8), squeeze=False)
+def _figure(result: Comparison) -> Figure:
+    """Loss over what was removed, one line per metric, dashed with second order; with training a second panel."""
+    kinds = {"loss": "without training"}
+    if result.training_tokens:
+        kinds["trained_loss"] = f"with {format_count(result.training_tokens)} tokens"
     metrics = list(dict.fromkeys(cell.metric for cell in result.cells))
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        axis.axhline(result.loss, color="#8f8b83", linewidth=0.8, linestyle=":")
+    panels: list[Panel] = []
+    for kind, title in kinds.items():
+        series = [
+            Series("source", "size", [0, 100 * max(c.removed for c in result.cells)], [result.loss] * 2, "target")
+        ]
         for name in dict.fromkeys(cell.name for cell in result.cells):
             cells = sorted((c for c in result.cells if c.name == name), key=lambda c: c.removed)
-            axis.plot(
-                [100 * cell.removed for cell in cells],
-                [getattr(cell, kind) for cell in cells],
-                marker="o",
-                markersize=3,
-                color=f"C{metrics.index(cells[0].metric)}",
-                linestyle="--" if cells[0].second_order else "-",
-                label=name,
-            )
-        axis.set(title=titles[kind], xlabel="parameters removed, %", ylabel="nats per token, held-out text")
-    axes[0][-1].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(result.model if result.complete else f"{result.model} (interrupted)")
-    return figure
+            x: list[float | int] = [100 * cell.removed for cell in cells]
+            y: list[float | int] = [getattr(cell, kind) for cell in cells]
+            style: Literal["dashed", "dots"] = "dashed" if cells[0].second_order else "dots"
+            series.append(Series(name, f"task{metrics.index(cells[0].metric)}", x, y, style))
+        panels.append(Panel(f"{title}, nats per token on held-out text", "number", series, height=2, legend=not panels))
+    title = result.model if result.complete else f"{result.model} (interrupted)"
+    return Figure("compare", title, "", "parameters removed", "percent", panels)

@@ -20,6 +20,7 @@ from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.data import calibration_windows
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure
@@ -27,9 +28,6 @@ from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
 from dwindle.sources import Loaded, load, load_config, needed_tokenizer
-
-DEFAULT_TEXT = "pydoc"
-"""Calibration text that every machine has: the prose of CPython's own documentation."""
 
 
 @dataclass(slots=True, repr=False)

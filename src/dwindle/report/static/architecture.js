@@ -1,5 +1,5 @@
 "use strict";
-// The model before and after: a row for each layer, and the query → key/value map of the chosen one.
+// The model before and after: a row per layer, and the query → key/value map of the selected one.
 
 function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
   const width = Math.max(forcedWidth || holder.clientWidth, 260);
@@ -21,7 +21,7 @@ function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
     "aria-label": "Layers of the model before and after" });
   drawHidden(root, view, left, width - tail, small);
   const title = (x, words) => root.append(shape("text", { class: "panel-label", x, y: top - 10 }, words));
-  const shared = headsWidth + text > 190 ? "query over key/value heads" : "q / kv heads";
+  const shared = headsWidth + text > 190 ? "query heads, by key/value head" : "q / kv heads";
   title(left, single ? "attention heads" : shared);
   title(ffnLeft, small ? "FFN" : "FFN channels");
   view.layers.forEach((layer, index) => {
@@ -70,7 +70,7 @@ function drawHidden(root, view, left, right, small) {
   const [before, after] = view.hidden;
   const width = right - left;
   const kept = width * after / Math.max(before, 1);
-  root.append(shape("text", { class: "panel-label", x: left, y: 10 }, "hidden channels, the same in every layer"));
+  root.append(shape("text", { class: "panel-label", x: left, y: 10 }, "hidden channels (all layers)"));
   root.append(shape("rect", { class: "lost", x: left, y: 17, width, height: 13, rx: 2 }));
   root.append(shape("rect", { class: "kept c-stem", x: left, y: 17, width: kept, height: 13, rx: 2 }));
   root.append(shape("text", { class: "num", x: right + 8, y: 28 }, words(after, before, small)));
@@ -107,7 +107,7 @@ function words(after, before, small) {
   return small ? after.toLocaleString("en") : `${after.toLocaleString("en")} of ${before.toLocaleString("en")}`;
 }
 
-// Queries above, key/value heads below, a line for each query that is left (the paper's Fig. 8).
+// Query heads above, key/value heads below, a line for each kept query head (the paper's Fig. 8).
 function drawMap(holder, view, chosen) {
   const layer = view.layers[chosen];
   const groups = groupsOf(layer);
@@ -138,7 +138,7 @@ function drawMap(holder, view, chosen) {
   }
   root.append(under, over);
   holder.replaceChildren(
-    el("h3", {}, `Layer ${chosen}: which query reads which key/value head`),
+    el("h3", {}, `Layer ${chosen}: query heads and their key/value heads`),
     el("p", {}, layerText(layer, chosen).replace(/^Layer \d+: /, "") + "."),
     el("ul", { class: "legend" }, el("li", { class: "box c-attn" }, "query head"),
       el("li", { class: "box c-kv" }, "key/value head"), el("li", { class: "box gone" }, "removed")),

@@ -1,11 +1,11 @@
 "use strict";
-// Draws figures (panels over one horizontal axis) as SVG, with a cursor that pointer, touch and arrow keys move.
-// All text reaches the page as text nodes, never as markup.
+// Draws figures (panels over one horizontal axis) as SVG, with a cursor for pointer, touch and arrow keys.
+// Text is only ever inserted as text nodes, never as markup.
 
 const SVG_NS = "http://www.w3.org/2000/svg";
 const NARROW = 560;
-let hideOpen = null;  // closes the one value box that is open
-const cursors = new Map();  // figure id → where its cursor stands, so that a live refresh does not take it away
+let hideOpen = null;  // closes the open tooltip
+const cursors = new Map();  // figure id → cursor position, kept across live refreshes
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -21,7 +21,7 @@ function shape(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Numbers as people write them ---------------------------------------------------------------------------------
+// Number formats -----------------------------------------------------------------------------------------------
 
 function trim(value, digits) {
   return String(Number(value.toPrecision(digits)));
@@ -153,7 +153,7 @@ function spread(labels, top, bottom, gap) {
 
 // One figure ---------------------------------------------------------------------------------------------------
 
-// A line that is alone in its panel and called like it needs no name beside the panel's (as Panel.named).
+// A panel's only line needs no name if the panel's label names it (as Panel.named).
 function named(panel) {
   const shown = panel.series.filter((series) => series.style !== "faint");
   const alone = shown.length === 1 && panel.label.includes(shortName(shown[0]));
@@ -274,7 +274,7 @@ function drawBottomAxis(root, figure, x, range, floor, right, left) {
   root.append(shape("text", { x: right, y: floor + 36, "text-anchor": "end" }, figure.x_label));
 }
 
-// A finger that is lifted leaves the values standing; a touch elsewhere closes them.
+// A tooltip opened by touch stays until the next touch elsewhere.
 document.addEventListener("pointerdown", (event) => {
   if (hideOpen && !event.target.closest?.(".hit")) hideOpen();
 });

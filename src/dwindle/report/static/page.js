@@ -1,5 +1,5 @@
 "use strict";
-// Builds the page from the embedded data; with a live address it asks for new data every two seconds.
+// Builds the page from the embedded data; a live page polls its server every two seconds.
 
 const REFRESH_MS = 2000;
 const PRINT_WIDTH = 680;
@@ -22,7 +22,7 @@ function tileOf(tile) {
 
 function missingOf(lines) {
   if (!lines.length) return null;
-  return el("aside", { class: "missing", "aria-label": "What is missing" }, el("h2", {}, "Not everything could be shown"),
+  return el("aside", { class: "missing", "aria-label": "Missing data" }, el("h2", {}, "Missing data"),
     el("ul", {}, ...lines.map((line) => el("li", {}, line))));
 }
 
@@ -38,10 +38,10 @@ function architectureOf(view) {
   const rows = el("div", { class: "rows" }), map = el("div", { class: "map" });
   const totals = el("table", {}, el("thead", {}, el("tr", {}, ...["", "before", "after"].map((text) => el("th", { scope: "col" }, text)))),
     el("tbody", {}, ...view.totals.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))));
-  const kind = view.regular ? "Grouped evenly: in a layer every key/value head serves the same number of queries." :
-    "Cluster attention: each query keeps the key/value head it always read.";
-  const card = el("figure", { class: "card wide", id: "architecture" }, head("Before and after", "architecture", view),
-    el("figcaption", { class: "caption" }, `Filled is what is left, in the source's numbering. ${kind} Choose a layer for its map.`),
+  const kind = view.regular ? "Grouped-query attention: within a layer every key/value head serves the same number of query heads." :
+    "Cluster attention: key/value heads may serve different numbers of query heads.";
+  const card = el("figure", { class: "card wide", id: "architecture" }, head("Architecture before and after", "architecture", view),
+    el("figcaption", { class: "caption" }, `Filled parts were kept; indices are the source's. ${kind} Select a layer to see its heads.`),
     el("div", { class: "anatomy" }, rows, el("div", { class: "detail" }, totals, map)));
   card.draw = (width) => {
     const choose = (layer) => {
@@ -88,8 +88,8 @@ function build(data) {
     ...data.tables.map(tableOf),
     data.cost ? tableOf(data.cost) : null,
     data.recipe == null ? null : recipeOf(data.recipe, open),
-    el("footer", {}, `dwindle ${data.version} drew this from ledger.jsonl, metrics.jsonl and structure.json. ` +
-      "Long series are thinned; the lowest and highest values are kept."),
+    el("footer", {}, `Made with dwindle ${data.version} from ledger.jsonl, metrics.jsonl and structure.json. ` +
+      "Long series are thinned; their minima and maxima are kept."),
   ].filter((part) => part));
   draw();
 }
@@ -100,7 +100,7 @@ function draw(width) {
   document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
 }
 
-// Where the keyboard stands, as a selector that still finds it after a rebuild.
+// A selector of the focused element that still matches after a rebuild.
 function focusPath() {
   const here = document.activeElement;
   const card = here?.closest("figure.card, section.card");
@@ -122,7 +122,7 @@ async function refresh(address, tag) {
       }
     }
   } catch {
-    // The server has ended or is restarting: the page keeps what it has.
+    // The server has stopped or is restarting: keep the page as it is.
   }
   setTimeout(() => refresh(address, tag), REFRESH_MS);
 }

@@ -1,4 +1,4 @@
-"""What a figure is: panels over one horizontal axis, with marks (compactions) and a rug (one tick per event)."""
+"""A figure as data: panels over one horizontal axis, with marks (vertical lines) and rugs (a tick per event)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Unit = Literal["count", "number", "percent", "seconds", "scientific"]
 
 @dataclass(slots=True)
 class Series:
-    """One line; ``color`` names a role of the palette, ``style`` how it is drawn."""
+    """One line; ``color`` is a role in the palette."""
 
     name: str
     color: str
     x: list[float | int]
     y: list[float | int]
-    style: Literal["line", "faint", "step", "dots", "target"] = "line"
+    style: Literal["line", "faint", "step", "dots", "dashed", "target"] = "line"
 
 
 @dataclass(slots=True)
@@ -28,16 +28,16 @@ class Panel:
     series: list[Series]
     log: bool = False
     zero: bool = False
-    """Whether the axis begins at zero."""
+    """Whether the axis starts at zero."""
     top: float | None = None
-    """Where the axis ends if a few spikes would flatten everything else."""
+    """The upper limit of the axis, set where a few spikes would flatten everything else."""
     height: float = 1.0
     legend: bool = True
-    """Whether its lines are named where that is needed; False where another panel names the same ones."""
+    """False if another panel's legend names the same lines."""
 
     @property
     def named(self) -> list[Series]:
-        """The lines to name: all but the faint ones; a line that is alone and called like its panel needs none."""
+        """The lines in the legend: all but the faint ones, and none if the panel's label names its only line."""
         shown = [series for series in self.series if series.style != "faint"]
         alone = len(shown) == 1 and shown[0].name.split(" (")[0] in self.label
         return [] if alone or not self.legend else shown
@@ -45,7 +45,7 @@ class Panel:
 
 @dataclass(slots=True)
 class Mark:
-    """A vertical line with a text: a compaction, a stop."""
+    """A vertical line with a text, such as a compaction."""
 
     x: float
     text: str
@@ -54,7 +54,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Rug:
-    """Small ticks along the horizontal axis, one for each event."""
+    """Small ticks along the horizontal axis, one per event."""
 
     name: str
     color: str
@@ -63,7 +63,7 @@ class Rug:
 
 @dataclass(slots=True)
 class Figure:
-    """``id`` is also the name of its files."""
+    """Panels with a title and a caption; ``id`` is also the file name."""
 
     id: str
     title: str
@@ -77,7 +77,7 @@ class Figure:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries; lists of numbers are not copied."""
+    """Dataclasses as dictionaries; unlike ``asdict``, lists of numbers are not copied."""
     if is_dataclass(value):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, list) and value and is_dataclass(value[0]):

@@ -1,4 +1,4 @@
-"""Plain PyTorch with a key/value cache, timed from outside: the same interface as the other runtimes' engines."""
+"""PyTorch with a key/value cache, behind the same interface as the other runtimes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class TorchEngine:
-    """A directory (inside ``dwindle.export.process``) or a live model (in this process)."""
+    """A model by path (in the child process of ``process.py``) or one already in memory."""
 
     def __init__(self, model: Any, *, threads: int = 1, context: int = 0) -> None:
         if isinstance(model, str):
@@ -25,11 +25,11 @@ class TorchEngine:
         self._threads = threads
 
     def timed(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
-        """Milliseconds of the whole prompt, and of one generated token."""
+        """Milliseconds for the whole prompt and per generated token."""
         return self._time(self._model, ids, new_tokens)
 
     def timed_one_layer(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
-        """The same with the first layer only."""
+        """The same for the model with its first layer only."""
         return self._time(self._one_layer, ids, new_tokens)
 
     @torch.inference_mode()
@@ -65,7 +65,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def one_layer(model: Any) -> Any:
-    """The model with its first layer only; weights are shared, nothing is copied."""
+    """The model with its first layer only; the weights are shared with the original."""
     shorter = copy(model)
     shorter._modules = dict(model._modules)
     backbone = copy(model.model)

@@ -1,4 +1,4 @@
-"""A model that is in memory already, with its tokenizer: what ``load`` gave, or any causal language model."""
+"""Checks a model that is already in memory: the result of ``load``, or any causal language model and tokenizer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 from dwindle.core.errors import UserError
 from dwindle.sources import Loaded
 
-_WANTED = "give a path, what dwindle.load returns, or a pair (model, tokenizer)"
+_WANTED = "give a path, the result of dwindle.load, or (model, tokenizer)"
 
 
 class InMemory(NamedTuple):
-    """A model, its tokenizer, and what to call it in tables."""
+    """A model, its tokenizer, and its name in tables."""
 
     model: nn.Module
     tokenizer: Any
@@ -21,26 +21,26 @@ class InMemory(NamedTuple):
 
 
 def in_memory(given: Any) -> InMemory:
-    """Anything that unpacks into a model and a tokenizer; refuses what could not answer questions in text."""
+    """Unpack and check a pair of causal language model and tokenizer."""
     try:
         model, tokenizer = given
     except (TypeError, ValueError):
         if isinstance(given, nn.Module):
-            raise UserError(f"model: {type(given).__name__} is alone: pass (model, tokenizer)") from None
+            raise UserError(f"model: {type(given).__name__} has no tokenizer: pass (model, tokenizer)") from None
         raise UserError(f"model: cannot be {type(given).__name__}: {_WANTED}") from None
     _check_model(model)
     if tokenizer is None:
         raise UserError("tokenizer: the model has none: pass (model, tokenizer)")
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
-        raise UserError(f"tokenizer: cannot be {type(tokenizer).__name__}: give one of transformers")
+        raise UserError(f"tokenizer: cannot be {type(tokenizer).__name__}: give a transformers tokenizer")
     source = given.source if isinstance(given, Loaded) else getattr(model.config, "_name_or_path", "")
     return InMemory(model, tokenizer, str(source or type(model).__name__))
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module) or not hasattr(model, "config"):
-        raise UserError(f"model: cannot be {type(model).__name__}: give a causal language model of transformers")
+        raise UserError(f"model: cannot be {type(model).__name__}: give a transformers causal language model")
     if next(model.parameters(), None) is None:
         raise UserError(f"model: {type(model).__name__} has no parameters: give a model with weights")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"model: {type(model).__name__} is an encoder and a decoder: give a causal language model")
+        raise UserError(f"model: {type(model).__name__} is an encoder-decoder: give a causal language model")
