@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from dwindle.pruning.strategies.choosing import CoupledChooser
 from transformers import LlamaConfig
 
 from dwindle.anatomy import KINDS, Anatomy, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.choosing import CoupledChooser
 from dwindle.pruning.strategies.coupled import SelectionOptions, Selector, check_rounding, rounded_shape
 from dwindle.pruning.target import Shape, Target, parse_target
 from tiny import tiny_model
