@@ -47,8 +47,9 @@ from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import sizes_text
 from dwindle.training.compiling import forget_graphs
+from dwindle.training.config import TrainingConfig
 from dwindle.training.loop import Trainer
-from dwindle.training.optim import build_adamw
+from dwindle.training.optim import build_optimizer
 
 COMPACTED = {"smollm-1.7b": (1180, 19, 3030), "tiny": (40, 3, 90)}
 """(hidden, heads, FFN) to compact to; other shapes: three fifths of each."""
@@ -115,7 +116,7 @@ def baseline(bench: TrainBench) -> TrainRow:
     """Plain transformers: the whole model compiled, its own loss, fused AdamW, gradient clipping."""
     model = build_model(bench)
     anatomy = Anatomy.of(model)
-    optimizer = build_adamw(model, lr=1e-4)
+    optimizer = build_optimizer(model, TrainingConfig(tokens=1, lr=1e-4))
     run: Any = torch.compile(model) if bench.compile else model
     batches = RandomTokens(bench, model.config.vocab_size)
     seconds, loss = [], torch.zeros(())
@@ -317,6 +318,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     add("--device", default="cuda", help="cuda or cpu")
     add("--precision", default="auto", help="bf16, fp32, or auto: bf16 on a GPU")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, per block in our rows")
+    add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of our rows")
     add("--mode", help="of torch.compile, such as max-autotune-no-cudagraphs")
     add("--chunk-tokens", type=int, default=4096, help="tokens whose logits exist at once")
     add("--fused-loss", action=argparse.BooleanOptionalAction, default=True, help="compile the loss")

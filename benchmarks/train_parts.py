@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,10 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 from dwindle.training.callbacks import Callback
 from dwindle.training.compiling import compile_blocks
+from dwindle.training.config import TrainingConfig
 from dwindle.training.flops import PEAK_FLOPS, flops_per_token
-from dwindle.training.loop import Trainer, TrainerOptions
-from dwindle.training.optim import LRSchedule, build_adamw
+from dwindle.training.loop import Trainer
+from dwindle.training.optim import LRSchedule, build_optimizer
 
 SHAPES: dict[str, dict[str, Any]] = {
     name: {
@@ -78,6 +79,19 @@ class TrainBench:
     """Row compacted: sequences per step, one row for each; as many as in the other rows by default."""
     gram_tokens: int = DEFAULT_TOKENS
     """Rows with the second-order update: tokens of a step from which inputs are watched."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            tokens=1,
+            lr=1e-4,
+            optimizer=self.optimizer,
+            ce_chunk_tokens=self.chunk_tokens,
+            bf16_residual=self.bf16_residual,
+            compile=self.compile,
+        )
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
@@ -168,28 +182,25 @@ def build_model(bench: TrainBench) -> Any:
 def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
     if bench.compile:
         compile_blocks(model, mode=bench.mode)
-    return build_adamw(model, lr=1e-4)
+    return build_optimizer(model, bench.training)
 
 
 def make_trainer(
     bench: TrainBench, model: Any, optimizer: torch.optim.Optimizer, callbacks: list[Callback], turns: int = 1
 ) -> Trainer:
-    steps = bench.warmup + turns * bench.steps
-    return Trainer(
+    trainer = Trainer(
         model,
         optimizer,
         LRSchedule(kind="constant", lr=1e-4, num_steps=10**6),
         RandomTokens(bench, model.config.vocab_size),
-        options=TrainerOptions(
-            num_steps=steps,
-            ce_chunk_tokens=bench.chunk_tokens,
-            precision=bench.precision,
-            fused_loss=bench.fused_loss and bench.compile,
-            bf16_residual=bench.bf16_residual,
-            device=bench.device,
-        ),
+        config=bench.training,
+        num_steps=bench.warmup + turns * bench.steps,
+        device=bench.device,
+        precision=bench.precision,
         callbacks=callbacks,
     )
+    trainer.fused_loss = bench.fused_loss and bench.compile
+    return trainer
 
 
 def make_pruner(

@@ -12,9 +12,10 @@ from eval_sets import write_sets
 
 from dwindle.evaluation.callback import TaskEvaluator
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
-from dwindle.training.loop import Trainer, TrainerOptions
+from dwindle.training.config import TrainingConfig
+from dwindle.training.loop import Trainer
 from dwindle.training.metrics import MetricsWriter
-from dwindle.training.optim import LRSchedule, build_adamw
+from dwindle.training.optim import LRSchedule, build_optimizer
 from tiny import tiny_model, tiny_tokenizer, tokens
 
 NUM_STEPS = 4
@@ -41,12 +42,14 @@ class Batches:
 
 def train(folder: Path, callbacks: list[Any]) -> tuple[Trainer, list[dict[str, Any]]]:
     model = tiny_model("llama", dtype=torch.float32, vocab_size=257, attention_dropout=0.1)
+    config = TrainingConfig(tokens=1, lr=1e-3, ce_chunk_tokens=1024)
     trainer = Trainer(
         model,
-        build_adamw(model, lr=1e-3),
+        build_optimizer(model, config),
         LRSchedule(kind="constant", lr=1e-3, num_steps=NUM_STEPS, warmup_steps=1),
         Batches(),
-        options=TrainerOptions(num_steps=NUM_STEPS),
+        config=config,
+        num_steps=NUM_STEPS,
         callbacks=[*callbacks, MetricsWriter(folder / "metrics.jsonl")],
     )
     torch.manual_seed(3)

@@ -6,11 +6,17 @@ import torch
 from torch import nn
 
 from dwindle.pruning.surgery import Prunable
+from dwindle.training.config import TrainingConfig
+from dwindle.training.optim import build_optimizer
 from tiny import tokens
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2, optimizer="muon"))
 
 
 def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:

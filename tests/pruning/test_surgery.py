@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked_steps import adamw, train
+from masked_steps import adamw, muon, train
 
 from dwindle.pruning.surgery import Prunable
 from tiny import FAMILIES, random_group, tiny_model, tokens
@@ -19,24 +19,25 @@ PATTERNS = {
 }
 
 
-def warmed_up(family: str, **options: Any) -> tuple[Prunable, torch.optim.Optimizer]:
-    """A model with non-trivial Adam moments, as pruning meets it in the middle of training."""
+def warmed_up(family: str, make: Any = adamw, **options: Any) -> tuple[Prunable, torch.optim.Optimizer]:
+    """A model with non-trivial moments, as pruning meets it in the middle of training."""
     prunable = Prunable(tiny_model(family, **options))
-    optimizer = adamw(prunable.model)
+    optimizer = make(prunable.model)
     train(prunable, optimizer, 3, seed=100)
     return prunable, optimizer
 
 
+@pytest.mark.parametrize("make", [adamw, muon])
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masked_equals_compacted(family: str, pattern: str) -> None:
-    masked, masked_optimizer = warmed_up(family)
-    sliced, sliced_optimizer = warmed_up(family)
+def test_masked_equals_compacted(family: str, pattern: str, make: Any) -> None:
+    masked, masked_optimizer = warmed_up(family, make)
+    sliced, sliced_optimizer = warmed_up(family, make)
     for seed, kind in enumerate(PATTERNS[pattern]):
         group = random_group(kind, masked.alive, seed)
         masked.prune(group, masked_optimizer)
         sliced.prune(group, sliced_optimizer)
-    moved = sliced.compact(optimizer=sliced_optimizer, rebuild=adamw)
+    moved = sliced.compact(optimizer=sliced_optimizer, rebuild=make)
     assert moved is not None
 
     assert sliced.physical == sliced.alive == masked.alive != masked.physical

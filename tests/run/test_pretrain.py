@@ -226,11 +226,11 @@ def test_without_pruning_it_is_a_plain_loop(place: Path) -> None:
     pretrain(settings, run)
     model, tokenizer = dwindle.load(place / "model")
     from dwindle.data import BatchStream, open_training_data
-    from dwindle.training.optim import build_schedule
+    from dwindle.training.optim import LRSchedule
 
     data = open_training_data(settings.data, tokenizer, seed=0, cache_dir=place / "cache")
     batches = BatchStream(data.mixture, tokens_per_step=192, micro_batch=4)
-    rate = build_schedule("cosine", lr=3e-3, num_steps=48, warmup=0.02, decay=0.1, min_lr_ratio=0.1).lr_at
+    rate = LRSchedule.of(TrainingConfig(tokens=1, lr=3e-3), 48).lr_at
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -17,8 +17,9 @@ from transformers import LlamaForCausalLM
 
 from dwindle.training.callbacks import Callback, Checkpointer
 from dwindle.training.checkpoint import list_checkpoints
+from dwindle.training.config import TrainingConfig
 from dwindle.training.loop import Trainer, TrainingDiverged
-from dwindle.training.optim import build_adamw
+from dwindle.training.optim import build_optimizer
 from dwindle.training.stop import StopSignal
 
 
@@ -212,7 +213,7 @@ def test_replace_model_wants_the_optimizer_of_that_model() -> None:
     other = tiny_llama()
     with pytest.raises(AssertionError, match="exactly the model's own"):
         trainer.replace_model(other, trainer.optimizer)
-    trainer.replace_model(other, build_adamw(other, lr=1e-2))
+    trainer.replace_model(other, build_optimizer(other, TrainingConfig(tokens=1, lr=1e-2)))
     trainer.run()
     expected = tiny_llama()
     make_trainer(expected).run()

@@ -17,10 +17,11 @@ from dwindle.core.jsonl import JsonLinesFile
 from dwindle.pruning.surgery import Prunable
 from dwindle.training import display as display_module
 from dwindle.training.callbacks import Callback, Validator
+from dwindle.training.config import TrainingConfig
 from dwindle.training.display import Display
 from dwindle.training.loop import Trainer
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
-from dwindle.training.optim import build_adamw
+from dwindle.training.optim import build_optimizer
 
 
 class Extra(Callback):
@@ -57,7 +58,9 @@ def test_flops_and_utilisation_follow_a_compaction(tmp_path: Path, monkeypatch: 
             if trainer.step == 2:
                 alive = prunable.alive.without(Group("ffn", (tuple(range(16)), tuple(range(16)))))
                 prunable.kill(alive, trainer.optimizer)
-                rebuilt = prunable.compact(alive, trainer.optimizer, lambda model: build_adamw(model, lr=1e-2))
+                rebuilt = prunable.compact(
+                    alive, trainer.optimizer, lambda model: build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2))
+                )
                 assert rebuilt is not None
                 trainer.replace_model(prunable.model, rebuilt)
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from tiny_run import tiny_llama
 
 from dwindle.core.errors import UserError
-from dwindle.training.optim import LRSchedule, build_adamw, build_schedule
+from dwindle.training.config import TrainingConfig
+from dwindle.training.optim import LRSchedule, build_optimizer
+
+
+def config(**fields: Any) -> TrainingConfig:
+    return TrainingConfig(tokens=1, **fields)
 
 
 def test_matrices_decay_and_gains_do_not() -> None:
     model = tiny_llama(tied=False)
-    optimizer = build_adamw(model, lr=1e-3, weight_decay=0.2)
+    optimizer = build_optimizer(model, config(lr=1e-3, weight_decay=0.2))
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     for name, p in model.named_parameters():
         assert decay[id(p)] == (0.0 if "norm" in name else 0.2), name
@@ -24,7 +30,7 @@ def test_matrices_decay_and_gains_do_not() -> None:
 def test_the_cpu_update_has_the_bits_of_the_default_adamw() -> None:
     results = []
     for build in (
-        lambda m: build_adamw(m, lr=1e-3, weight_decay=0.0),
+        lambda m: build_optimizer(m, config(lr=1e-3, weight_decay=0.0)),
         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ):
         model = tiny_llama()
@@ -56,25 +62,25 @@ def test_wsd() -> None:
 
 
 def test_constant_and_apply() -> None:
-    schedule = build_schedule("constant", lr=0.5, num_steps=40, warmup=0.1)
+    schedule = LRSchedule.of(config(schedule="constant", lr=0.5, warmup=0.1), 40)
     assert schedule.warmup_steps == 4
     assert [schedule.lr_at(s) for s in range(5)] == [0.125, 0.25, 0.375, 0.5, 0.5]
-    optimizer = build_adamw(tiny_llama(), lr=9.0)
+    optimizer = build_optimizer(tiny_llama(), config(lr=9.0))
     assert schedule.apply(optimizer, 1) == 0.25
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
 
 
 def test_builder_and_its_messages() -> None:
-    schedule = build_schedule("wsd", lr=1.0, num_steps=50, warmup=7, decay=0.2)
+    schedule = LRSchedule.of(config(schedule="wsd", lr=1.0, warmup=7, decay=0.2), 50)
     assert (schedule.warmup_steps, schedule.decay_steps) == (7, 10)
-    with pytest.raises(UserError, match=r"training.schedule: 'linear' is unknown: choose cosine, wsd, constant"):
-        build_schedule("linear", lr=1.0, num_steps=50)
+    with pytest.raises(UserError, match=r'schedule: expected one of "cosine", "wsd", "constant", got "linear"'):
+        LRSchedule.of(config(schedule="linear", lr=1.0), 50)
     with pytest.raises(UserError, match=r"training.warmup: 45 steps"):
-        build_schedule("wsd", lr=1.0, num_steps=50, warmup=45, decay=0.2)
+        LRSchedule.of(config(schedule="wsd", lr=1.0, warmup=45, decay=0.2), 50)
 
 
 def test_another_schedule_is_refused_on_load() -> None:
-    schedule = build_schedule("cosine", lr=1.0, num_steps=50)
+    schedule = LRSchedule.of(config(schedule="cosine", lr=1.0), 50)
     schedule.load_state_dict(schedule.state_dict())
     with pytest.raises(UserError, match=r"lr was 2.0 when the run started and is 1.0 now"):
-        schedule.load_state_dict(build_schedule("cosine", lr=2.0, num_steps=50).state_dict())
+        schedule.load_state_dict(LRSchedule.of(config(schedule="cosine", lr=2.0), 50).state_dict())

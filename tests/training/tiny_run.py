@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dwindle.training.callbacks import Callback
-from dwindle.training.loop import Trainer, TrainerOptions
-from dwindle.training.optim import LRSchedule, build_adamw
+from dwindle.training.config import TrainingConfig
+from dwindle.training.loop import Trainer
+from dwindle.training.optim import LRSchedule, build_optimizer
 from dwindle.training.stop import StopSignal
 
 VOCAB = 67
@@ -70,13 +71,17 @@ def make_trainer(
     schedule: str = "cosine",
     **options: Any,
 ) -> Trainer:
+    """``options`` are those of the trainer, and fields of its configuration."""
     options = {"num_steps": 6, "ce_chunk_tokens": 10_000, **options}
+    own = {name: options.pop(name) for name in ("num_steps", "device", "precision") if name in options}
+    config = TrainingConfig(tokens=1, lr=1e-2, **options)
     return Trainer(
         model,
-        build_adamw(model, lr=1e-2),
-        LRSchedule(kind=schedule, lr=1e-2, num_steps=options["num_steps"], warmup_steps=2),  # type: ignore[arg-type]
+        build_optimizer(model, config),
+        LRSchedule(kind=schedule, lr=1e-2, num_steps=own["num_steps"], warmup_steps=2),  # type: ignore[arg-type]
         batches or RandomBatches(sizes),
-        options=TrainerOptions(**options),
+        config=config,
+        **own,
         callbacks=callbacks or [],
         stop=stop,
     )

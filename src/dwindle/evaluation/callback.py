@@ -48,7 +48,7 @@ class TaskEvaluator(Callback):
             )
 
     def after_step(self, trainer: Trainer) -> None:
-        at_end = trainer.step == trainer.options.num_steps
+        at_end = trainer.step == trainer.num_steps
         if not (at_end or (self.every and trainer.step % self.every == 0)):
             return
         result = evaluate_model(
@@ -56,7 +56,7 @@ class TaskEvaluator(Callback):
             self.tokenizer,
             self.data,
             batch=self.batch,
-            precision=trainer.options.precision,
+            precision=trainer.precision,
             quiet=True,
         )
         self.last = {f"tasks/{task.task}": task.value for task in result.tasks}

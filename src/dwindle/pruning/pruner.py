@@ -168,7 +168,7 @@ class Pruner(Callback):
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
         elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
-        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.options.fused_loss)
+        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss)
 
     def _forget_dead_scores(self) -> None:
         if self._smoothed is not None:

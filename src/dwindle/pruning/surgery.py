@@ -22,8 +22,9 @@ from dwindle.anatomy.build import build, build_on_meta, config_for
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
+from dwindle.training.muon import ALIVE_SIZES, MOMENTUM, alive_sizes
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
 
 
 class Prunable:
@@ -67,6 +68,9 @@ class Prunable:
                 for tensor in _with_state(parameter, optimizer) if views else ():
                     pieces = (narrowed(tensor, axis, start, length) for axis, start, length in views)
                     doomed.extend(piece for piece in pieces if piece is not None)
+                state = optimizer.state.get(parameter, {}) if views and optimizer is not None else {}
+                if ALIVE_SIZES in state:
+                    state[ALIVE_SIZES] = alive_sizes(self.anatomy, row, keep)
             _zero(doomed)
         self._bury(keep, leaving)
 

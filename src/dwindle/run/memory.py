@@ -42,7 +42,10 @@ def footprint(
     """Of a model by its config, and of its ``teacher``'s config and type; ``shards`` devices share the weights."""
     anatomy = Anatomy.of_config(config)
     width = {"fp32": 4, "fp64": 8, "bf16": 4}[precision]
-    fixed = anatomy.count(anatomy.source).total * (4 * width + (2 if precision == "bf16" else 0)) / shards
+    count = anatomy.count(anatomy.source)
+    fixed = count.total * (4 * width + (2 if precision == "bf16" else 0)) / shards
+    if training.optimizer == "muon":  # one moment instead of two
+        fixed -= sum(anatomy.layer_counts(anatomy.source)) * width / shards
     kept = _kept_per_token(anatomy, training, precision)
     logits = _LOGITS_BYTES * config.vocab_size
     if teacher is not None:

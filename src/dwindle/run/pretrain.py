@@ -70,10 +70,10 @@ from dwindle.training.checkpoint import (
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
-from dwindle.training.loop import Trainer, TrainerOptions
+from dwindle.training.loop import Trainer
 from dwindle.training.loss import language_model_loss
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
-from dwindle.training.optim import build_adamw, build_schedule
+from dwindle.training.optim import LRSchedule, build_optimizer
 from dwindle.training.rng import seed_everything
 from dwindle.training.stop import StopSignal
 
@@ -249,16 +249,12 @@ class Job:
         self.trainer = Trainer(
             model,
             optimizer,
-            build_schedule(
-                training.schedule,
-                lr=training.lr,
-                num_steps=recipe.num_steps,
-                warmup=training.warmup,
-                decay=training.decay,
-                min_lr_ratio=training.min_lr_ratio,
-            ),
+            LRSchedule.of(training, recipe.num_steps),
             batches,
-            options=self._options(),
+            config=training,
+            num_steps=recipe.num_steps,
+            device=self.device,
+            precision=self.precision,
             callbacks=self._callbacks(callbacks),
             stop=stop,
             engine=self.engine,
@@ -370,28 +366,7 @@ class Job:
         if training.compile:
             compile_blocks(model)
         self.engine.materialize(model, fetch)
-        return build_adamw(
-            model,
-            lr=training.lr,
-            betas=(training.betas[0], training.betas[1]),
-            eps=training.eps,
-            weight_decay=training.weight_decay,
-        )
-
-    def _options(self) -> TrainerOptions:
-        training = self.recipe.training
-        return TrainerOptions(
-            num_steps=self.recipe.num_steps,
-            clip=training.clip,
-            z_loss=training.z_loss,
-            ce_chunk_tokens=training.ce_chunk_tokens,
-            precision=self.precision,
-            fused_loss=training.compile and self.device == "cuda",
-            bf16_residual=training.bf16_residual,
-            activation_checkpointing=training.activation_checkpointing,
-            max_bad_steps=training.max_bad_steps,
-            device=self.device,
-        )
+        return build_optimizer(model, training)
 
     def _callbacks(self, others: Sequence[Callback]) -> list[Callback]:
         callbacks: list[Callback] = []

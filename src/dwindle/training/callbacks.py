@@ -91,14 +91,14 @@ class Validator(Callback):
         self.last: float | None = None
 
     def after_step(self, trainer: Trainer) -> None:
-        at_end = trainer.step == trainer.options.num_steps
+        at_end = trainer.step == trainer.num_steps
         if at_end or (self.every and trainer.step % self.every == 0):
             self.last = trainer.engine.evaluate(
                 trainer.model,
                 self.windows_NT,
                 batch=self.batch,
-                chunk_tokens=trainer.options.ce_chunk_tokens,
-                precision=trainer.options.precision,
+                chunk_tokens=trainer.config.ce_chunk_tokens,
+                precision=trainer.precision,
             )
             trainer.extra_metrics["valid_loss"] = self.last
             trainer.notes["valid loss"] = f"{self.last:.4f}"

@@ -28,11 +28,14 @@ from dwindle.core.sizes import format_bytes
 from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
 from dwindle.distributed.sharded_safetensors import TensorPieces, files_of
 from dwindle.distributed.shards import is_sharded, local, row_range
+from dwindle.training.muon import ALIVE_SIZES
 
 STATE_FILE = "state.json"
 CHECKSUMS_FILE = "checksums.json"
 _PREFIX = "step-"
 _TEMPORARY = ".tmp-"
+_NOT_MOMENTS = ("step", ALIVE_SIZES)
+"""Optimizer state that does not have the shape of its parameter."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -282,14 +285,15 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     for full_name in tensors:
         key, name = full_name.split("/", 1)
         parameter = parameters[name]
-        if key != "step" and is_sharded(parameter):
+        is_moment = key not in _NOT_MOMENTS
+        if is_moment and is_sharded(parameter):
             moment = torch.empty_like(parameter.detach())
             _copy_rows(moment, full_name, tensors)
             optimizer.state[parameter][key] = moment
             continue
         tensor = tensors[full_name]
-        assert key == "step" or tensor.shape == parameter.shape, f"{full_name}: {tuple(tensor.shape)}"
-        on_device = key != "step" or step_on_device[parameter]
+        assert not is_moment or tensor.shape == parameter.shape, f"{full_name}: {tuple(tensor.shape)}"
+        on_device = is_moment or (key == "step" and step_on_device[parameter])
         optimizer.state[parameter][key] = tensor.to(parameter.device if on_device else "cpu", copy=True)
 
 

@@ -21,6 +21,10 @@ class TrainingConfig(Config):
     """Tokens per optimizer step, rounded down to whole sequences."""
     micro_batch: Annotated[int, Field(ge=0)] = 0
     """Sequences per forward pass (the rest is gradient accumulation); 0 chooses."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: orthogonalised momentum for the matrices of the layers, AdamW for the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's averaging factor."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1

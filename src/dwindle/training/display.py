@@ -39,7 +39,7 @@ class Display(Callback):
     def after_step(self, trainer: Trainer) -> None:
         fields = self.fields(trainer)
         if self._live is not None:
-            self._live.update(_panel(fields, trainer.step, trainer.options.num_steps))
+            self._live.update(_panel(fields, trainer.step, trainer.num_steps))
             return
         now = time.monotonic()
         if now - self._last_line >= _PLAIN_LINE_EVERY_S or trainer.status != "running":
@@ -53,9 +53,9 @@ class Display(Callback):
         assert last is not None
         steps_done = max(trainer.step - self._first_step, 1)
         seconds_per_step = (time.monotonic() - self._started) / steps_done
-        left = timedelta(seconds=round(seconds_per_step * (trainer.options.num_steps - trainer.step)))
+        left = timedelta(seconds=round(seconds_per_step * (trainer.num_steps - trainer.step)))
         shown = {
-            "step": f"{trainer.step}/{trainer.options.num_steps}",
+            "step": f"{trainer.step}/{trainer.num_steps}",
             "tokens": format_count(trainer.tokens),
             "loss": "skipped" if last.skipped else f"{last.loss:.4f}",
             "lr": f"{last.lr:.2e}",

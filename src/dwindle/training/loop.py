@@ -22,6 +22,7 @@ from dwindle.training.checkpoint import (
     load_optimizer_tensors,
     optimizer_tensors,
 )
+from dwindle.training.config import TrainingConfig
 from dwindle.training.distill import Teacher
 from dwindle.training.loss import language_model_loss
 from dwindle.training.optim import LRSchedule
@@ -51,32 +52,6 @@ class Batches(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerOptions:
-    """How steps are computed; model, data and callbacks are given to the trainer itself."""
-
-    num_steps: int
-    """Steps of the whole run, skipped ones included."""
-    clip: float = 1.0
-    """Maximum gradient norm; 0 = no clipping."""
-    z_loss: float = 0.0
-    """Weight of the squared log-partition term that keeps logits small; 0 = off."""
-    ce_chunk_tokens: int = 1024
-    """Tokens whose logits exist at the same time."""
-    precision: Precision = "fp32"
-    """``bf16`` is autocast over fp32 weights and moments."""
-    fused_loss: bool = False
-    """Compile the loss of a chunk of tokens: faster on a GPU, with different rounding."""
-    bf16_residual: bool = False
-    """With ``bf16``: also keep the residual stream in bf16, which autocast leaves in fp32."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of storing its activations."""
-    max_bad_steps: int = 10
-    """Consecutive steps with a non-finite loss or gradient that are skipped before the run stops."""
-    device: str = "cpu"
-    """Where batches are sent; the model must already be there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
     """One finished step. The loss is the mean cross-entropy per token, without z-loss, before the update."""
 
@@ -98,7 +73,10 @@ class Trainer:
         schedule: LRSchedule,
         batches: Batches,
         *,
-        options: TrainerOptions,
+        config: TrainingConfig,
+        num_steps: int,
+        device: str = "cpu",
+        precision: Precision = "fp32",
         callbacks: Sequence[Callback] = (),
         stop: StopSignal | None = None,
         engine: Engine | None = None,
@@ -108,7 +86,14 @@ class Trainer:
         self.teacher = teacher
         self.schedule = schedule
         self.batches = batches
-        self.options = options
+        self.config = config
+        self.num_steps = num_steps
+        """Steps of the whole run, skipped ones included."""
+        self.device = device
+        """Where batches are sent; the model must be there already."""
+        self.precision = precision
+        self.fused_loss = config.compile and device == "cuda"
+        """Whether the loss of a chunk of tokens is compiled: faster on a GPU, with different rounding."""
         self.callbacks = list(callbacks)
         self.stop = stop or StopSignal()
         self._stop_agreed = False
@@ -140,7 +125,7 @@ class Trainer:
 
     def run(self) -> Status:
         """Train to the last step (``finished``) or until a stop is requested (``stopped``)."""
-        self.status = "running" if self.step < self.options.num_steps else "finished"
+        self.status = "running" if self.step < self.num_steps else "finished"
         try:
             self._call_all("on_start")
             while self.status == "running":
@@ -160,7 +145,7 @@ class Trainer:
                 # callbacks may read the gradients before they are clipped; a step that is not finite is skipped
                 if healthy:
                     self._call_all("after_backward")
-                lr = self.update(grad_norm, healthy, clip=norm + 1e-6 > 0.999 * self.options.clip > 0)
+                lr = self.update(grad_norm, healthy, clip=norm + 1e-6 > 0.999 * self.config.clip > 0)
                 self._count(
                     StepStats(
                         loss=loss,
@@ -192,19 +177,19 @@ class Trainer:
         Returns the mean cross-entropy (and, with a teacher, the mean divergence) over all processes, then the number of
         processes that received a stop request; on a GPU these are not computed yet.
         """
-        engine, options, num_tokens = self.engine, self.options, self.batches.num_tokens_per_step
+        engine, config, num_tokens = self.engine, self.config, self.batches.num_tokens_per_step
         total: Tensor | None = None
         for number, tokens_BT in enumerate(micro_batches, start=1):
             with engine.micro_step(last=number == len(micro_batches)):
-                with engine.autocast(options.precision, options.device):
+                with engine.autocast(self.precision, self.device):
                     loss = engine.loss(
                         self.model,
-                        tokens_BT.to(options.device, non_blocking=True),
-                        chunk_tokens=options.ce_chunk_tokens,
+                        tokens_BT.to(self.device, non_blocking=True),
+                        chunk_tokens=config.ce_chunk_tokens,
                         scale=engine.size / num_tokens,
-                        z_loss=options.z_loss,
-                        fused=options.fused_loss,
-                        bf16_residual=options.bf16_residual and options.precision == "bf16",
+                        z_loss=config.z_loss,
+                        fused=self.fused_loss,
+                        bf16_residual=config.bf16_residual and self.precision == "bf16",
                         teacher=self.teacher,
                     )
                 loss.objective.backward()  # type: ignore[no-untyped-call]
@@ -235,7 +220,7 @@ class Trainer:
         lr = self.schedule.apply(self.optimizer, self.step)
         if healthy:
             if clip:
-                self.engine.clip(self.model.parameters(), self.options.clip, grad_norm)
+                self.engine.clip(self.model.parameters(), self.config.clip, grad_norm)
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return lr
@@ -246,9 +231,9 @@ class Trainer:
         self.tokens += stats.num_tokens
         self.bad_steps += stats.skipped
         self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if stats.skipped else 0
-        if self.bad_steps_in_a_row > self.options.max_bad_steps:
+        if self.bad_steps_in_a_row > self.config.max_bad_steps:
             self.status = "diverged"
-        elif self.step >= self.options.num_steps:
+        elif self.step >= self.num_steps:
             self.status = "finished"
         elif self._stop_agreed if self.engine.size > 1 else self.stop.requested:
             self.status = "stopped"
@@ -263,9 +248,9 @@ class Trainer:
         optimised = {id(p) for group in optimizer.param_groups for p in group["params"]}
         assert live == optimised, "the optimizer must hold exactly the model's own parameters"
         assert all(id(p) in live for p in optimizer.state), "optimizer state of a removed parameter"
-        expected = weights_dtype(self.options.precision)
+        expected = weights_dtype(self.precision)
         assert all(p.dtype == expected for p in model.parameters()), f"weights must be {expected}"
-        if self.options.activation_checkpointing:
+        if self.config.activation_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
         self.engine.adopt(model)

@@ -49,7 +49,7 @@ class MetricsWriter(Callback):
         tokens_per_s = last.num_tokens / max(last.seconds, 1e-9)
         flops = flops_per_token(anatomy, anatomy.source, trainer.seq_len)
         self._track(trainer.model)  # it may have been compacted after this step
-        peak = peak_flops(trainer.options.device) if trainer.options.precision == "bf16" else None
+        peak = peak_flops(trainer.device) if trainer.precision == "bf16" else None
         utilisation = {} if peak is None else {"mfu": flops * tokens_per_s / (peak * trainer.engine.size)}
         self._lines.append(
             {

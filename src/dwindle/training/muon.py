@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy import Anatomy, Row, Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -89,7 +90,7 @@ class Muon(torch.optim.AdamW):
         counts: list[int] = []
         scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
-            split = torch.split(update, list(self._parts[parameter])) if parameter in self._parts else (update,)
+            split = torch.split(update, list(self._parts.get(parameter, (len(update),))))
             pieces += split
             counts.append(len(split))
             scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
@@ -100,6 +101,26 @@ class Muon(torch.optim.AdamW):
             found.append(done[first] if count == 1 else torch.cat(done[first : first + count]))
             first += count
         return found
+
+
+def layer_matrices(model: nn.Module) -> dict[nn.Parameter, list[int]]:
+    """The matrices of the decoder layers, each with the numbers of rows of its parts (several where it is fused)."""
+    anatomy, parameters = Anatomy.of(model), dict(model.named_parameters())
+    rows = [row for row in anatomy.rows if row.layer is not None and len(row.axes) == 2]
+    return {parameters[row.name]: part_sizes(anatomy, row, anatomy.source) for row in rows}
+
+
+def part_sizes(anatomy: Anatomy, row: Row, structure: Structure) -> list[int]:
+    """Rows of each part of a matrix with this structure."""
+    if len(row.axes[0]) == 1:
+        return [anatomy.shape(row, structure)[0]]
+    return [anatomy.width(unit, row.layer, structure) for unit in row.axes[0]]
+
+
+def alive_sizes(anatomy: Anatomy, row: Row, structure: Structure) -> Tensor:
+    """``state["alive_sizes"]`` of a matrix of which this structure is alive."""
+    columns = anatomy.shape(row, structure)[1]
+    return torch.tensor([float(max(rows, columns)) for rows in part_sizes(anatomy, row, structure)])
 
 
 def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[Tensor]:

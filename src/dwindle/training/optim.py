@@ -1,49 +1,50 @@
-"""AdamW and learning-rate schedules; the rate is a pure function of the step."""
+"""Optimizers and learning-rate schedules; the rate is a pure function of the step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from dwindle.core.errors import UserError
+from dwindle.training.config import TrainingConfig
+from dwindle.training.muon import Muon, layer_matrices
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
 
 
-def build_adamw(
-    model: nn.Module,
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    fused: bool | None = None,
-) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices (embeddings included) and none on norm gains and biases.
+def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """AdamW, or Muon with AdamW, with weight decay on matrices (embeddings included) and none on norm gains and biases.
 
     ``fused`` defaults to True on CUDA. On a CPU the loop over tensors is bit-equal to ``foreach``, faster from a few
     million parameters on, and needs no temporary copy of all weights. The fused kernel is about four times faster
     still, but rounds differently from the default of ``torch.optim.AdamW``.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+    parts = layer_matrices(model) if config.optimizer == "muon" else {}
+    decayed = [p for p in parameters if p.ndim >= 2 and p not in parts]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
+    if parts:
+        groups.insert(0, {"params": list(parts), "weight_decay": config.weight_decay, "muon": True})
+    groups = [group for group in groups if group["params"]]
     on_cuda = all(p.device.type == "cuda" for p in parameters)
     use_fused = on_cuda if fused is None else fused
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        fused=use_fused or None,
-        foreach=None if use_fused or on_cuda else False,
-    )
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.betas[0], config.betas[1]),
+        "eps": config.eps,
+        "fused": use_fused or None,
+        "foreach": None if use_fused or on_cuda else False,
+    }
+    if parts:
+        return Muon(groups, parts=parts, momentum=config.momentum, **settings)
+    return torch.optim.AdamW(groups, **settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,25 @@ class LRSchedule:
     """``wsd`` only: steps of the final decay."""
     min_lr_ratio: float = 0.1
     """The floor as a fraction of the peak rate; reached by the step after the last."""
+
+    @classmethod
+    def of(cls, config: TrainingConfig, num_steps: int) -> LRSchedule:
+        """The schedule of a recipe: ``warmup`` is a number of steps, or a fraction of them; ``decay`` a fraction."""
+        warmup_steps = round(config.warmup * num_steps) if config.warmup < 1 else round(config.warmup)
+        decay_steps = max(1, round(config.decay * num_steps)) if config.schedule == "wsd" else 0
+        if warmup_steps + decay_steps > num_steps:
+            raise UserError(
+                f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "
+                f"into {num_steps} steps: choose a smaller fraction or more training.tokens"
+            )
+        return cls(
+            kind=config.schedule,
+            lr=config.lr,
+            num_steps=num_steps,
+            warmup_steps=warmup_steps,
+            decay_steps=decay_steps,
+            min_lr_ratio=config.min_lr_ratio,
+        )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of step ``step``."""
@@ -96,32 +116,3 @@ class LRSchedule:
                     f"training schedule: {key} was {state[key]} when the run started and is {now} now: "
                     "resume with the run's own recipe, or start a new run"
                 )
-
-
-def build_schedule(
-    kind: str,
-    *,
-    lr: float,
-    num_steps: int,
-    warmup: float = 0.0,
-    decay: float = 0.1,
-    min_lr_ratio: float = 0.1,
-) -> LRSchedule:
-    """A schedule from a recipe: ``warmup`` is in steps, or a fraction of them if below 1; ``decay`` is a fraction."""
-    if kind not in get_args(ScheduleKind):
-        raise UserError(f"training.schedule: {kind!r} is unknown: choose {', '.join(get_args(ScheduleKind))}")
-    warmup_steps = round(warmup * num_steps) if warmup < 1 else round(warmup)
-    decay_steps = max(1, round(decay * num_steps)) if kind == "wsd" else 0
-    if warmup_steps + decay_steps > num_steps:
-        raise UserError(
-            f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "
-            f"into {num_steps} steps: choose a smaller fraction or more training.tokens"
-        )
-    return LRSchedule(
-        kind=kind,  # type: ignore[arg-type]
-        lr=lr,
-        num_steps=num_steps,
-        warmup_steps=warmup_steps,
-        decay_steps=decay_steps,
-        min_lr_ratio=min_lr_ratio,
-    )
