@@ -22,8 +22,8 @@ import tables
 from common import DEVICE, commit
 
 import dwindle
+from dwindle.core.files import write_text_atomic
 from dwindle.data import validation_windows
-from dwindle.evaluation.results import write_text
 from dwindle.training.loss import evaluate_loss
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         record = key | {"parameters": result.after.total, "wikitext2": loss, "seconds": seconds, "layers": layers}
         record |= {"machine": DEVICE, "commit": args.commit or commit()}
         content["rows"].append(record)
-        write_text(args.out, json.dumps(content, indent=1) + "\n", "--out")
+        write_text_atomic(args.out, json.dumps(content, indent=1) + "\n", option="--out")
         print(json.dumps({k: v for k, v in record.items() if k != "layers"}), flush=True)
     print(tables.layer_adaptive(content))
 

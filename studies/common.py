@@ -37,10 +37,10 @@ import dwindle
 from dwindle.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
 from dwindle.core.sizes import parse_count
 from dwindle.data import DataConfig, validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data
-from dwindle.evaluation.results import write_text
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
@@ -392,7 +392,7 @@ class Study:
                 rows.append(record)
             else:
                 rows[rows.index(known)] = record
-            write_text(self.args.out, json.dumps(self.content, indent=1) + "\n", "--out")
+            write_text_atomic(self.args.out, json.dumps(self.content, indent=1) + "\n", option="--out")
 
 
 def check_texts(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from common import KEY
 
 from dwindle.core.errors import UserError
-from dwindle.evaluation.results import write_text
+from dwindle.core.files import write_text_atomic
 
 
 def merged(rows: list[Any], more: list[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def merge(into: Path, others: list[Path]) -> str:
         if (other.get("study"), other.get("format")) != (content["study"], content["format"]):
             raise UserError(f"{path}: of another study or format than {into}")
         content["rows"] = merged(content["rows"], other["rows"])
-    write_text(into, json.dumps(content, indent=1) + "\n", "INTO")
+    write_text_atomic(into, json.dumps(content, indent=1) + "\n", option="INTO")
     repeats = sum("repeat" in row for row in content["rows"][before:])
     return f"{into}: {len(content['rows'])} rows, {len(content['rows']) - before} of them new ({repeats} repeats)"
 

@@ -126,7 +126,7 @@ def test_inspect(shell: Shell) -> None:
     assert sum(found["parameters"][part] for part in parts) == total
     assert found["groups"]["ffn"] == 3 * 3 * 32
     table = shell("inspect", "model")[1]
-    assert "what one group weighs" in table and "0-2" in table
+    assert "parameters of one group" in table and "0-2" in table
 
 
 def test_prune_and_inspect_the_result(shell: Shell) -> None:
@@ -270,8 +270,8 @@ BAD = {
     "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
     "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude, --distance: belong to the method adapt"),
     "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads 0: give at least 1"),
-    "a size twice": (["prune", "model", "--to", "hidden=24,ffn=32,hidden=16"], "16: hidden is given twice"),
-    "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to 80%noemb: is no size: write it as 100M"),
+    "a size twice": (["prune", "model", "--to", "hidden=24,ffn=32,hidden=16"], "16' gives hidden twice"),
+    "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to: '80%noemb' is not a size such as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
     "bad groups": ([*PRUNE, "--groups", "legs"], "error: --groups legs"),
@@ -293,18 +293,21 @@ BAD = {
     "no place for token files": ([*PRETRAIN, "data.cache_dir=text.txt"], "error: data.cache_dir /"),
     "a run is there": ([*PRETRAIN, "--out", "good-tokens"], "exists and is not a run"),
     "no run replaces the root": ([*PRETRAIN, "--out", "/", "--overwrite"], "--out / is the root of a file system"),
-    "nor the folder it is started in": ([*PRETRAIN, "--out", ".", "--overwrite"], "--out . is the current folder"),
-    "nor is a model put there": ([*PRUNE, "--out", "..", "--overwrite"], "--out .. holds the current folder"),
+    "nor the folder it is started in": ([*PRETRAIN, "--out", ".", "--overwrite"], "--out . is the current directory"),
+    "nor is a model put there": ([*PRUNE, "--out", "..", "--overwrite"], "--out .. holds the current directory"),
     "nor an export": (["export", "model", "--to", "hf", "--out", "/"], "--out / is the root of a file system"),
-    "pruned onto itself": ([*PRUNE, "--out", "model", "--overwrite"], "--out model is model, which this is made from"),
-    "exported onto itself": ([*HALVE, "--out", "model", "--overwrite"], "--out model is model, which this is made"),
-    "exported onto itself, unasked": ([*HALVE, "--out", "./model"], "--out model is model, which this is made from"),
+    "pruned onto itself": ([*PRUNE, "--out", "model", "--overwrite"], "--out model is the input model"),
+    "exported onto itself": ([*HALVE, "--out", "model", "--overwrite"], "--out model is the input model"),
+    "exported onto itself, unasked": ([*HALVE, "--out", "./model"], "--out model is the input model"),
     "another's model": ([*HALVE, "--out", "poisoned", "--overwrite"], "--out poisoned already exists and has no"),
-    "its own calibration text": ([*PRUNE, "--data", "text.txt", "--out", "text.txt"], "is text.txt, which this is"),
-    "tokenized onto itself": (["tokenize", "text.txt", "--model", "model", "--out", "text.txt"], "which this is made"),
-    "quantised onto itself": (["quantize", "model", "--out", "model", "--overwrite"], "--out model is model, which"),
-    "compared into its source": (["compare", "model", "--out", "model"], "--out model is model, which this is made"),
-    "nothing to resume at the root": (["resume", "/"], "holds no recipe.toml"),
+    "its own calibration text": ([*PRUNE, "--data", "text.txt", "--out", "text.txt"], "is the input text.txt"),
+    "tokenized onto itself": (
+        ["tokenize", "text.txt", "--model", "model", "--out", "text.txt"],
+        "is the input text.txt",
+    ),
+    "quantised onto itself": (["quantize", "model", "--out", "model", "--overwrite"], "--out model is the input model"),
+    "compared into its source": (["compare", "model", "--out", "model"], "--out model is the input model"),
+    "nothing to resume at the root": (["resume", "/"], "has no recipe.toml"),
     "nothing to resume": (["resume", "model"], "recipe.toml"),
     "nothing to resume in processes": (["resume", "model", "--nproc", "2"], "recipe.toml"),
     "more processes than sequences": ([*PRETRAIN, "--nproc", "11"], "error: --nproc 11: a step has 10 sequences"),
@@ -414,7 +417,7 @@ def test_a_stopped_demo_says_how_to_go_on(shell: Shell, monkeypatch: pytest.Monk
     from dwindle.run.pretrain import RunResult
 
     def stopped(recipe: object, run: Path, **_: object) -> RunResult:
-        return RunResult(run, "stopped", 3, 720, 1, None, None, None, False)
+        return RunResult(run, recipe, "stopped", 3, 720, 1, None, None, None, False)
 
     monkeypatch.setattr(dwindle.run.demo, "pretrain", stopped)
     code, _, err = shell("demo", "--recipe", "recipe.toml", "--out", "shown", "--sequences", "2")

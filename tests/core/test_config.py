@@ -13,6 +13,7 @@ import pytest
 
 from dwindle.core.config import apply_overrides, field_docs, from_dict, from_toml, read_toml, to_toml, write_toml
 from dwindle.core.errors import UserError
+from dwindle.core.files import NotWritten
 
 
 @dataclass(kw_only=True, slots=True)
@@ -308,7 +309,7 @@ def test_saving_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotWritten, match="No space"):
         write_toml(overridden("name=second"), path)
     assert from_dict(Config, read_toml(path)) == config
     assert [file.name for file in tmp_path.iterdir()] == ["saved.toml"]

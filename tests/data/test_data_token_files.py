@@ -154,7 +154,7 @@ def test_existing_output_is_refused_or_replaced(tmp_path: Path, tokenizer: Any, 
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="left alone"):
+    with pytest.raises(UserError, match="already exists and has no"):
         write_token_files([first], tokenizer, precious, overwrite=True)
     assert (precious / "thesis.txt").exists()
 

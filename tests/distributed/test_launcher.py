@@ -13,8 +13,8 @@ import pytest
 from test_ranks import assert_same, recipe
 
 from dwindle.core.config import write_toml
+from dwindle.core.run_directory import RunDirectory
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.training.checkpoint import list_checkpoints
 from tiny import tiny_directory
 
 
@@ -45,12 +45,12 @@ def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) 
     run = tmp_path / "run"
     launcher = launch("pretrain", str(tmp_path / "recipe.toml"), "--out", str(run), "--nproc", "2")
     deadline = time.monotonic() + 90
-    while not list_checkpoints(run) and time.monotonic() < deadline and launcher.poll() is None:
+    while not RunDirectory(run).list_checkpoints() and time.monotonic() < deadline and launcher.poll() is None:
         time.sleep(0.02)
     os.kill(children_of(launcher.pid)[-1], signal.SIGKILL)
     _, messages = launcher.communicate(timeout=60)
     assert launcher.returncode != 0 and "was killed by SIGKILL" in messages
-    assert list_checkpoints(run) and not (run / "model").exists()
+    assert RunDirectory(run).list_checkpoints() and not (run / "model").exists()
     resume(run)
     assert_same(run, tmp_path / "alone")
 

@@ -17,8 +17,9 @@ from processes import run_ranks, start_ranks, wait_ranks
 from safetensors.torch import load_file
 
 import dwindle.run.pretrain
-from dwindle.core.directories import NotWritten
 from dwindle.core.errors import UserError
+from dwindle.core.files import NotWritten
+from dwindle.core.run_directory import RunDirectory
 from dwindle.data import DataConfig
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.world import World, joined
@@ -30,7 +31,6 @@ from dwindle.report.tables import cost_of
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.sources.config import ModelConfig
 from dwindle.training import checkpoint_writer as checkpointwriter
-from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from dwindle.training.loop import Trainer
 from tiny import tiny_directory
@@ -109,7 +109,7 @@ def on_three(place: Path, alone: Path) -> Path:
 def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> None:
     assert_same(on_three, alone)
     assert [cost_of(open_run(run)).num_devices for run in (on_three, alone)] == [3, 1]  # type: ignore[union-attr]
-    newest = list_checkpoints(on_three)[-1]
+    newest = RunDirectory(on_three).list_checkpoints()[-1]
     assert len(list(newest.glob("model-*-of-00003.safetensors"))) == 3 and not (newest / "model.safetensors").exists()
 
 
@@ -123,7 +123,7 @@ def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, 
     resume(run)
     assert_same(run, alone)
     forget_after(run, 45)  # written by one process at step 50: nothing of two is left in it
-    assert list_checkpoints(run)[-1].name == "step-00000040"
+    assert RunDirectory(run).list_checkpoints()[-1].name == "step-00000040"
     run_ranks(3, lambda rank: resume(run))
     assert_same(run, alone)
 
@@ -131,7 +131,7 @@ def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, 
 def forget_after(run: Path, step: int) -> None:
     """As if the run had been killed after that step."""
     shutil.rmtree(run / "model")
-    for checkpoint in list_checkpoints(run):
+    for checkpoint in RunDirectory(run).list_checkpoints():
         if int(checkpoint.name.removeprefix("step-")) > step:
             shutil.rmtree(checkpoint)
 
@@ -145,14 +145,14 @@ def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
 
     run_ranks(2, task)
     assert_same(run, alone)
-    assert (list_checkpoints(run)[-1] / "model.safetensors").exists()
+    assert (RunDirectory(run).list_checkpoints()[-1] / "model.safetensors").exists()
 
 
 def test_sharded_inside_nodes_and_replicated_over_them(place: Path, alone: Path) -> None:
     run = place / "hsdp-4"
     run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp"), run), per_node=2)
     assert_same(run, alone)
-    assert len(list(list_checkpoints(run)[-1].glob("model-*-of-00002.safetensors"))) == 2
+    assert len(list(RunDirectory(run).list_checkpoints()[-1].glob("model-*-of-00002.safetensors"))) == 2
 
 
 def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
@@ -164,7 +164,7 @@ def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
             run_ranks(size, lambda rank, s=settings, n=name: pretrain(s, place / n))  # type: ignore[misc]
     ours, theirs = ([line["loss"] for line in metrics(place / name)] for name in ("bf16-2", "bf16-1"))
     assert ours == pytest.approx(theirs, abs=0.05)
-    newest = list_checkpoints(place / "bf16-2")[-1]
+    newest = RunDirectory(place / "bf16-2").list_checkpoints()[-1]
     weights = load_file(newest / "model-00001-of-00002.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
 
@@ -187,7 +187,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(place: Path, alone: P
 
     statuses = wait_ranks(start_ranks(2, task), seconds=60)
     assert os.WIFSIGNALED(statuses[1]) and statuses[0] != 0
-    assert not (run / "model").exists() and list_checkpoints(run)
+    assert not (run / "model").exists() and RunDirectory(run).list_checkpoints()
     run_ranks(2, lambda rank: resume(run))
     assert_same(run, alone)
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_ends_all(
         written = getattr(checkpointwriter, function)
 
         def full(place: Path, *rest: Any) -> Any:
-            if rank in failing and list_checkpoints(tmp_path / "run"):
+            if rank in failing and RunDirectory(tmp_path / "run").list_checkpoints():
                 raise OSError(errno.ENOSPC, "No space left on device")
             return written(place, *rest)
 
@@ -250,7 +250,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_ends_all(
     told = capfd.readouterr().err
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2] * size
     assert told.count("error: ") == 1 and said in told and "the disk is full" in told and "Traceback" not in told
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert [path.name for path in RunDirectory(tmp_path / "run").list_checkpoints()] == ["step-00000002"]
 
 
 def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,7 @@ def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pyte
     (place / "alone" / "recipe.toml").touch()
     statuses = wait_ranks(start_ranks(2, task))
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
-    assert capfd.readouterr().err.count("a run is there") == 1
+    assert capfd.readouterr().err.count("a run exists there") == 1
 
 
 def test_tensors_of_the_main_process_reach_all() -> None:
@@ -312,7 +312,7 @@ def test_all_ranks_stop_after_the_same_step(place: Path) -> None:
         assert (result.status, result.step) == ("stopped", 5)
 
     run_ranks(2, task)
-    assert [c.name for c in list_checkpoints(run)] == ["step-00000005"]
+    assert [c.name for c in RunDirectory(run).list_checkpoints()] == ["step-00000005"]
 
 
 def test_the_main_process_chooses_the_micro_batch_for_all(place: Path) -> None:

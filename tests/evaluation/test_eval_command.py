@@ -13,9 +13,10 @@ from eval_sets import write_sets
 
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
 from dwindle.evaluation.evaluate import trained_tokens
 from dwindle.evaluation.perplexity import text_names
-from dwindle.evaluation.results import EvalResult, read_result, write_text
+from dwindle.evaluation.results import EvalResult, read_result
 from tiny import tiny_directory
 
 Command = Any
@@ -122,8 +123,8 @@ def test_an_infinite_perplexity_is_json(dwindle: Command) -> None:
 
 def test_a_place_that_vanished_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--out: .* cannot be written"):
-        write_text(tmp_path / "file" / "x.json", "{}", "--out")
+    with pytest.raises(UserError, match=r"^--out .*x\.json could not be written"):
+        write_text_atomic(tmp_path / "file" / "x.json", "{}", option="--out")
 
 
 @pytest.mark.parametrize(
@@ -136,9 +137,9 @@ def test_a_place_that_vanished_is_one_message(tmp_path: Path) -> None:
         (("eval", "model", "--data", "sets", "--limit", "0"), "--limit: 0 must be"),
         (("eval", "model", "--data", "sets", "--max-length", "9999"), "--max-length: 9999 must lie between"),
         (("eval", "model", "--text", "none.txt"), "--text: none.txt does not exist"),
-        (("eval", "model", "--data", "sets", "--out", "sets"), "--out: sets already exists"),
-        (("eval", "model", "--data", "sets", "--out", "bad.json/x.json"), "--out: bad.json/x.json cannot be written"),
-        (("eval", "model", "--data", "sets", "--items", "bad.json/x/y"), "--items: bad.json/x/y cannot be written"),
+        (("eval", "model", "--data", "sets", "--out", "sets"), "--out sets is a directory"),
+        (("eval", "model", "--data", "sets", "--out", "bad.json/x.json"), "--out bad.json/x.json cannot be written"),
+        (("eval", "model", "--data", "sets", "--items", "bad.json/x/y"), "--items bad.json/x/y cannot be written"),
         (("eval", "model", "--data", "sets", "--out", "r", "--items", "./r"), "--items: ./r collides with --out r"),
         (("eval", "model", "--data", "sets", "--out", "r", "--items", "r/i"), "--items: r/i collides with --out r"),
         (("eval", "none/", "--data", "sets"), "none/"),

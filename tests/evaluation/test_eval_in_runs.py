@@ -11,13 +11,13 @@ import pytest
 from eval_sets import DOCUMENTS, write_sets
 
 import dwindle
+from dwindle.core.run_directory import RunDirectory
 from dwindle.data import DataConfig
 from dwindle.evaluation import callback
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.sources.config import ModelConfig
-from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from tiny import tiny_directory
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_writes_the_same_scores(run: Path, tmp_path: Path) -> None
     again = tmp_path / "again"
     shutil.copytree(run, again)
     shutil.rmtree(again / "model")
-    for checkpoint in list_checkpoints(again):
+    for checkpoint in RunDirectory(again).list_checkpoints():
         if int(checkpoint.name.removeprefix("step-")) > 4:
             shutil.rmtree(checkpoint)
     assert resume(again).status == "finished"

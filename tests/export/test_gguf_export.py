@@ -277,7 +277,7 @@ def test_the_file_that_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     export(tiny_loaded(), "gguf", tmp_path / "in" / "m.gguf", type_="f16", verify=False)
     before = (tmp_path / "in" / "m.gguf").read_bytes()
     for source in ("in/m.gguf", "in"):
-        with pytest.raises(UserError, match=r"--out in/m\.gguf is in/m\.gguf, which this is made from"):
+        with pytest.raises(UserError, match=r"--out in/m\.gguf is the input in/m\.gguf"):
             export(source, "gguf", "in/m.gguf", type_="q8_0", verify=False, overwrite=True)
     assert (tmp_path / "in" / "m.gguf").read_bytes() == before
     for _ in range(2):

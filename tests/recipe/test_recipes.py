@@ -10,7 +10,6 @@ import pytest
 from dwindle.core.config import field_docs, from_toml, to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import DEFAULT_HORIZON, PretrainPruneConfig
-from dwindle.recipe.checks import parse_size
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 from dwindle.sources.config import ModelConfig
 from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
@@ -212,30 +211,6 @@ def test_missing_sections_are_named_by_their_required_key(tmp_path: Path) -> Non
     path.write_text('[source]\nmodel = "x"\n')
     with pytest.raises(UserError, match=r"training\.tokens: missing"):
         load_recipe(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind", "value"),
-    [
-        ("100M", "count", 100e6),
-        ("1_000", "count", 1000),
-        ("0.6", "share", 0.6),
-        (".6", "share", 0.6),
-        ("60%", "share", 0.6),
-        ("62.5 %", "share", 0.625),
-        ("50%nonemb", "nonemb share", 0.5),
-        ("hidden=512,heads=8,ffn=1280", "shape", 0.0),
-        ("heads = 8", "shape", 0.0),
-    ],
-)
-def test_sizes(text: str, kind: str, value: float) -> None:
-    assert parse_size(text, "prune.target") == (kind, pytest.approx(value))
-
-
-@pytest.mark.parametrize("text", ["", "0", "100%", "0%", "1.5", "120%nonemb", "50%emb", "heads=8,heads=9", "x=1", "a="])
-def test_sizes_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"^prune\.target: "):
-        parse_size(text, "prune.target")
 
 
 def test_existing_paths_become_absolute(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

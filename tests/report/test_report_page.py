@@ -66,7 +66,7 @@ def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     write_page(page, other, overwrite=True)
     with pytest.raises(UserError, match="is a directory"):
         write_page(page, tmp_path)
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="could not be written"):
         write_page(page, other / "report.html")
     assert not list(tmp_path.rglob("*.tmp"))
 

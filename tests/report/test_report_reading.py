@@ -10,6 +10,7 @@ import pytest
 from made_runs import make_run, write_lines
 
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.report.architecture import find_architecture
 from dwindle.report.jsonlines import GrowingJsonLines
 from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
@@ -146,7 +147,7 @@ def test_the_source_is_what_is_left_and_what_has_left(tmp_path: Path, where: str
         write_lines(run / "ledger.jsonl", lines)
     ledger = LedgerLog(run / "ledger.jsonl")
     ledger.refresh()
-    view = find_architecture(run, ledger)
+    view = find_architecture(RunDirectory(run), ledger)
     assert view is not None
     assert (view.hidden_before, view.hidden_after) == (32, len(left["hidden"]))
     for layer_view, layer in zip(view.layers, left["layers"], strict=True):

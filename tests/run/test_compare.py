@@ -189,7 +189,7 @@ def test_an_existing_output_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "precious.txt").write_text("mine")
     with pytest.raises(UserError, match="already exists"):
         compare(source, out=tmp_path / "out")
-    with pytest.raises(UserError, match="left alone"):
+    with pytest.raises(UserError, match="already exists and has no"):
         compare(source, out=tmp_path / "out", overwrite=True)
 
 

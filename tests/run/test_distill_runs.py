@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import dwindle
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.data import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
@@ -22,7 +23,6 @@ from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan, teacher_dtype
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.sources.config import ModelConfig
-from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig
 from tiny import tiny_directory
 
@@ -87,7 +87,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(place: Path) -> None
     pretrain(settings, whole)
     shutil.copytree(whole, broken)
     shutil.rmtree(broken / "model")
-    for checkpoint in list_checkpoints(broken)[1:]:
+    for checkpoint in RunDirectory(broken).list_checkpoints()[1:]:
         shutil.rmtree(checkpoint)
     assert resume(broken).status == "finished"
     assert_equal(broken, whole)

@@ -18,6 +18,7 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from dwindle.anatomy import Anatomy
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.data import DataConfig
 from dwindle.data.config import SourceConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
@@ -287,7 +288,7 @@ def test_sequences_beyond_the_positions_of_the_source_are_told(model: Path, tmp_
     told = "data.seq_len: 2,048 is more than the 1,024 positions that the source was made for"
     assert make_plan(settings).warnings == [told]
     with pytest.warns(PlanWarning, match=told):
-        begin_run(settings, tmp_path / "run", overwrite=False)
+        begin_run(settings, RunDirectory(tmp_path / "run"), overwrite=False)
 
 
 def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 import dwindle
 from dwindle.anatomy import Anatomy, Structure
-from dwindle.core import config
+from dwindle.core import files
 from dwindle.core.errors import UserError
 from dwindle.data import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
@@ -315,7 +315,6 @@ def die_at(owner: Any, name: str, count: int, *, before: bool = False) -> None:
 
 
 def fatal_places() -> list[tuple[str, Callable[[], None]]]:
-    from dwindle.core import directories
     from dwindle.pruning.pruner import Pruner
     from dwindle.pruning.surgery import Prunable
     from dwindle.training import callbacks, checkpoint
@@ -325,10 +324,10 @@ def fatal_places() -> list[tuple[str, Callable[[], None]]]:
         ("between an event and its ledger line", lambda: die_at(Prunable, "kill", 4)),
         ("right after a compaction", lambda: die_at(Pruner, "compact", 1)),
         ("inside a compaction", lambda: die_at(Prunable, "compact", 2, before=True)),
-        ("while a checkpoint is written", lambda: die_at(checkpoint.os, "fsync", 3)),
-        ("before a checkpoint is renamed", lambda: die_at(checkpoint, "_write_files", 1)),
+        ("while a checkpoint is written", lambda: die_at(files.os, "fsync", 3)),
+        ("before a checkpoint is renamed", lambda: die_at(checkpoint, "commit_checkpoint", 1, before=True)),
         ("right after a checkpoint", lambda: die_at(callbacks, "write_checkpoint", 2)),
-        ("while the model is written", lambda: die_at(directories, "_put_in_place", 2, before=True)),
+        ("while the model is written", lambda: die_at(files, "_put_in_place", 2, before=True)),
     ]
 
 
@@ -350,10 +349,10 @@ def test_killed_while_it_begins(place: Path) -> None:
     """Before its recipe is there, and before the micro-batch of this machine is kept in it: nothing is in the way."""
     run = place / "begun"
     settings = recipe(place, tokens=4 * 192, micro_batch=0, prune={"enabled": False})
-    for writes in (1, 2):
-        child = start(lambda n=writes: (die_at(config.os, "replace", n, before=True), go_on(settings, run)))  # type: ignore[misc]
+    for name in ("rename", "replace"):
+        child = start(lambda name=name: (die_at(files.os, name, 1, before=True), go_on(settings, run)))  # type: ignore[misc]
         assert os.WIFSIGNALED(wait(child, 120) or 0)
-        assert run.exists() == (writes == 2)
+        assert run.exists() == (name == "replace")
     assert wait(start(lambda: go_on(settings, run)), 120) == 0
     assert (run / "model").is_dir()
     assert not [path for path in [*run.rglob(".*"), *place.glob(".begun*")] if path.name != ".lock"], "leftovers"

@@ -17,15 +17,14 @@ from tiny_run import tiny_llama
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed import safetensors_stream as tensorfile
 from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
 from dwindle.training import checkpoint as module
 from dwindle.training.checkpoint import (
     CheckpointWarning,
-    checkpoints_dir,
     damage,
     latest_checkpoint,
-    list_checkpoints,
     load_model_tensors,
     load_optimizer_tensors,
     open_checkpoint,
@@ -43,7 +42,7 @@ def save(run: Path, step: int, **options: Any) -> Path:
 
 
 def names(run: Path) -> list[str]:
-    return sorted(os.listdir(checkpoints_dir(run)))
+    return sorted(os.listdir(RunDirectory(run).checkpoints))
 
 
 def awkward_tensors() -> dict[str, Tensor]:
@@ -129,7 +128,7 @@ def test_a_damaged_one_makes_room_for_its_repetition(tmp_path: Path) -> None:
 def test_no_good_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no checkpoint"):
         latest_checkpoint(tmp_path)
-    assert list_checkpoints(tmp_path) == []
+    assert RunDirectory(tmp_path).list_checkpoints() == []
     (save(tmp_path, 1) / "model.safetensors").write_bytes(b"")
     with pytest.warns(CheckpointWarning), pytest.raises(UserError, match="all 1 checkpoints are damaged"):
         latest_checkpoint(tmp_path)

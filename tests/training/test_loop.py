@@ -15,8 +15,8 @@ from tiny_run import RandomBatches, make_trainer, portable_bf16, tiny_llama
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from dwindle.core.run_directory import RunDirectory
 from dwindle.training.callbacks import Callback, Checkpointer
-from dwindle.training.checkpoint import list_checkpoints
 from dwindle.training.config import TrainingConfig
 from dwindle.training.loop import Trainer, TrainingDiverged
 from dwindle.training.optim import build_optimizer
@@ -191,7 +191,7 @@ def test_too_many_bad_steps_save_and_stop(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_llama(), [Poison({2, 3, 4, 5}), checkpointer], max_bad_steps=1)
     with pytest.raises(TrainingDiverged, match=r"step 4 .* 2 in a row"):
         trainer.run()
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000004"]
+    assert [path.name for path in RunDirectory(tmp_path).list_checkpoints()] == ["step-00000004"]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -266,7 +266,7 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Sig
         assert trainer.run() == "stopped"
     assert signal.getsignal(number) is before
     assert trainer.step == 3
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000003"]
+    assert [path.name for path in RunDirectory(tmp_path).list_checkpoints()] == ["step-00000003"]
 
 
 def test_a_second_interrupt_aborts_at_once() -> None:

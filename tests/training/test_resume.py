@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dwindle.core.errors import UserError
 from dwindle.core.jsonl import JsonLinesFile
+from dwindle.core.run_directory import RunDirectory
 from dwindle.training.callbacks import Callback, Checkpointer, Validator, truncate_to
-from dwindle.training.checkpoint import CheckpointWarning, latest_checkpoint, list_checkpoints, open_checkpoint
+from dwindle.training.checkpoint import CheckpointWarning, latest_checkpoint, open_checkpoint
 from dwindle.training.loop import Trainer
 from dwindle.training.metrics import MetricsWriter
 from dwindle.training.rng import seed_everything
@@ -106,7 +107,7 @@ def resume(run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSigna
 
 def outcome(run: Path) -> dict[str, Any]:
     """Everything a finished run leaves behind, without what depends on the clock."""
-    last = list_checkpoints(run)[-1]
+    last = RunDirectory(run).list_checkpoints()[-1]
     files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
@@ -141,7 +142,7 @@ def test_two_interruptions(
 ) -> None:
     with pytest.raises(Killed):
         build(tmp_path, first).run()
-    if not list_checkpoints(tmp_path):
+    if not RunDirectory(tmp_path).list_checkpoints():
         for name in ("metrics.jsonl", "ledger.jsonl"):
             truncate_to(tmp_path / name, 0)
         again = build(tmp_path, second)
@@ -167,7 +168,7 @@ def test_stopping_at_every_step_leaves_no_trace(tmp_path: Path, expected: dict[s
 def test_from_the_one_before_a_damaged_checkpoint(tmp_path: Path, expected: dict[str, Any]) -> None:
     with pytest.raises(Killed):
         build(tmp_path, (11, "after_step")).run()
-    damaged = list_checkpoints(tmp_path)[-1]
+    damaged = RunDirectory(tmp_path).list_checkpoints()[-1]
     assert damaged.name == "step-00000008"
     (damaged / "optimizer.safetensors").write_bytes(b"nonsense")
     with pytest.warns(CheckpointWarning, match=r"optimizer\.safetensors"):

@@ -160,7 +160,7 @@ class Structure:
         return {"format": FORMAT, "source": source, "hidden": list(self.hidden), "layers": layers}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str = "structure.json") -> Self:
+    def from_json(cls, data: Mapping[str, Any], where: str = "structure") -> Self:
         if data.get("format") != FORMAT:
             raise UserError(f"{where}: format {data.get('format')!r} is not {FORMAT}: written by another version?")
         layers = tuple(

@@ -54,8 +54,8 @@ def evaluate(
     from pathlib import Path
 
     _check_files(out, items, overwrite)
+    from dwindle.core.files import write_text_atomic
     from dwindle.evaluation.evaluate import evaluate
-    from dwindle.evaluation.results import write_text
 
     result = evaluate(
         model,
@@ -72,7 +72,7 @@ def evaluate(
         items_file=items,
     )
     if out is not None:
-        write_text(Path(out), json.dumps(result.to_json()) + "\n", "--out")
+        write_text_atomic(Path(out), json.dumps(result.to_json()) + "\n", option="--out")
     print_result(result.to_json() if as_json else result.render(), as_json)
 
 
@@ -80,14 +80,11 @@ def _check_files(out: str | None, items: str | None, overwrite: bool) -> None:
     """Before any work: both files are new or may be overwritten, are writable, and do not collide."""
     from pathlib import Path
 
-    from dwindle.evaluation.results import check_place
+    from dwindle.core.files import refuse_file
 
     for option, file in (("--out", out), ("--items", items)):
-        if file is None:
-            continue
-        if Path(file).exists() and (not overwrite or Path(file).is_dir()):
-            raise UserError(f"{option}: {file} already exists: choose another file or pass --overwrite")
-        check_place(Path(file), option)
+        if file is not None:
+            refuse_file(Path(file), option, overwrite=overwrite)
     if out is None or items is None:
         return
     first, second = Path(out).resolve(), Path(items).resolve()

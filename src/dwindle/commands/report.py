@@ -11,12 +11,13 @@ import typer
 
 from dwindle.commands.app import Json, app, print_result
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import REPORT
 
-RunDirectory = Annotated[
+RunArgument = Annotated[
     list[str],
     typer.Argument(metavar="RUN", help="A run of dwindle pretrain, or a model directory of dwindle prune."),
 ]
-RunDirectories = Annotated[
+RunArguments = Annotated[
     list[str],
     typer.Argument(metavar="RUN", help="A run or a model directory of dwindle prune; several are drawn together."),
 ]
@@ -24,8 +25,8 @@ RunDirectories = Annotated[
 
 @app.command()
 def report(
-    runs: RunDirectory,
-    out: Annotated[str | None, typer.Option(help="HTML file to write; default: report.html in the run.")] = None,
+    runs: RunArgument,
+    out: Annotated[str | None, typer.Option(help=f"HTML file to write; default: {REPORT} in the run.")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
     port: Annotated[int, typer.Option(help="Port for --watch; 0: any free port.")] = 0,
@@ -50,7 +51,7 @@ def report(
         _serve(run, port, open_page, as_json)
         return
     summary = summarise(found)
-    path = write_page(render_page(summary), out or Path(run) / "report.html", overwrite=overwrite)
+    path = write_page(render_page(summary), out or found.directory.report, overwrite=overwrite)
     if open_page:
         _open(path.resolve().as_uri())
     if as_json:
@@ -64,7 +65,7 @@ def report(
 
 @app.command()
 def plot(
-    runs: RunDirectories,
+    runs: RunArguments,
     out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],
     dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dwindle.commands.app import Json, TextField, app, print_result
 from dwindle.commands.models import say_odd_sizes
-from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -31,8 +31,6 @@ def pretrain(
     as_json: Json = False,
 ) -> None:
     """Continue pretraining a model while it is pruned to a target size."""
-    from pathlib import Path
-
     from dwindle.recipe.recipe import load_recipe
 
     chosen = load_recipe(recipe, overrides or [])  # before the slow imports, so that mistakes are told at once
@@ -44,7 +42,7 @@ def pretrain(
         return
     run = Path(out) if out is not None else Path("runs") / Path(recipe).stem
     if nproc:
-        _launch_new_run(chosen, run, nproc, overwrite, as_json)
+        _launch_new_run(chosen, RunDirectory(run), nproc, overwrite, as_json)
         return
     from dwindle.run.pretrain import pretrain
 
@@ -57,14 +55,12 @@ def resume(
 ) -> None:
     """Continue a run from its newest good checkpoint, on any number of processes."""
     if nproc:
-        from pathlib import Path
-
         from dwindle.recipe.recipe import load_recipe
         from dwindle.run.plan import check_processes
 
-        if not (Path(run) / "recipe.toml").is_file():
-            raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
-        check_processes(load_recipe(Path(run) / "recipe.toml"), nproc)
+        directory = RunDirectory(Path(run))
+        directory.check_is_run()
+        check_processes(load_recipe(directory.recipe), nproc)
         _launch(run, nproc, as_json)
         return
     from dwindle.run.pretrain import resume
@@ -72,19 +68,18 @@ def resume(
     _print_run(resume(run), as_json)
 
 
-def _launch_new_run(recipe: Any, run: Any, nproc: int, overwrite: bool, as_json: bool) -> None:
-    """Mistakes are found here, once, before any process is started."""
+def _launch_new_run(recipe: Any, run: RunDirectory, nproc: int, overwrite: bool, as_json: bool) -> None:
+    """Check everything once, before any process is started."""
     from dwindle.recipe.recipe import resolve_recipe
-    from dwindle.run.overwrite import forget_if_not_begun
     from dwindle.run.plan import check_processes
     from dwindle.run.pretrain import begin_run
 
     check_processes(recipe, nproc)
     begin_run(resolve_recipe(recipe), run, overwrite=overwrite)
     try:
-        _launch(str(run), nproc, as_json)
+        _launch(str(run.path), nproc, as_json)
     finally:
-        forget_if_not_begun(run)
+        run.forget_if_not_begun()
 
 
 def _launch(run: str, nproc: int, as_json: bool) -> None:
@@ -117,23 +112,19 @@ def tokenize(
 
 
 def _print_run(result: Any, as_json: bool) -> None:
-    """How a run ended, and the command that continues or uses it; of several processes the first says it."""
-    from dataclasses import asdict
-
-    from dwindle.recipe.recipe import load_recipe
-
+    """How a run ended, and the command that continues it; printed by the first of several processes."""
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
-        print(json.dumps(asdict(result), default=str))
+        print(json.dumps(result.to_json()))
     elif result.status == "stopped":
-        print(f"stopped after step {result.step:,}; continue with: dwindle resume {shlex.quote(str(result.run))}")
+        print(f"stopped after step {result.step:,}; continue with: {RunDirectory(result.run).resume_command}")
     else:
         parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
         measured = (("loss", result.loss), ("validation", result.valid_loss))
         parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
         print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
-        prune = load_recipe(result.run / "recipe.toml").prune
+        prune = result.recipe.prune
         say_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and prune.method != "adapt" else None)
     _exit(result)
 

@@ -15,7 +15,6 @@ import difflib
 import functools
 import inspect
 import json
-import os
 import re
 import tomllib
 import types
@@ -28,6 +27,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
 
 T = TypeVar("T", bound="Config")
 Key = tuple[str, ...]
@@ -98,23 +98,18 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """TOML text that ``from_toml`` reads back to an equal object; keys that are ``None`` are omitted."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    text = tomli_w.dumps(config.model_dump(exclude_none=True))
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # a file name that is not text
+        line = text[: error.end].rpartition("\n")[2] + text[error.end :].partition("\n")[0]
+        raise UserError(f"{line!a} is not valid Unicode: rename it") from None
+    return text
 
 
 def write_toml(config: Config, path: str | Path) -> None:
     """Save a configuration atomically."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(to_toml(config))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except UnicodeEncodeError as error:
-        raise UserError(f"{error.object!a} is not valid Unicode: rename it") from None
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text_atomic(Path(path), to_toml(config))
 
 
 # Overrides -------------------------------------------------------------------------------------------------

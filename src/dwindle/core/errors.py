@@ -6,11 +6,11 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library said, short enough for a message of ours."""
+    """A library's message, short enough to quote in ours."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 def install_hint(extra: str) -> str:
-    """How to get optional packages; dwindle itself is installed from its checkout."""
+    """The command that installs an optional group of packages; dwindle itself is installed from its checkout."""
     return f"run `pip install -c constraints.txt -e '.[{extra}]'` in dwindle's checkout"

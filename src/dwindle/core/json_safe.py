@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that are not finite, inside tables and lists as well."""
+    """``value`` with None in place of numbers that are not finite, also inside dicts and lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

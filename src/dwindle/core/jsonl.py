@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
+from dwindle.core.run_directory import RunDirectory
 
 
 def json_line(record: dict[str, Any]) -> str:
@@ -20,10 +20,8 @@ def json_line(record: dict[str, Any]) -> str:
 class JsonLinesFile:
     """An append-only file of JSON lines; each line is handed to the operating system before ``append`` returns."""
 
-    def __init__(self, path: Path, next_command: Callable[[Path], str] = lambda run: "the same command again") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self.next_command = next_command
-        """What the user should run once the disk has space again, given the file's directory."""
         self._file: IO[bytes] | None = None
 
     def append(self, record: dict[str, Any]) -> None:
@@ -35,7 +33,7 @@ class JsonLinesFile:
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
-            advice = f"free space on its disk, then run {self.next_command(self.path.parent)}"
+            advice = f"free space on its disk, then run {RunDirectory(self.path.parent).command_after_failure}"
             raise UserError(f"{self.path}: cannot be written ({error.strerror}): {advice}") from error
 
     def close(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def told_apart(paths: Sequence[Path]) -> list[str]:
-    """Of each path its last part, with as many folders as it takes to tell it from others that end alike."""
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last part of each path, with as many parent folders as it takes to distinguish it from the others."""
     names = []
     for path in paths:
         depth, others = 1, [other.parts for other in paths if other != path]

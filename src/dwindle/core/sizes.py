@@ -1,17 +1,20 @@
-"""Numbers as people write them: ``100M``, ``64k``, ``1.5B``."""
+"""Numbers and sizes as people write them: ``64k``, ``1.5B``; ``100M``, ``60%``, ``hidden=512,heads=8``."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Literal
 
 from dwindle.core.errors import UserError
 
+SHAPE_KEYS = ("hidden", "heads", "ffn")
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
-_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma stands before three digits, never for a point
+_WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma separates thousands, it is not a decimal point
 _COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
+_SHARE = re.compile(r"(?P<percent>\d+\.?\d*|\.\d+)\s*%\s*(?P<nonemb>nonemb)?|(?P<fraction>\d*\.\d+|\d+\.)")
 
 
 def parse_count(text: str | int | float, name: str = "value") -> int:
@@ -23,38 +26,58 @@ def parse_count(text: str | int | float, name: str = "value") -> int:
     return round(float(digits.replace("_", "").replace(",", "")) * _UNITS[unit.lower()])
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's size: a number of parameters (``count``), a share of the source's, or its widths (``shape``)."""
+
+    kind: Literal["count", "share", "nonemb share", "shape"]
+    value: float = 0.0
+    """Parameters, or the share of them that is kept; ``nonemb share`` does not count the embeddings."""
+    shape: dict[str, int] = field(default_factory=dict)
+    """Of SHAPE_KEYS those that were given."""
+
+
+def parse_size(text: str, key: str) -> Size:
+    """A size from ``100M``, ``0.6``, ``60%``, ``50%nonemb`` or ``hidden=512,heads=8,ffn=1280``.
+
+    The one grammar of ``--to``, ``prune.target`` and milestones; ``key`` is the option or key that errors name.
+    """
+    text = text.strip()
+    if "=" in text:
+        return Size("shape", shape=_parse_shape(text, key))
+    match = _SHARE.fullmatch(text)
+    if match is None:
+        try:
+            count = parse_count(text, key)
+        except UserError:
+            forms = "100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
+            raise UserError(f"{key}: {text!r} is not a size such as {forms}") from None
+        if count <= 0:
+            raise UserError(f"{key}: {text!r} must be above 0")
+        return Size("count", count)
+    share = float(match["fraction"]) if match["fraction"] else float(match["percent"]) / 100
+    if not 0 < share < 1:
+        raise UserError(f"{key}: {text!r} must be above 0 and below 100%: it is the share that is kept")
+    return Size("nonemb share" if match["nonemb"] else "share", share)
+
+
+def _parse_shape(text: str, key: str) -> dict[str, int]:
+    shape: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if name not in SHAPE_KEYS or not number.isdecimal() or int(number) == 0:
+            raise UserError(f"{key}: {part.strip()!r} is not part of a shape such as hidden=512,heads=8,ffn=1280")
+        if name in shape:
+            raise UserError(f"{key}: {text!r} gives {name} twice")
+        shape[name] = int(number)
+    return shape
+
+
 def at_least(least: int, **values: int) -> None:
-    """Refuse a number that is too small, under the name of its argument: ``at_least(2, seq_len=seq_len)``."""
+    """Refuse a number that is too small, by the name of its argument: ``at_least(2, seq_len=seq_len)``."""
     for name, value in values.items():
         if value < least:
             raise UserError(f"{name} {value}: give at least {least}")
-
-
-def check_sequences(num_sequences: int, seq_len: int) -> None:
-    """Calibration text; in a sequence of one token there is nothing to predict."""
-    at_least(1, num_sequences=num_sequences)
-    at_least(2, seq_len=seq_len)
-
-
-class SizeWarning(UserWarning):
-    """A size that can be meant, but seldom is."""
-
-
-def beyond_positions(seq_len: int, config: Any, name: str = "seq_len") -> str:
-    """What to say of sequences longer than a model knows; nothing of others.
-
-    Rotations go on, so it can be meant; but the model never saw such positions, and the work grows with the square.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is None or seq_len <= positions:
-        return ""
-    return f"{name}: {seq_len:,} is more than the {positions:,} positions that the source was made for"
-
-
-def warn_beyond_positions(seq_len: int, config: Any) -> None:
-    """The same as a warning, for work that begins at once."""
-    if told := beyond_positions(seq_len, config):
-        warnings.warn(told, SizeWarning, stacklevel=2)
 
 
 def format_count(value: int | float) -> str:

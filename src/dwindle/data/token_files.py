@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -21,8 +20,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from dwindle.core.directories import atomic_directory, refuse_sources
 from dwindle.core.errors import UserError
+from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
@@ -184,7 +183,7 @@ def write_inputs(
             "beginning_of_text": encoder.beginning_of_text,
             "inputs": entries,
         }
-        _write_synced(folder / INDEX_NAME, (json.dumps(index, indent=1) + "\n").encode())
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_token_files(out_dir)
 
 
@@ -239,7 +238,7 @@ class _ShardWriter:
         self._fold_starts()
         starts = np.concatenate(self._starts)
         content = starts.astype("<u8").tobytes()
-        _write_synced(self._folder / _DOCUMENTS_NAME, content)
+        (self._folder / _DOCUMENTS_NAME).write_bytes(content)
         return {"count": len(starts), "sha256": hashlib.sha256(content).hexdigest()}
 
     def _fold_starts(self) -> None:
@@ -262,8 +261,6 @@ class _ShardWriter:
     def _close_shard(self) -> None:
         if self._file is None:
             return
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self.shards.append(
             {
@@ -330,10 +327,3 @@ def _sha256_of(path: Path, bar: Bar) -> str:
             sha.update(block)
             bar.advance(len(block) // 1000)
     return sha.hexdigest()
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

@@ -16,6 +16,8 @@ from torch import nn
 
 from dwindle.anatomy import Anatomy
 from dwindle.core.errors import UserError
+from dwindle.core.files import refuse_file, write_text_atomic
+from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.precision import Precision
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
@@ -23,7 +25,7 @@ from dwindle.evaluation.engines import EvalEngine, OwnEngine
 from dwindle.evaluation.in_memory import in_memory
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
-from dwindle.evaluation.results import EvalResult, TaskResult, TextResult, check_place, write_text
+from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
 
@@ -95,7 +97,7 @@ def evaluate(
     """
     check_engine(engine, batch)
     if items_file is not None:
-        check_place(Path(items_file), "--items")
+        refuse_file(Path(items_file), "--items")
     tokens: int | None = None
     if isinstance(model, str | os.PathLike):
         path, name = Path(model), name or os.fspath(model)
@@ -119,11 +121,11 @@ def evaluate(
 
 def trained_tokens(source: Path) -> int | None:
     """Tokens that a run (or the model inside it) was trained on, from its last metrics line; None for other sources."""
-    run = source.parent if source.name == "model" and not (source / "recipe.toml").is_file() else source
-    if not (run / "recipe.toml").is_file():
+    run = RunDirectory.of_model(source) or RunDirectory(source)
+    if not run.recipe.is_file():
         return None
     try:
-        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = run.metrics.read_text(encoding="utf-8").splitlines()
         return int(json.loads(lines[-1])["tokens"])
     except (OSError, IndexError, KeyError, ValueError):
         return None
@@ -195,7 +197,7 @@ def evaluate_model(
     result.texts = [_measure_text(worker, encoder, text, length) for text in data.texts]
     result.seconds = time.perf_counter() - started
     if items_file is not None:
-        write_text(Path(items_file), "".join(lines), "--items")
+        write_text_atomic(Path(items_file), "".join(lines), option="--items")
     return result
 
 

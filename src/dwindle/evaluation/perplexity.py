@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
-from dwindle.core.names import told_apart
+from dwindle.core.names import short_names
 from dwindle.data.readers import read_documents
 from dwindle.evaluation.data import HUB, find_file, hub_documents, json_lines, read_text
 from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
@@ -46,7 +46,7 @@ class TextData:
 
 def text_names(paths: Sequence[str]) -> dict[str, str]:
     """A name for every path: the file name, with as many parent folders as make it unique."""
-    names = told_apart([Path(path) for path in paths])
+    names = short_names([Path(path) for path in paths])
     return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
 
-from dwindle.core.directories import why_unwritable
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
 from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
@@ -119,7 +118,7 @@ class EvalResult:
         out = Path(path)
         if out.exists() and (not overwrite or out.is_dir()):
             raise UserError(f"{out}: already exists: choose another file or pass overwrite=True")
-        write_text(out, json.dumps(self.to_json()) + "\n", "save")
+        write_text_atomic(out, json.dumps(self.to_json()) + "\n", option="save")
         return out
 
     @staticmethod
@@ -221,25 +220,3 @@ def _with_infinity(row: Any) -> dict[str, Any]:
 def _escape(text: str) -> str:
     """Escape square brackets, which rich reads as markup."""
     return text.replace("[", "\\[")
-
-
-def check_place(path: Path, option: str) -> None:
-    """Raise if ``write_text`` could not write the file; called before long work."""
-    if why := f"{path} is a directory" if path.is_dir() else why_unwritable(path):
-        raise UserError(f"{option}: {path} cannot be written ({why}): choose another file")
-
-
-def write_text(path: Path, text: str, option: str) -> None:
-    """Write a text file atomically."""
-    temporary = path.with_name(f".{path.name}.writing-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"{option}: {path} cannot be written ({error.strerror}): choose another file") from error

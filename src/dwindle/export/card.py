@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.run_directory import LEDGER, STRUCTURE
 from dwindle.core.sizes import format_count, format_range
 from dwindle.sources.aliases import alias_of
 
@@ -86,7 +87,7 @@ def model_card(
         _how_made(ledger, prunes, recipe, origin.name, replayed=replayed),
         _results(results),
         _licence(origin),
-        f"Made with dwindle {__version__}. `structure.json` lists the indices that were kept, `ledger.jsonl` what was "
+        f"Made with dwindle {__version__}. `{STRUCTURE}` lists the indices that were kept, `{LEDGER}` what was "
         "removed and when; both use the source model's indices.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -17,9 +17,10 @@ import torch
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import is_custom
 from dwindle.core.errors import UserError
+from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
 from dwindle.core.sizes import at_least, format_bytes
 from dwindle.export import gguf_writer, verification
-from dwindle.export.files import atomic_file, refuse_existing_file
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -135,7 +136,7 @@ def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources:
         gguf_writer.import_gguf()
         if verify:
             require_xllamacpp()
-        refuse_existing_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
+        refuse_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
     else:
         if to == "onnx":
             from dwindle.export.onnx_graph import import_onnx
@@ -260,7 +261,7 @@ class _Export:
         """Structure, ledger and source name: those of the source directory, or new ones for a padded model."""
         anatomy = Anatomy.of(model)
         folder = Path(self.loaded.source)
-        files = (folder / "structure.json", folder / "ledger.jsonl")
+        files = (folder / STRUCTURE, folder / LEDGER)
         if (resized is None or not resized.changed) and all(file.is_file() for file in files):
             found = json.loads(files[0].read_text(encoding="utf-8"))
             return Structure.from_json(found, str(files[0])), read_ledger(files[1]), str(found["source"])
@@ -270,9 +271,8 @@ class _Export:
 
     def _recipe(self) -> str | None:
         """The recipe of the run that the model belongs to, for the model card."""
-        file = Path(self.loaded.source).parent / "recipe.toml"
-        is_model = Path(self.loaded.source).name == "model" and file.is_file()
-        return file.read_text(encoding="utf-8", errors="replace") if is_model else None
+        run = RunDirectory.of_model(Path(self.loaded.source))
+        return None if run is None else run.recipe.read_text(encoding="utf-8", errors="replace")
 
     def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
         odd = odd_sizes(Anatomy.of(model).source)

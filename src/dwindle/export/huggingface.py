@@ -14,13 +14,11 @@ from transformers.utils import logging
 
 from dwindle.anatomy import Anatomy, Structure, modeling_dwindle
 from dwindle.anatomy.build import is_custom
-from dwindle.core.directories import atomic_directory, refuse_existing
+from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
+from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title
 from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
-
-STRUCTURE = "structure.json"
-"""Marks our own directories: unlike ``config.json``, no other tool writes it. Only these are ever overwritten."""
 
 
 def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
@@ -82,9 +80,9 @@ def write_model(
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
-        (folder / "ledger.jsonl").write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
+        (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
         card = model_card(
-            name=title_of(Path(out)),
+            name=model_title(Path(out)),
             source=about["source"],
             structure=structure,
             ledger=about["ledger"],
@@ -97,14 +95,6 @@ def write_model(
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors creates files that only their owner can read
-
-
-def title_of(out: Path) -> str:
-    """The directory's name; models inside a run are named after the run."""
-    out = out.resolve()
-    if out.parent.name == "milestones":
-        return f"{out.parent.parent.name}, {out.name}"
-    return (out.parent.name if out.name == "model" else "") or out.name
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

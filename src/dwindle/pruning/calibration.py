@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import warn_beyond_positions
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import LayerCurvature, Metric, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch

@@ -22,12 +22,39 @@ from typing import Any
 
 from dwindle.anatomy import KINDS, Anatomy, Group, Structure
 from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+from dwindle.core.jsonl import JsonLinesFile
+from dwindle.core.run_directory import LEDGER
 from dwindle.core.sizes import parse_count
 from dwindle.pruning.strategies.base import Choice
 
 FORMAT = 1
 
 Event = dict[str, Any]
+
+
+class Ledger:
+    """A ledger that a run appends to; ``events`` are all of its lines, so that models saved on the way can copy it."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLinesFile(path)
+        self._events: list[Event] | None = None
+
+    @property
+    def events(self) -> list[Event]:
+        """All events as a reader sees them; a resumed run's earlier ones are read at first use, once, from the file."""
+        if self._events is None:
+            path = self._lines.path
+            self._events = read_ledger(path) if path.is_file() and path.stat().st_size else []
+        return self._events
+
+    def append(self, event: Event) -> None:
+        events = self.events
+        self._lines.append(event)
+        events.append(finite(event))
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> Event:
@@ -59,9 +86,9 @@ def read_ledger(path: str | PathLike[str]) -> list[Event]:
     """All events; a half-written last line (a run that is being written, or was killed) is left out."""
     path = Path(path)
     if path.is_dir():
-        path = path / "ledger.jsonl"
+        path = path / LEDGER
     if not path.is_file():
-        raise UserError(f"ledger {path} does not exist: give a ledger.jsonl or a directory that holds one")
+        raise UserError(f"ledger {path} does not exist: give a {LEDGER} or a directory that holds one")
     events: list[Event] = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, 1):

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy import Structure
-from dwindle.core.jsonl import JsonLinesFile
 from dwindle.core.sizes import format_count
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
-from dwindle.pruning.ledger import prune_event, source_event
+from dwindle.pruning.ledger import Ledger, prune_event, source_event
 from dwindle.pruning.pacing import Horizon, Pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
@@ -32,7 +31,6 @@ from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, sizes_of
 from dwindle.training.callbacks import Callback
-from dwindle.training.checkpoint import how_to_go_on
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -64,7 +62,7 @@ class Pruner(Callback):
         self.milestones = sorted(milestones, key=lambda item: -item[1])
         self.on_milestone = on_milestone
         self.num_events = 0
-        self._ledger = JsonLinesFile(ledger, how_to_go_on)
+        self.ledger = Ledger(ledger)
         self._smoothed: Scores | None = None
         self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
@@ -94,7 +92,7 @@ class Pruner(Callback):
         if trainer.step == 0:
             anatomy = self.prunable.anatomy
             settings = self.config.record() | {"seed": self.seed, "pacing": asdict(self.pacing)}  # type: ignore[call-overload]
-            self._ledger.append(source_event(self.source, anatomy, settings))
+            self.ledger.append(source_event(self.source, anatomy, settings))
         self._listen(trainer)
         self._report(trainer)
 
@@ -116,9 +114,9 @@ class Pruner(Callback):
                 repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.config.damping)
             self.prunable.kill(choices[-1].rest, trainer.optimizer)
             for note in self._strategy.notes(trainer.step):
-                self._ledger.append(note)
+                self.ledger.append(note)
             for choice in choices:
-                self._ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
+                self.ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
             self._forget_dead_scores()
             self._save_milestones()
@@ -130,7 +128,7 @@ class Pruner(Callback):
         self._report(trainer)
 
     def on_end(self, trainer: Trainer) -> None:
-        self._ledger.close()
+        self.ledger.close()
 
     def _listen(self, trainer: Trainer) -> None:
         """Observe in the next step what will be needed after it: the layers' inputs, what the layers change."""
@@ -203,7 +201,7 @@ class Pruner(Callback):
         if self._smoothed is not None:
             self._smoothed = self._smoothed.restricted(keep)
         shape = sizes_of(keep)
-        self._ledger.append({"event": "compact", "step": trainer.step, "tokens": trainer.tokens, **shape})
+        self.ledger.append({"event": "compact", "step": trainer.step, "tokens": trainer.tokens, **shape})
         trainer.extra_metrics["compacted"] = shape
         trainer.extra_times["compaction"] = time.perf_counter() - started
 

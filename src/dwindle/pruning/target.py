@@ -1,18 +1,12 @@
-"""How small: ``100M``, ``0.6``, ``60%``, ``50%nonemb`` or ``hidden=512,heads=8,ffn=1280``."""
+"""Targets: what a size (``core.sizes``) means for one model."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import format_count, parse_count
-from dwindle.recipe.checks import SHAPE_KEYS
-
-_SHARE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*%\s*(nonemb)?")
-_FRACTION = re.compile(r"\d*\.\d+|\d+\.")
-_FORMS = "it as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
+from dwindle.core.sizes import format_count, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +53,35 @@ class Target:
     shape: Shape | None = None
 
 
-def is_share(text: str) -> bool:
-    """Whether a size is a share of the source: ``0.6``, ``60%``, ``50%nonemb``."""
-    return any(form.fullmatch(text.strip()) for form in (_SHARE, _FRACTION))
+def is_share(text: str, option: str = "at") -> bool:
+    """Whether a size is relative to the source: ``0.6``, ``60%``, ``50%nonemb``."""
+    return parse_size(text, option).kind in ("share", "nonemb share")
 
 
 def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
-    """A target for a model; shares are of what is kept, of all parameters or of those outside the embeddings."""
-    text = text.strip()
-    count = anatomy.count(anatomy.source)
-    if "=" in text:
-        return _parse_shape(text, anatomy, option)
-    share = _SHARE.fullmatch(text)
-    if share is not None:
-        kept = float(share[1]) / 100
-        wanted = count.embedding + kept * count.non_embedding if share[2] else kept * count.total
-    elif _FRACTION.fullmatch(text):
-        wanted = float(text) * count.total
-    else:
-        try:
-            wanted = parse_count(text, option)
-        except UserError:
-            raise UserError(f"{option} {text}: is no size: write {_FORMS}") from None
+    """The target that a size means for a model; shares are of what is kept."""
+    size, count = parse_size(text, option), anatomy.count(anatomy.source)
+    if size.kind == "shape":
+        return _shape_target(size.shape, anatomy, f"{option} {text.strip()}")
+    wanted = size.value
+    if size.kind == "share":
+        wanted *= count.total
+    elif size.kind == "nonemb share":
+        wanted = count.embedding + size.value * count.non_embedding
     if wanted >= count.total:
         raise UserError(
-            f"{option} {text}: the source has {count.total:,} parameters ({format_count(count.total)}), so nothing "
-            "would be removed: choose a target below it"
+            f"{option} {text.strip()}: the source has {count.total:,} parameters ({format_count(count.total)}), so "
+            "nothing would be removed: choose a target below it"
         )
     return Target(int(wanted))
 
 
-def _parse_shape(text: str, anatomy: Anatomy, option: str) -> Target:
+def _shape_target(sizes: dict[str, int], anatomy: Anatomy, given: str) -> Target:
     source = Shape.of(anatomy.source)
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        key, _, value = (piece.strip() for piece in part.partition("="))
-        if key not in SHAPE_KEYS or not value.isdigit():
-            raise UserError(f"{option} {text}: {part.strip()!r} is not hidden=N, heads=N or ffn=N")
-        if key in sizes:
-            raise UserError(f"{option} {text}: {key} is given twice")
-        sizes[key] = int(value)
-        if not 0 < sizes[key] <= getattr(source, key):
-            raise UserError(f"{option} {text}: {key} must lie between 1 and the source's {getattr(source, key)}")
+    for key, size in sizes.items():
+        if size > getattr(source, key):
+            raise UserError(f"{given}: {key} must lie between 1 and the source's {getattr(source, key)}")
     shape = replace(source, **sizes)
     if shape == source:
-        raise UserError(f"{option} {text}: these are the source's own sizes: choose a smaller one")
+        raise UserError(f"{given}: these are the source's own sizes: choose a smaller one")
     return Target(0, shape)

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dwindle.anatomy.build import build_on_meta
-from dwindle.core.directories import atomic_directory, refuse_existing
+from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
+from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.progress import track
-from dwindle.core.sizes import at_least, check_sequences, format_bytes, warn_beyond_positions
+from dwindle.core.sizes import at_least, format_bytes
 from dwindle.data import calibration_windows, validation_windows
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization.clipping import group_clips
@@ -130,8 +131,8 @@ def quantize(
     ``device`` applies to a source that is loaded here; a model in memory stays on its device.
     """
     chosen = _checked_scheme(scheme, group)
-    check_sequences(num_sequences, seq_len)
-    at_least(2, valid_seq_len=valid_seq_len)
+    at_least(1, num_sequences=num_sequences)
+    at_least(2, seq_len=seq_len, valid_seq_len=valid_seq_len)
     if out is not None:
         place = source.source if isinstance(source, Loaded) else source
         refuse_existing(Path(out), marker=MARKER, overwrite=overwrite, sources=[place, *data, *valid])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import parse_count
+from dwindle.core.sizes import parse_count, parse_size
 from dwindle.pruning.metrics import check_metric
 
 if TYPE_CHECKING:
     from dwindle.recipe.recipe import Recipe
-
-SHAPE_KEYS = ("hidden", "heads", "ffn")
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -29,46 +26,6 @@ def check_recipe(recipe: Recipe) -> None:
         check_metric(recipe.prune.metric, "prune.metric: ")
     if recipe.prune.enabled:
         _check_prune(recipe)
-
-
-class Size(NamedTuple):
-    """A model size as people write it: ``value`` parameters, or that share of them."""
-
-    kind: Literal["count", "share", "nonemb share", "shape"]
-    value: float
-
-
-def parse_size(text: str, key: str) -> Size:
-    """The grammar of ``prune.target`` and ``prune.milestones``, checked before any weights are loaded."""
-    text = text.strip()
-    if "=" in text:
-        _check_shape(text, key)
-        return Size("shape", 0.0)
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*%\s*(nonemb)?|([0-9]*\.[0-9]+)", text)
-    if match is None:
-        try:
-            count = parse_count(text, key)
-        except UserError:
-            raise UserError(
-                f'{key}: {text!r} is not a size such as "100M", "0.6", "60%", "50%nonemb" '
-                f'or "hidden=512,heads=8,ffn=1280"'
-            ) from None
-        _require(count > 0, key, "must be above 0")
-        return Size("count", count)
-    percent, nonemb, share = match.groups()
-    value = float(share) if share else float(percent) / 100
-    _require(0 < value < 1, key, f"{text!r} must leave more than nothing and less than everything")
-    return Size("nonemb share" if nonemb else "share", value)
-
-
-def _check_shape(text: str, key: str) -> None:
-    names: list[str] = []
-    for part in text.split(","):
-        name, _, number = (piece.strip() for piece in part.partition("="))
-        if name not in SHAPE_KEYS or not number.isdecimal() or int(number) == 0:
-            raise UserError(f'{key}: {part.strip()!r} is not part of a shape such as "hidden=512,heads=8,ffn=1280"')
-        _require(name not in names, key, f"{name} is given twice")
-        names.append(name)
 
 
 def _require(holds: bool, key: str, problem: str) -> None:

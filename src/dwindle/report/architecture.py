@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from dwindle.core.run_directory import RunDirectory
 from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog
 
@@ -79,7 +79,7 @@ class ArchitectureView:
         }
 
 
-def find_architecture(run: Path, ledger: LedgerLog) -> ArchitectureView | None:
+def find_architecture(run: RunDirectory, ledger: LedgerLog) -> ArchitectureView | None:
     """From the first readable structure that fits the ledger; None if there is none."""
     for name, structure in _structures(run, ledger):
         try:
@@ -89,20 +89,17 @@ def find_architecture(run: Path, ledger: LedgerLog) -> ArchitectureView | None:
     return None
 
 
-def _structures(run: Path, ledger: LedgerLog) -> Iterator[tuple[str, Any]]:
+def _structures(run: RunDirectory, ledger: LedgerLog) -> Iterator[tuple[str, Any]]:
     own = ledger.source.get("structure")
     if isinstance(own, dict):
-        yield "ledger.jsonl", own
-    for name in ("structure.json", "model/structure.json"):
-        if (found := read_json(run / name)) is not None:
-            yield name, found
-    for path in sorted((run / "milestones").glob("*/structure.json")):
+        yield run.ledger.name, own
+    for path in run.structure_files():
         if (found := read_json(path)) is not None:
-            yield path.relative_to(run).as_posix(), found
-    for path in sorted((run / "checkpoints").glob("step-*/state.json"), reverse=True):
+            yield path.relative_to(run.path).as_posix(), found
+    for path in run.state_files():
         state = read_json(path)
         try:
-            yield path.relative_to(run).as_posix(), state["callbacks"]["Pruner"]["alive"]
+            yield path.relative_to(run.path).as_posix(), state["callbacks"]["Pruner"]["alive"]
         except (KeyError, TypeError):
             continue
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from dwindle.core.figure import Figure, Mark, Panel, Rug, Series, Unit
+from dwindle.core.run_directory import METRICS
 from dwindle.report.clock import running_clock
 from dwindle.report.layers import layer_figure
 from dwindle.report.logs import KINDS, Floats, MetricColumn
@@ -240,7 +241,7 @@ def _tasks(run: Run) -> Figure | None:
         panel.series.append(line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
     panels = [panel for panel in (shares, others) if panel.series]
     left = len(names) - MAX_TASKS
-    caption = "Evaluated during training." + (f" {left} more in metrics.jsonl." if left > 0 else "")
+    caption = "Evaluated during training." + (f" {left} more in {METRICS}." if left > 0 else "")
     return (
         Figure("tasks", "Evaluation during training", caption, "tokens", "count", panels, wide=True) if panels else None
     )

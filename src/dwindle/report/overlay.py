@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
-from dwindle.core.names import told_apart
+from dwindle.core.names import short_names
 from dwindle.report.figures import SMOOTH_SHARE, line, size_steps
 from dwindle.report.run import Run
 from dwindle.report.settings import different_settings, settings_of, short_settings
@@ -58,4 +58,4 @@ def folder_names(folders: Sequence[Path]) -> list[str]:
     for path, folder in zip(paths, folders, strict=True):
         if paths.count(path) > 1:
             raise UserError(f"{folder}: is given twice: name each run once")
-    return told_apart(paths)
+    return short_names(paths)

@@ -6,12 +6,13 @@ import base64
 import hashlib
 import html
 import os
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
+from dwindle.core.run_directory import REPORT
 from dwindle.report.summary import encode, fingerprint
 
 SCRIPTS = ("charts.js", "architecture.js", "page.js")
@@ -61,22 +62,10 @@ def write_page(text: str, out: str | os.PathLike[str], *, overwrite: bool = Fals
     """Write the page atomically; an older report is overwritten, other files only with ``overwrite``."""
     out = Path(out)
     if out.is_dir():
-        raise UserError(f"--out {out}: is a directory: name a file, such as {out / 'report.html'}")
+        raise UserError(f"--out {out}: is a directory: name a file, such as {out / REPORT}")
     if out.exists() and not overwrite and not is_report(out):
         raise UserError(f"--out {out}: exists and is not a dwindle report: choose another name or pass --overwrite")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, out)
-    except OSError as error:
-        raise UserError(f"--out {out}: cannot be written ({error.strerror or error}): choose another file") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
+    write_text_atomic(out, text, option="--out")
     return out
 
 

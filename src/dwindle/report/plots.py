@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from dwindle.core.directories import atomic_directory
 from dwindle.core.drawing import COLORS, WIDTH_IN, draw, pyplot_settings, save
 from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, plain
+from dwindle.core.files import atomic_directory
 from dwindle.core.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
 from dwindle.report.figures import build_figures

@@ -7,7 +7,6 @@ of named values are shown as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from dwindle.core.sizes import format_bytes, format_count
@@ -25,21 +24,12 @@ Row = dict[str, Any]
 def result_tables(run: Run) -> list[Table]:
     """A table per result file in the run and its model, evaluations first."""
     tables: list[Table] = []
-    for title, path in _result_files(run.folder):
+    for title, path in run.directory.result_files():
         place = path.relative_to(run.folder).as_posix()
         for name, note, rows in _recognised(read_json(path)):
             if rows and len(tables) < MAX_TABLES:
                 tables.append(_table(f"result-{len(tables)}", name or title, f"{note}From {place}", rows))
     return tables
-
-
-def _result_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    kinds = {"Evaluation": ("eval*.json", "evaluation/*.json"), "Latency": ("latency*.json", "bench*.json")}
-    for title, patterns in kinds.items():
-        for place in (folder, folder / "model"):
-            for pattern in patterns:
-                for path in sorted(place.glob(pattern)):
-                    yield title, path
 
 
 def _recognised(value: Any) -> Iterator[tuple[str, str, list[Row]]]:

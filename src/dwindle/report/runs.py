@@ -13,9 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import FOLDERS, RunDirectory
 from dwindle.core.sizes import format_count
 from dwindle.report.jsonlines import Record, number
-from dwindle.report.run import is_run, parse_recipe, read_structure, setting, short_name, status_of
+from dwindle.report.run import parse_recipe, read_structure, setting, short_name
 from dwindle.report.settings import Settings, different_settings, settings_of, short_settings
 from dwindle.report.target import target_missed
 
@@ -25,7 +26,6 @@ MISSED = "target missed"
 _TAIL_BYTES = 1 << 18
 _COLUMNS = ("source.model", "prune.target", "training.tokens")
 """Settings with their own column."""
-_INNER = {"model", "checkpoints", "milestones", "tokens", "tensorboard"}
 
 
 @dataclass(slots=True)
@@ -62,11 +62,11 @@ def list_runs(folder: Path) -> list[RunRow]:
 def missed_target(folder: str) -> bool:
     """Whether ``folder`` is a run that finished above its target."""
     path = Path(folder)
-    return is_run(path) and _row(path, path).status == MISSED
+    return RunDirectory(path).has_logs and _row(path, path).status == MISSED
 
 
 def _find(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run(folder):
+    if RunDirectory(folder).has_logs:
         yield folder
         return
     if depth == 0:
@@ -76,21 +76,22 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
     except OSError:
         return
     for path in inside:
-        if not path.name.startswith(".") and path.name not in _INNER:
+        if not path.name.startswith(".") and path.name not in FOLDERS:
             yield from _find(path, depth - 1)
 
 
 def _row(path: Path, root: Path) -> RunRow:
-    recipe = parse_recipe(_text(path / "recipe.toml"))
-    first = _first_record(path / "ledger.jsonl")
-    prunes = _last_records(path / "ledger.jsonl", lambda record: record.get("event") == "prune")
-    steps = _last_records(path / "metrics.jsonl", lambda record: number(record.get("step")) is not None)
+    run = RunDirectory(path)
+    recipe = parse_recipe(_text(run.recipe))
+    first = _first_record(run.ledger)
+    prunes = _last_records(run.ledger, lambda record: record.get("event") == "prune")
+    steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid = next((r["valid_loss"] for r in reversed(steps) if number(r.get("valid_loss")) is not None), None)
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
     source = setting(recipe, "source", "model") or first.get("source") or ""
-    status: str = status_of(path)
-    if status == "finished" and target_missed(recipe, first, number(left), read_structure(path)):
+    status: str = run.status
+    if status == "finished" and target_missed(recipe, first, number(left), read_structure(run)):
         status = MISSED
     return RunRow(
         run=path.relative_to(root).as_posix() if path != root else path.resolve().name,

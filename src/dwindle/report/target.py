@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.sizes import parse_size
 from dwindle.report.jsonlines import Record, number
 
 
@@ -16,8 +17,6 @@ def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
     written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
     if written is not None and written > 0:
         return int(written)
-    from dwindle.recipe.checks import parse_size  # may load torch; rarely needed
-
     total = number(source.get("parameters"))
     try:
         size = parse_size(_target(recipe), "prune.target")
@@ -63,7 +62,6 @@ def _other_shape(target: str, structure: Record) -> bool:
             "heads": min(len(layer["query_heads"]) for layer in layers),
             "ffn": min(len(layer["ffn"]) for layer in layers),
         }
-        wanted = dict(part.split("=") for part in target.replace(" ", "").split(","))
-        return any(sizes[name] != int(size) for name, size in wanted.items())
-    except (KeyError, TypeError, ValueError):
+        return any(sizes[name] != size for name, size in parse_size(target, "prune.target").shape.items())
+    except (KeyError, TypeError, ValueError, UserError):
         return False

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from dwindle.anatomy import Anatomy
 from dwindle.core.config import takes
-from dwindle.core.directories import atomic_directory, refuse_existing
 from dwindle.core.drawing import pyplot_settings, write_figure
 from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
+from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count

@@ -1,4 +1,4 @@
-"""The main job on a real model in a few minutes: SmolLM2-135M to 100M parameters, before and after in one table."""
+"""``dwindle demo``: prune SmolLM2-135M to 100M parameters in a few minutes, and compare before and after."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from torch import Tensor
 
 from dwindle.anatomy import Anatomy
 from dwindle.core.progress import track
+from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
 from dwindle.data import validation_windows
 from dwindle.evaluation.latency import measure_latency
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.pruning.ledger import source_event
 from dwindle.recipe.recipe import Recipe
-from dwindle.run.pretrain import check_run_directory, pretrain
+from dwindle.run.pretrain import pretrain
 from dwindle.run.prune import prune
 from dwindle.sources import Loaded, load
 from dwindle.training.loss import evaluate_loss
 
 PROMPT = "In Python, a function is"
-"""The text is CPython's documentation, so that is what the samples are about."""
+"""On the topic of the training text, CPython's documentation."""
 
 
 @dataclass(slots=True)
-class Column:
-    """One model of the table."""
+class DemoModel:
+    """One model, a column of the table."""
 
     name: str
     parameters: int
@@ -45,9 +46,9 @@ class Column:
 
 @dataclass(slots=True)
 class Demo:
-    """The whole result."""
+    """The models compared, and the text that their perplexity is measured on."""
 
-    columns: list[Column] = field(default_factory=list)
+    columns: list[DemoModel] = field(default_factory=list)
     text: str = ""
     folder: str = ""
 
@@ -55,13 +56,13 @@ class Demo:
         return asdict(self)
 
     def render(self) -> Group:
-        """The table, then what each model says."""
+        """The table, then a sample of each model."""
         table = Table(title=f"perplexity on {self.text}; models in {self.folder}", title_justify="left")
         table.add_column("")
         for column in self.columns:
             table.add_column(column.name, justify="right")
         source = self.columns[0]
-        rows: dict[str, Callable[[Column], str]] = {
+        rows: dict[str, Callable[[DemoModel], str]] = {
             "parameters": lambda c: f"{c.parameters:,}",
             "tokens trained": lambda c: f"{c.tokens_trained:,}",
             "perplexity": lambda c: f"{c.perplexity:.2f}",
@@ -75,10 +76,11 @@ class Demo:
 
 
 def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -> Demo:
-    """Source, post-training pruning and pruning-aware pretraining side by side, to the recipe's target."""
+    """Compare the source with post-training pruning and pruning-aware pretraining to the recipe's target."""
+    run = RunDirectory(folder / "run")
     for name in ("source", "post-training"):
         check_output(folder / name, overwrite=overwrite)
-    check_run_directory(folder / "run", overwrite=overwrite)
+    run.check_free(overwrite=overwrite)
     data = recipe.data
     source = load(recipe.source.model)
     windows = validation_windows(data.valid, source.tokenizer, data.seq_len, recipe.num_validation_tokens)
@@ -94,7 +96,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
         recipe.prune.target,
         out=once,
         data=data.train,
-        num_sequences=sequences,
+        sequences=sequences,
         seq_len=data.seq_len,
         seed=recipe.training.seed,
         overwrite=overwrite,
@@ -102,9 +104,9 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
     models["post-training"] = pruned.model
     demo.columns.append(_measure("post-training", pruned.model, source.tokenizer, windows, once, 0))
 
-    result = pretrain(recipe, folder / "run", overwrite=overwrite)
+    result = pretrain(recipe, run.path, overwrite=overwrite)
     if result.model is None:
-        raise KeyboardInterrupt(f"continue the pruning-aware run with: dwindle resume {result.run}")
+        raise KeyboardInterrupt(f"continue the pruning-aware run with: {run.resume_command}")
     models["pruning-aware"] = load(result.model).model
     aware = _measure("pruning-aware", models["pruning-aware"], source.tokenizer, windows, result.model, result.tokens)
     demo.columns.append(aware)
@@ -117,7 +119,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
 
 
 def _save_source(source: Loaded, out: Path, overwrite: bool) -> None:
-    """The source in the same format, so that sizes compare."""
+    """Write the source in the same format, so that sizes on disk are comparable."""
     anatomy = Anatomy.of(source.model)
     ledger = [source_event(source.source, anatomy, {})]
     save_model(
@@ -131,10 +133,10 @@ def _save_source(source: Loaded, out: Path, overwrite: bool) -> None:
     )
 
 
-def _measure(name: str, model: Any, tokenizer: Any, windows: Tensor, folder: Path, tokens: int) -> Column:
+def _measure(name: str, model: Any, tokenizer: Any, windows: Tensor, folder: Path, tokens: int) -> DemoModel:
     pieces = windows.split(4)  # type: ignore[no-untyped-call]
     total = sum(evaluate_loss(model, part) * len(part) for part in track(pieces, f"perplexity of {name}", len(pieces)))
-    return Column(
+    return DemoModel(
         name=name,
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_trained=tokens,

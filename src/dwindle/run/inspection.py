@@ -1,4 +1,4 @@
-"""What a model is made of, and what a group of each type weighs (``dwindle inspect``)."""
+"""A model's layers and parameter counts, and the parameters of one group of each type (``dwindle inspect``)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Inspection:
 
     source: str
     origin: str | None
-    """What an alias stands for, such as an instruct model dequantised from 4 bits; None where the source is a path."""
+    """What an alias stands for, such as an instruct model dequantized from 4 bits; None if the source is a path."""
     model_type: str
     stock: bool
     """Whether plain transformers loads it."""
     quantization: str | None
-    """What its weights were rounded by, such as ``dwindle-w8a8`` or ``gptq``; None: they were not."""
+    """Quantization method of its weights, such as ``dwindle-w8a8`` or ``gptq``; None if not quantized."""
     hidden: int
     head_dim: int
     vocab: int
@@ -44,7 +44,7 @@ class Inspection:
     parameters: dict[str, int]
     """total, embedding, non_embedding, and by part."""
     groups: dict[str, int]
-    """Parameters that leave with one group of each type."""
+    """Parameters removed with one group of each type."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -72,11 +72,11 @@ class Inspection:
             return "stock transformers" if self.stock else "needs its modelling file"
         if self.quantization.startswith(OWN_METHOD):
             scheme = self.quantization.removeprefix(OWN_METHOD)
-            return f"{scheme} weights of dwindle quantize, which dwindle eval reads and transformers does not"
-        return f"{self.quantization} quantised weights, which dwindle does not read"
+            return f"{scheme} weights from dwindle quantize: dwindle eval loads them, transformers does not"
+        return f"{self.quantization} quantized weights, which dwindle cannot load"
 
     def _runs(self) -> list[tuple[int, int]]:
-        """First and last of every stretch of equal layers."""
+        """First and last index of every stretch of equal layers."""
         runs: list[tuple[int, int]] = []
         for number, layer in enumerate(self.layers):
             if runs and self.layers[runs[-1][0]] == layer:
@@ -103,7 +103,7 @@ class Inspection:
             "ffn": "ffn: one channel in every layer",
             "stem": "stem: one hidden channel everywhere",
         }
-        table = Table("group", title="what one group weighs", title_justify="left")
+        table = Table("group", title="parameters of one group", title_justify="left")
         table.add_column("parameters", justify="right")
         table.add_column("share", justify="right")
         for key, size in self.groups.items():
@@ -112,7 +112,7 @@ class Inspection:
 
 
 def inspect(source: str | PathLike[str]) -> Inspection:
-    """Read a model's configuration and count; no weights are loaded. Of a run its model is taken."""
+    """Count a model's parameters from its configuration, without loading weights; a run stands for its final model."""
     source = model_of_run(Path(source)) or source
     config = load_config(source)
     anatomy = Anatomy.of_config(config)
@@ -154,7 +154,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
 
 
 def _quantization(config: Any) -> str | None:
-    """The method that config.json names; a loaded configuration has it as a dictionary or as an object."""
+    """The method named in config.json; transformers gives it as a dictionary or as an object."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return None
@@ -163,16 +163,16 @@ def _quantization(config: Any) -> str | None:
 
 
 def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
-    def weigh(group: Group) -> int:
+    def parameters_of(group: Group) -> int:
         return anatomy.count(structure).total - anatomy.count(structure.without(group)).total
 
     last_kv = [
         tuple(q for q, kv in zip(la.query_heads, la.kv_of_query, strict=True) if kv == la.kv_heads[-1])
         for la in structure.layers
     ]
-    sizes = {"attn": weigh(Group("attn", tuple(la.query_heads[-1:] for la in structure.layers)))}
+    sizes = {"attn": parameters_of(Group("attn", tuple(la.query_heads[-1:] for la in structure.layers)))}
     if any(len(queries) > 1 for queries in last_kv):
-        sizes["attn_kv"] = weigh(Group("attn", tuple(last_kv)))
-    sizes["ffn"] = weigh(Group("ffn", tuple(la.ffn[-1:] for la in structure.layers)))
-    sizes["stem"] = weigh(Group("stem", (structure.hidden[-1:],)))
+        sizes["attn_kv"] = parameters_of(Group("attn", tuple(last_kv)))
+    sizes["ffn"] = parameters_of(Group("ffn", tuple(la.ffn[-1:] for la in structure.layers)))
+    sizes["stem"] = parameters_of(Group("stem", (structure.hidden[-1:],)))
     return sizes

@@ -10,9 +10,10 @@ import torch
 from rich.table import Table
 
 from dwindle.anatomy import Anatomy
+from dwindle.anatomy.positions import beyond_positions
 from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import beyond_positions, format_bytes
+from dwindle.core.sizes import format_bytes
 from dwindle.data.estimate import estimated_epochs, streamed_inputs
 from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.pruning.config import PretrainPruneConfig

@@ -1,7 +1,7 @@
 """Pruning-aware pretraining from a recipe: ``dwindle pretrain`` and ``dwindle resume``.
 
-This is where the rooms meet: it opens the data, builds the model (from the source, or from a checkpoint at its
-shapes), the optimizer, the callbacks and the loop, and writes the result.
+Opens the data, builds the model (from the source, or from a checkpoint at its shapes), the optimizer, the callbacks and
+the training loop, and writes the result.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
@@ -21,29 +20,21 @@ from torch import nn
 
 from dwindle.anatomy import Anatomy, Structure
 from dwindle.anatomy.build import build, build_random, config_for
-from dwindle.core.config import write_toml
-from dwindle.core.directories import NotWritten, atomic_directory, refuse_place
+from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
+from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
-from dwindle.core.run_lock import RunLock
+from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data import BatchStream, open_training_data
 from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
 from dwindle.export.huggingface import save_model
-from dwindle.pruning.ledger import read_ledger, source_event
+from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
-from dwindle.run.overwrite import (
-    discard_replaced,
-    forget_if_not_begun,
-    put_aside,
-    refuse_inputs,
-    restore_replaced,
-    tidy,
-)
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -59,14 +50,7 @@ from dwindle.run.plan import (
 )
 from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
-from dwindle.training.checkpoint import (
-    Checkpoint,
-    has_begun,
-    latest_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-    write_failure,
-)
+from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, write_failure
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
@@ -77,7 +61,6 @@ from dwindle.training.optim import LRSchedule, build_optimizer
 from dwindle.training.rng import seed_everything
 from dwindle.training.stop import StopSignal
 
-LOGS = ("metrics.jsonl", "ledger.jsonl")
 Results = dict[str, float | int | str]
 
 
@@ -86,6 +69,8 @@ class RunResult:
     """How a run ended; ``model`` is None while it can still be resumed."""
 
     run: Path
+    recipe: Recipe = field(repr=False)
+    """As it was trained, with what was chosen for the machine."""
     status: str
     step: int
     tokens: int
@@ -97,17 +82,24 @@ class RunResult:
     skipped_steps: int = 0
     """Steps whose loss or gradient was not finite."""
     signal: int | None = None
-    """What stopped it, where a signal did."""
+    """The signal that stopped it, if any."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the recipe, which the run directory holds."""
+        found = asdict(self) | {"run": str(self.run), "model": None if self.model is None else str(self.model)}
+        del found["recipe"]
+        return found
 
 
 def pretrain(
     recipe: Recipe, out: str | PathLike[str], *, overwrite: bool = False, callbacks: Sequence[Callback] = ()
 ) -> RunResult:
-    """Start a run in a new directory and train to its end, or to the next signal; with more ``callbacks`` than its own.
+    """Start a run in a new directory and train to its end, or until a signal.
 
-    What those add to ``trainer.extra_metrics`` stands in the run's metrics, what they keep in its checkpoints.
+    ``callbacks`` are called beside the run's own: their ``trainer.extra_metrics`` are written to its metrics, their
+    state to its checkpoints.
     """
-    run = Path(out)
+    run = RunDirectory(Path(out))
     recipe = resolve_recipe(recipe)
     recipe.check()
     with joined(device_of(recipe)) as world:
@@ -116,57 +108,42 @@ def pretrain(
             return _continue(recipe, run, world, callbacks)
         except BaseException as error:
             if world.is_main:
-                forget_if_not_begun(run, only_replacing=not isinstance(error, UserError))
+                run.forget_if_not_begun(only_replacing=not isinstance(error, UserError))
             raise
 
 
-def begin_run(recipe: Recipe, run: Path, *, overwrite: bool) -> None:
-    """Refuse what cannot work, then make the run's directory; ``resume`` does the rest.
+def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
+    """Refuse what cannot work, then make the run's directory; ``resume`` trains it.
 
     A run that is replaced is put aside until the new one has made a step.
     """
-    restore_replaced(run)
+    run.restore_replaced()
     check_data(recipe)
-    check_run_directory(run, overwrite=overwrite)
-    refuse_inputs(recipe, run)
+    run.check_free(overwrite=overwrite)
+    texts = [*recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
+    refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts])
     config = load_config(recipe.source.model)
     plan = plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
     for warning in plan_warnings(recipe, config, plan):
         warnings.warn(warning, PlanWarning, stacklevel=2)
-    aside = put_aside(run) if (run / "recipe.toml").is_file() else nullcontext()
-    with aside, atomic_directory(run, marker="recipe.toml", overwrite=True) as folder:  # no kill leaves half a run
-        write_toml(recipe, folder / "recipe.toml")
-        RunLock(folder).path.touch()  # marks a run: a recipe.toml may be anyone's
+    run.create(to_toml(recipe))
 
 
 def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
     """Continue a run from its newest good checkpoint; its recipe says where source and text are."""
-    run = Path(run)
-    restore_replaced(run)
-    if not (run / "recipe.toml").is_file():
-        raise UserError(f"{run}: holds no recipe.toml: give the directory that dwindle pretrain wrote")
-    recipe = load_recipe(run / "recipe.toml")
+    directory = RunDirectory(Path(run))
+    directory.restore_replaced()
+    directory.check_is_run()
+    recipe = load_recipe(directory.recipe)
     with joined(device_of(recipe)) as world:
-        return _continue(recipe, run, world, callbacks)
+        return _continue(recipe, directory, world, callbacks)
 
 
-def check_run_directory(run: Path, *, overwrite: bool) -> None:
-    """Never write over another run unasked."""
-    refuse_place(run)
-    if not run.exists() or (run.is_dir() and not any(run.iterdir())):
-        return
-    if not (run / "recipe.toml").is_file() or not (RunLock(run).path.exists() or has_begun(run)):
-        raise UserError(f"--out {run}: exists and is not a run: choose another directory")
-    if not overwrite:
-        again = f"dwindle resume {quote(str(run))}"
-        raise UserError(f"--out {run}: a run is there: `{again}` continues it, --overwrite replaces it")
-
-
-def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callback]) -> RunResult:
-    with RunLock(run) if world.is_main else nullcontext(), StopSignal() as stop:
+def _continue(recipe: Recipe, run: RunDirectory, world: World, callbacks: Sequence[Callback]) -> RunResult:
+    with run.locked() if world.is_main else nullcontext(), StopSignal() as stop:
         if world.is_main:
-            tidy(run)
+            run.tidy()
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
         checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
@@ -176,10 +153,10 @@ def _continue(recipe: Recipe, run: Path, world: World, callbacks: Sequence[Callb
         return result
 
 
-def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
-    """What depends on the machine is chosen once, by the main process, and kept in the run's recipe.
+def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
+    """The recipe with what depends on the machine: chosen once, by the main process, and saved in the run.
 
-    So all processes do the same on unequal devices, and so does a run that goes on elsewhere.
+    All processes then do the same on unequal devices, and so does a run that is resumed on another machine.
     """
 
     def choose() -> None:
@@ -191,25 +168,22 @@ def settle(recipe: Recipe, run: Path, world: World) -> Recipe:
             config = load_config(recipe.source.model)
             shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
             training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
-        try:
-            write_toml(recipe, run / "recipe.toml")
-        except OSError as error:
-            raise NotWritten.file(run / "recipe.toml", error) from error
+        write_toml(recipe, run.recipe)
 
     world.main_first("settle", choose)
-    return load_recipe(run / "recipe.toml")
+    return recipe if world.is_main else load_recipe(run.recipe)
 
 
 def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
     return choose_parallel(world, recipe.training.parallel, anatomy.count(anatomy.source).total)
 
 
-def _newest(run: Path, world: World) -> Checkpoint | None:
-    """The newest good checkpoint; without one, logs of an earlier attempt are emptied."""
-    if list_checkpoints(run):
-        return open_checkpoint(latest_checkpoint(run))
-    for log in LOGS if world.is_main else ():
-        truncate_to(run / log, 0)
+def _newest(run: RunDirectory, world: World) -> Checkpoint | None:
+    """The newest good checkpoint; without one, the logs of an earlier attempt are emptied."""
+    if run.list_checkpoints():
+        return open_checkpoint(latest_checkpoint(run.path))
+    for log in (run.metrics, run.ledger) if world.is_main else ():
+        truncate_to(log, 0)
     return None
 
 
@@ -219,7 +193,7 @@ class Job:
     def __init__(
         self,
         recipe: Recipe,
-        run: Path,
+        run: RunDirectory,
         checkpoint: Checkpoint | None,
         stop: StopSignal,
         world: World,
@@ -230,7 +204,7 @@ class Job:
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
         self.tokenizer = load_tokenizer(recipe.source.model)
-        cache = Path(recipe.data.cache_dir) if recipe.data.cache_dir else run / "tokens"
+        cache = Path(recipe.data.cache_dir) if recipe.data.cache_dir else run.tokens
         data = self.world.main_first(
             "data", lambda: open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
         )
@@ -241,8 +215,8 @@ class Job:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        if checkpoint is None and self.world.is_main and (doubt := repetition(data.mixture.epochs, recipe)):
-            warnings.warn(doubt, PlanWarning, stacklevel=2)
+        if checkpoint is None and self.world.is_main and (warning := repetition(data.mixture.epochs, recipe)):
+            warnings.warn(warning, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
@@ -264,11 +238,12 @@ class Job:
             self.trainer.load_checkpoint(checkpoint)
 
     def finish(self, status: str) -> RunResult:
-        """The final model, exactly as small as it is alive."""
+        """Write the final model, cut to what is alive, if training finished; returns how the run ended."""
         trainer = self.trainer
-        written = self._save(self.run / "model", self._results()) if status == "finished" else None
+        written = self._save(self.run.model, self._results()) if status == "finished" else None
         return RunResult(
-            run=self.run,
+            run=self.run.path,
+            recipe=self.recipe,
             status=status,
             step=trainer.step,
             tokens=trainer.tokens,
@@ -350,7 +325,7 @@ class Job:
             plan.pacing,
             config=self.recipe.prune,
             seed=self.recipe.training.seed,
-            ledger=self.run / "ledger.jsonl" if self.world.is_main else Path(os.devnull),
+            ledger=self.run.ledger if self.world.is_main else Path(os.devnull),
             source=self.recipe.source.model,
             rebuild=self._prepare,
             milestones=plan.milestones,
@@ -378,12 +353,12 @@ class Job:
             callbacks.append(self._task_evaluator())
         callbacks += others
         if self.world.is_main:
-            callbacks += [MetricsWriter(self.run / "metrics.jsonl"), FirstStep(lambda: discard_replaced(self.run))]
+            callbacks += [MetricsWriter(self.run.metrics), FirstStep(self.run.discard_replaced)]
             if tensorboard_installed():
-                callbacks.append(TensorBoardWriter(self.run / "tensorboard"))
+                callbacks.append(TensorBoardWriter(self.run.tensorboard))
             callbacks.append(Display())
         settings = self.recipe.checkpoint
-        last = Checkpointer(self.run, settings.every, settings.keep_last, extra_files=LOGS, engine=self.engine)
+        last = Checkpointer(self.run.path, settings.every, settings.keep_last, extra_files=LOGS, engine=self.engine)
         return [*callbacks, last]
 
     def _count(self) -> int:
@@ -393,7 +368,7 @@ class Job:
 
     def _save_milestone(self, name: str) -> None:
         """Without a validation loss: the last one is of an earlier step, and of a larger model."""
-        self._save(self.run / "milestones" / name.replace("/", "-"), {"training tokens": self.trainer.tokens})
+        self._save(self.run.milestone(name), {"training tokens": self.trainer.tokens})
 
     def _task_evaluator(self) -> Callback:
         from dwindle.evaluation.callback import TaskEvaluator, recipe_data
@@ -402,7 +377,7 @@ class Job:
         return TaskEvaluator(recipe_data(settings), self.tokenizer, settings.every, batch=settings.batch)
 
     def _results(self) -> Results:
-        """What the final card says about the training; the last step is always validated, after its events."""
+        """Results for the final model's card; the last step is always validated, after its events."""
         found: Results = {"training tokens": self.trainer.tokens}
         if self.validator is not None and self.validator.last is not None:
             found["validation loss (nats per token)"] = round(self.validator.last, 4)
@@ -428,8 +403,8 @@ class Job:
                 out,
                 structure=structure,
                 source=self.recipe.source.model,
-                ledger=ledger if self.pruner is None else read_ledger(self.run / "ledger.jsonl"),
-                recipe=(self.run / "recipe.toml").read_text(encoding="utf-8"),
+                ledger=ledger if self.pruner is None else self.pruner.ledger.events,
+                recipe=to_toml(self.recipe),
                 results=results,
                 overwrite=True,
             )

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import status
+from dwindle.core.run_directory import RunDirectory
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.aliases import ALIASES
 from dwindle.sources.built_tokenizers import gguf_tokenizer
@@ -155,11 +156,12 @@ def _in_directory(folder: Path, where: str) -> tuple[SourceKind, Path]:
 
 def model_of_run(folder: Path) -> Path | None:
     """The model of a finished run; None if the folder is not a run, an error if the run has no model yet."""
-    if not (folder / "recipe.toml").is_file() or (folder / "config.json").is_file():
+    run = RunDirectory(folder)
+    if not run.recipe.is_file() or (folder / "config.json").is_file():
         return None
-    if not (folder / "model" / "config.json").is_file():
-        raise UserError(f"{folder}: the run has no model yet: finish it with `dwindle resume {folder}`")
-    return folder / "model"
+    if not run.is_finished:
+        raise UserError(f"{folder}: the run has no model yet: finish it with `{run.resume_command}`")
+    return run.model
 
 
 def _file_kind(path: Path, where: str) -> SourceKind:

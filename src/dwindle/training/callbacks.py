@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import fsync_path
 from dwindle.core.json_safe import finite
 from dwindle.distributed.engines import Engine
-from dwindle.training.checkpoint import sync_directory, write_checkpoint
+from dwindle.training.checkpoint import write_checkpoint
 from dwindle.training.checkpoint_writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def synced_length(path: Path) -> int:
             length = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return 0
-    sync_directory(path.parent)
+    fsync_path(path.parent)
     return length
 
 

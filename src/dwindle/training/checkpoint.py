@@ -1,9 +1,8 @@
 """Checkpoints: directories that appear atomically.
 
-``RUN/checkpoints/step-00000100/`` holds ``<group>.safetensors`` files (sharded groups: one file per process, see
-``sharded_safetensors``), ``state.json`` and ``checksums.json`` (the sha256 of each of the others). It is written under
-a temporary name, fsynced and renamed, so the process may be killed at any time; older checkpoints are deleted only once
-the new one is on disk.
+A checkpoint holds ``<group>.safetensors`` files (sharded groups: one file per process, see ``sharded_safetensors``),
+``state.json`` and ``checksums.json`` (the sha256 of each of the others). It is written under a temporary name, fsynced
+and renamed, so the process may be killed at any time; older checkpoints are deleted only once the new one is on disk.
 """
 
 from __future__ import annotations
@@ -11,29 +10,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import fsync_path
+from dwindle.core.run_directory import STATE, RunDirectory, checkpoint_step, unlist_checkpoint
 from dwindle.core.sizes import format_bytes
 from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
 from dwindle.distributed.sharded_safetensors import TensorPieces, files_of
 from dwindle.distributed.shards import is_sharded, local, row_range
 from dwindle.training.muon import ALIVE_SIZES
 
-STATE_FILE = "state.json"
 CHECKSUMS_FILE = "checksums.json"
-_PREFIX = "step-"
-_TEMPORARY = ".tmp-"
 _NOT_MOMENTS = ("step", ALIVE_SIZES)
 """Optimizer state that does not have the shape of its parameter."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -41,32 +37,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 class CheckpointWarning(UserWarning):
     """A damaged checkpoint was skipped."""
-
-
-def checkpoints_dir(run_dir: Path) -> Path:
-    return Path(run_dir) / "checkpoints"
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints, oldest first, damaged ones included."""
-    folder = checkpoints_dir(run_dir)
-    found = [p for p in folder.glob(f"{_PREFIX}*") if p.is_dir() and p.name.removeprefix(_PREFIX).isdigit()]
-    return sorted(found, key=checkpoint_step)
-
-
-def has_begun(run_dir: Path) -> bool:
-    """Whether a run has anything to lose: a step or a checkpoint."""
-    metrics = Path(run_dir) / "metrics.jsonl"
-    return bool(list_checkpoints(run_dir)) or (metrics.is_file() and metrics.stat().st_size > 0)
-
-
-def how_to_go_on(run_dir: Path) -> str:
-    """The command to run after a failure; a run without a step is removed, so that there is nothing to resume."""
-    return f"`dwindle resume {quote(str(run_dir))}`" if has_begun(run_dir) else "the same command again"
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_PREFIX))
 
 
 def write_checkpoint(
@@ -83,110 +53,70 @@ def write_checkpoint(
     temporary directory is left over from a killed process and is removed first.
     """
     assert keep_last >= 1
-    temporary = temporary_directory(run_dir, step)
+    run = RunDirectory(run_dir)
+    folder = run.unfinished_checkpoint(step)
     try:
-        begin_checkpoint(run_dir, step)
-        checksums = _write_files(temporary, tensors)
-        return commit_checkpoint(run_dir, temporary, state, checksums, keep_last=keep_last)
+        begin_checkpoint(run, step)
+        checksums = {
+            f"{group}.safetensors": write_tensors(folder / f"{group}.safetensors", named)
+            for group, named in tensors.items()
+        }
+        return commit_checkpoint(run, step, state, checksums, keep_last=keep_last)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             every = {f"{group}/{name}": t for group, named in tensors.items() for name, t in named.items()}
-            raise write_failure(error, run_dir, final_directory(temporary), every) from error
+            raise write_failure(error, run, run.checkpoint(step), every) from error
         raise
 
 
-def temporary_directory(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is renamed."""
-    return checkpoints_dir(run_dir) / f"{_TEMPORARY}{_PREFIX}{step:08d}"
-
-
-def final_directory(temporary: Path) -> Path:
-    """The name of a checkpoint once it is complete."""
-    return temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
-
-
-def begin_checkpoint(run_dir: Path, step: int) -> None:
+def begin_checkpoint(run: RunDirectory, step: int) -> None:
     """Create the temporary directory, after removing those of killed processes."""
-    folder = checkpoints_dir(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder.parent)
-    temporary_directory(run_dir, step).mkdir()
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    run.remove_unfinished_checkpoints()
+    run.unfinished_checkpoint(step).mkdir()
 
 
 def commit_checkpoint(
-    run_dir: Path, temporary: Path, state: Mapping[str, Any], checksums: dict[str, str], *, keep_last: int
+    run: RunDirectory, step: int, state: Mapping[str, Any], checksums: dict[str, str], *, keep_last: int
 ) -> Path:
     """Add the JSON files to a directory whose tensors are on disk, and rename it into place."""
-    folder = checkpoints_dir(run_dir)
-    final = final_directory(temporary)
-    checksums = checksums | {STATE_FILE: _write_json(temporary / STATE_FILE, state)}
+    temporary, final = run.unfinished_checkpoint(step), run.checkpoint(step)
+    checksums = checksums | {STATE: _write_json(temporary / STATE, state)}
     _write_json(temporary / CHECKSUMS_FILE, checksums)
-    sync_directory(temporary)
-    _set_aside(final)
+    fsync_path(temporary)
+    unlist_checkpoint(final)
     temporary.rename(final)
-    sync_directory(folder)
-    _apply_keep_last(folder, final, keep_last)
+    fsync_path(run.checkpoints)
+    _apply_keep_last(run, final, keep_last)
     return final
-
-
-def _write_files(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    return {
-        f"{group}.safetensors": write_tensors(folder / f"{group}.safetensors", named)
-        for group, named in tensors.items()
-    }
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> str:
     content = json.dumps(data, indent=1, allow_nan=False).encode()
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    fsync_path(path)
     return hashlib.sha256(content).hexdigest()
 
 
-def write_failure(error: OSError, run_dir: Path, place: Path, tensors: Mapping[str, Tensor]) -> UserError:
+def write_failure(error: OSError, run: RunDirectory, place: Path, tensors: Mapping[str, Tensor]) -> UserError:
     """An error that says what could not be written, which checkpoint is the last good one, and how to continue."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    good = [path for path in list_checkpoints(run_dir) if path != place]
+    good = [path for path in run.list_checkpoints() if path != place]
     survivor = f"the last good checkpoint is {good[-1].name}" if good else "there is no earlier checkpoint"
     reason = "the disk is full" if error.errno in _FULL else (error.strerror or str(error))
     remedy = f"free at least {format_bytes(size)}" if error.errno in _FULL else "make it writable"
-    advice = f"{remedy}, then run {how_to_go_on(run_dir)}"
+    advice = f"{remedy}, then run {run.command_after_failure}"
     return UserError(f"{place}: could not be written, {reason}; {survivor}: {advice}")
 
 
-def sync_directory(folder: Path) -> None:
-    """fsync a directory, which makes renames and new files in it durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_leftovers(run_dir: Path) -> None:
-    """Delete the temporary directories of killed processes."""
-    for path in checkpoints_dir(run_dir).glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _set_aside(checkpoint: Path) -> None:
-    """Rename a checkpoint to a temporary name, so that no half-deleted checkpoint is ever listed."""
-    if checkpoint.exists():
-        aside = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
-        shutil.rmtree(aside, ignore_errors=True)
-        checkpoint.rename(aside)
-
-
-def _apply_keep_last(folder: Path, newest: Path, keep_last: int) -> None:
+def _apply_keep_last(run: RunDirectory, newest: Path, keep_last: int) -> None:
     """Delete the oldest, and any later than the one just written, which were damaged and skipped."""
-    existing = list_checkpoints(folder.parent)
+    existing = run.list_checkpoints()
     until_now = [path for path in existing if checkpoint_step(path) <= checkpoint_step(newest)]
     for path in set(existing) - set(until_now[-keep_last:]):
-        _set_aside(path)
-    remove_leftovers(folder.parent)
+        unlist_checkpoint(path)
+    run.remove_unfinished_checkpoints()
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -196,8 +126,8 @@ def damage(checkpoint: Path) -> str | None:
         expected = {str(name): str(digest) for name, digest in checksums.items()}
     except (OSError, ValueError, AttributeError):
         return f"{CHECKSUMS_FILE} is missing or unreadable"
-    if STATE_FILE not in expected:
-        return f"{CHECKSUMS_FILE} does not list {STATE_FILE}"
+    if STATE not in expected:
+        return f"{CHECKSUMS_FILE} does not list {STATE}"
     for name, digest in expected.items():
         try:
             with (checkpoint / name).open("rb") as file:
@@ -211,9 +141,10 @@ def damage(checkpoint: Path) -> str | None:
 
 def latest_checkpoint(run_dir: Path) -> Path:
     """The newest checkpoint whose checksums match; each damaged newer one gives a warning."""
-    existing = list_checkpoints(run_dir)
+    run = RunDirectory(run_dir)
+    existing = run.list_checkpoints()
     if not existing:
-        raise UserError(f"{checkpoints_dir(run_dir)}: holds no checkpoint: start the run with `dwindle pretrain`")
+        raise UserError(f"{run.checkpoints}: holds no checkpoint: start the run with `dwindle pretrain`")
     for path in reversed(existing):
         problem = damage(path)
         if problem is None:
@@ -224,7 +155,7 @@ def latest_checkpoint(run_dir: Path) -> Path:
             stacklevel=2,
         )
     raise UserError(
-        f"{checkpoints_dir(run_dir)}: all {len(existing)} checkpoints are damaged: "
+        f"{run.checkpoints}: all {len(existing)} checkpoints are damaged: "
         "restore one from a copy, or start the run again"
     )
 
@@ -253,9 +184,9 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open one checkpoint directory (usually from ``latest_checkpoint``) and read its JSON state."""
     try:
-        state = json.loads((path / STATE_FILE).read_bytes())
+        state = json.loads((path / STATE).read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{path / STATE_FILE}: cannot be read ({error}): choose another checkpoint") from error
+        raise UserError(f"{path / STATE}: cannot be read ({error}): choose another checkpoint") from error
     return Checkpoint(path, state)
 
 

@@ -24,15 +24,10 @@ from torch import Tensor
 from torch.distributed import DistError
 
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.engines import Engine, Files
 from dwindle.distributed.safetensors_stream import write_tensors
-from dwindle.training.checkpoint import (
-    begin_checkpoint,
-    commit_checkpoint,
-    final_directory,
-    temporary_directory,
-    write_failure,
-)
+from dwindle.training.checkpoint import begin_checkpoint, commit_checkpoint, write_failure
 
 _TIMEOUT_S = 1800.0
 
@@ -41,7 +36,7 @@ class CheckpointWriter:
     """One save at a time; an error in one ends all processes at the next save, or at the end of the run."""
 
     def __init__(self, engine: Engine, run_dir: Path, keep_last: int) -> None:
-        self.engine, self.run_dir, self.keep_last = engine, Path(run_dir), keep_last
+        self.engine, self.run, self.keep_last = engine, RunDirectory(Path(run_dir)), keep_last
         self._thread: threading.Thread | None = None
         self._step = 0
         self._error: BaseException | None = None
@@ -74,17 +69,17 @@ class CheckpointWriter:
     def _begin(self, step: int, files: Files) -> None:
         if self.engine.is_main:
             with self._write_errors(step, files):
-                begin_checkpoint(self.run_dir, step)
+                begin_checkpoint(self.run, step)
 
     def _run(self, step: int, state: Mapping[str, Any], files: Files) -> None:
-        folder, store = temporary_directory(self.run_dir, step), self.engine.world.store
+        folder, store = self.run.unfinished_checkpoint(step), self.engine.world.store
         report: dict[str, Any] = {}
         try:
             with self._write_errors(step, files):
                 report["checksums"] = {name: write_tensors(folder / name, named) for name, named in files.items()}
                 if self.engine.is_main:
                     checksums = report["checksums"] | self._checksums_of_others(step)
-                    commit_checkpoint(self.run_dir, folder, state, checksums, keep_last=self.keep_last)
+                    commit_checkpoint(self.run, step, state, checksums, keep_last=self.keep_last)
         except BaseException as error:
             self._error = error
             report["failure"] = str(error) or type(error).__name__
@@ -98,9 +93,8 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            place = final_directory(temporary_directory(self.run_dir, step))
             tensors = {name: tensor for named in files.values() for name, tensor in named.items()}
-            raise write_failure(error, self.run_dir, place, tensors) from error
+            raise write_failure(error, self.run, self.run.checkpoint(step), tensors) from error
 
     def _key(self, step: int, rank: int) -> str:
         return f"checkpoint/{step}/{rank}"
@@ -115,7 +109,7 @@ class CheckpointWriter:
             while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise UserError(
-                        f"{self.run_dir}: process {rank} did not finish writing step {step}: look at its log"
+                        f"{self.run.path}: process {rank} did not finish writing step {step}: look at its log"
                     )
                 time.sleep(0.02)
             report = json.loads(store.get(key))

@@ -16,7 +16,6 @@ from dwindle.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback
-from dwindle.training.checkpoint import how_to_go_on
 from dwindle.training.flops import flops_per_token, peak_flops
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class MetricsWriter(Callback):
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = JsonLinesFile(path, how_to_go_on)
+        self._lines = JsonLinesFile(path)
         self._model: Callable[[], object] = lambda: None
         self._anatomy: Anatomy | None = None
 

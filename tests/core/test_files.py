@@ -1,4 +1,4 @@
-"""A directory appears complete or not at all."""
+"""Files and directories appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from dwindle.core.directories import NotWritten, atomic_directory, owner, refuse_existing, remove_abandoned
 from dwindle.core.errors import UserError
+from dwindle.core.files import NotWritten, atomic_directory, owner, refuse_existing, remove_abandoned
 
 
 def names(folder: Path) -> list[str]:
@@ -90,8 +90,8 @@ def test_places_that_are_never_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "link").symlink_to(here)
     monkeypatch.chdir(here)
     for place in ("/", ".", "..", "../..", str(here), str(tmp_path / "link")):
-        said = "root of a file system" if place == "/" else "current folder"
-        with pytest.raises(UserError, match=rf"^--out {place} .*{said}.*: give a folder"):
+        said = "root of a file system" if place == "/" else "current directory"
+        with pytest.raises(UserError, match=rf"^--out {place} .*{said}.*: give a directory"):
             refuse_existing(Path(place), marker="index", overwrite=True)
         with pytest.raises(UserError, match=said), atomic_directory(Path(place), marker="index", overwrite=True):
             pass
@@ -109,9 +109,7 @@ def test_what_is_read_is_never_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "beside").mkdir()
     for source in ("out", "link", "out/inner", "link/index", "o*/ind*", str(tmp_path / "out")):
         for place in ("out", "link", "beside/../out"):
-            with pytest.raises(
-                UserError, match=rf"^--out {place} .*{re.escape(source)}, which this is made from.*: choose"
-            ):
+            with pytest.raises(UserError, match=rf"^--out {place} .*the input {re.escape(source)}: choose"):
                 refuse_existing(Path(place), marker="index", overwrite=True, sources=["beside", source])
     for source in (".", "beside", "nowhere", "org/out", "hf:out", ""):
         refuse_existing(Path("out"), marker="index", overwrite=True, sources=[source])

@@ -1,0 +1,310 @@
+"""The layout of a run directory. No other module knows these names.
+
+RUN/recipe.toml                      the recipe, with what was chosen for the machine
+RUN/metrics.jsonl, RUN/ledger.jsonl  append-only logs
+RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoint``)
+RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
+RUN/tokens/, RUN/tensorboard/        tokenized text, TensorBoard's events
+RUN/evaluation/, RUN/report.html     results
+RUN/.lock                            held by the process that writes the run
+.RUN.replaced                        the run that ``--overwrite`` replaces, until the new one has made a step
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from shlex import quote
+from typing import Literal
+
+from dwindle.core.errors import UserError
+from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned
+
+RECIPE = "recipe.toml"
+METRICS = "metrics.jsonl"
+LEDGER = "ledger.jsonl"
+STRUCTURE = "structure.json"
+"""Marks our own model directories: unlike ``config.json``, no other tool writes it. Only these are overwritten."""
+STATE = "state.json"
+REPORT = "report.html"
+
+LOGS = (METRICS, LEDGER)
+FOLDERS = ("model", "checkpoints", "milestones", "tokens", "tensorboard")
+
+_STEP = "step-"
+_TEMPORARY = ".tmp-"
+_FRESH_S = 120.0
+
+Status = Literal["finished", "running", "stopped", "pruned", "unpruned"]
+MODELS: tuple[Status, ...] = ("pruned", "unpruned")
+"""Of model directories by themselves, which have neither metrics nor a recipe."""
+
+
+class RunDirectory:
+    """The directory of a run: its places, its lock, its status, and how it is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / RECIPE
+        self.metrics = path / METRICS
+        self.ledger = path / LEDGER
+        self.report = path / REPORT
+        self.lock = path / ".lock"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.milestones = path / "milestones"
+        self.tokens = path / "tokens"
+        self.tensorboard = path / "tensorboard"
+
+    @classmethod
+    def of_model(cls, model: Path) -> RunDirectory | None:
+        """The run whose final model this directory is; None for any other directory."""
+        run = cls(model.parent)
+        return run if model == run.model and run.recipe.is_file() and not (model / RECIPE).is_file() else None
+
+    # Places ------------------------------------------------------------------------------------------------
+
+    def milestone(self, name: str) -> Path:
+        """Where the model of a milestone, such as ``120M``, is written."""
+        return self.milestones / name.replace("/", "-")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"{_STEP}{step:08d}"
+
+    def unfinished_checkpoint(self, step: int) -> Path:
+        """Where a checkpoint is written before it is renamed to its place."""
+        return self.checkpoints / f"{_TEMPORARY}{_STEP}{step:08d}"
+
+    def list_checkpoints(self) -> list[Path]:
+        """Oldest first, damaged ones included; empty for a run that was killed before its first."""
+        found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and p.name.removeprefix(_STEP).isdigit()]
+        return sorted(found, key=checkpoint_step)
+
+    def structure_files(self) -> Iterator[Path]:
+        """Structures of models on the way, the final one first; also that of a model directory by itself."""
+        yield self.path / STRUCTURE
+        yield self.model / STRUCTURE
+        yield from sorted(self.milestones.glob(f"*/{STRUCTURE}"))
+
+    def state_files(self) -> list[Path]:
+        """States of the checkpoints, newest first."""
+        return sorted(self.checkpoints.glob(f"{_STEP}*/{STATE}"), reverse=True)
+
+    def result_files(self) -> Iterator[tuple[str, Path]]:
+        """Kind and path of results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write."""
+        kinds = {"Evaluation": ("eval*.json", "evaluation/*.json"), "Latency": ("latency*.json", "bench*.json")}
+        for kind, patterns in kinds.items():
+            for folder in (self.path, self.model):
+                for pattern in patterns:
+                    yield from ((kind, path) for path in sorted(folder.glob(pattern)))
+
+    def signature(self) -> object:
+        """A value that changes whenever a report of the run would."""
+        files = (self.metrics, self.ledger, self.recipe, self.path / STRUCTURE, self.model / STRUCTURE)
+        results = (self.path / "evaluation", self.model / "evaluation")
+        folders = (self.path, self.model, *results, self.checkpoints, self.milestones)
+        return self.status, [_stamp(path) for path in (*files, *folders)]
+
+    # Status ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_logs(self) -> bool:
+        """Whether there is anything that a report can show."""
+        return any(path.is_file() for path in (self.recipe, self.metrics, self.ledger))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has made a step or written a checkpoint, so that work would be lost with it."""
+        return bool(self.list_checkpoints()) or (self.metrics.is_file() and self.metrics.stat().st_size > 0)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the final model is written."""
+        return (self.model / "config.json").is_file()
+
+    @property
+    def status(self) -> Status:
+        """Of a run, or of a model directory by itself: that is ``pruned`` if its ledger lists any event."""
+        if (self.path / "config.json").is_file() and (self.path / STRUCTURE).is_file():
+            return "unpruned" if _has_one_line(self.ledger) else "pruned"
+        if self.is_finished:
+            return "finished"
+        return "running" if self._is_locked() else "stopped"
+
+    @property
+    def resume_command(self) -> str:
+        return f"dwindle resume {quote(str(self.path))}"
+
+    @property
+    def command_after_failure(self) -> str:
+        """What to run again: a new run that has not begun is removed, so there is nothing to resume."""
+        return f"`{self.resume_command}`" if self.has_begun else "the same command again"
+
+    def check_is_run(self) -> None:
+        """Refuse a directory without a recipe."""
+        if not self.recipe.is_file():
+            raise UserError(f"{self.path}: has no {RECIPE}: give the directory that dwindle pretrain wrote")
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Refuse to replace anything but a run, and a run only with ``overwrite``."""
+        refuse_place(self.path)
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        if not self.recipe.is_file() or not (self.lock.exists() or self.has_begun):
+            raise UserError(f"--out {self.path}: exists and is not a run: choose another directory")
+        if not overwrite:
+            resume = f"`{self.resume_command}` continues it"
+            raise UserError(f"--out {self.path}: a run exists there: {resume}, --overwrite replaces it")
+
+    # Lock --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for one writer; the operating system releases the lock whenever and however the process ends."""
+        import fcntl  # not on Windows, where reports can still be read
+
+        try:
+            file = self.lock.open("ab")
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"{self.path}: cannot be written ({reason}): check its owner and rights") from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(f"{self.path}: another process is writing this run: stop it first") from error
+            yield
+
+    def _is_locked(self) -> bool:
+        """Whether a process holds the lock, from the kernel's list: trying to take it could disturb that process."""
+        try:
+            inode = self.lock.stat().st_ino
+        except OSError:
+            return False
+        try:
+            held = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
+        except OSError:
+            return _age_s(self.metrics) < _FRESH_S
+        places = (line.split()[5] for line in held if " FLOCK " in line and len(line.split()) > 5)
+        return any(place.rsplit(":", 1)[-1] == str(inode) for place in places)
+
+    # Beginning and replacing -------------------------------------------------------------------------------
+
+    def create(self, recipe: str) -> None:
+        """Make the directory of a new run; the run that it replaces is put aside until the first step."""
+        aside = self._put_aside() if self.recipe.is_file() else nullcontext()
+        with aside, atomic_directory(self.path, marker=RECIPE, overwrite=True) as folder:  # no kill leaves half a run
+            new = RunDirectory(folder)
+            new.recipe.write_text(recipe, encoding="utf-8", newline="\n")
+            new.lock.touch()  # marks a run: anyone may have a recipe.toml
+
+    @property
+    def _aside(self) -> Path:
+        real = self.path.resolve()  # a symbolic link is kept where it is
+        return real.parent / f".{real.name}.replaced"
+
+    @contextmanager
+    def _put_aside(self) -> Iterator[None]:
+        """Put the old run aside while the new one is created; refused while a process writes the old one."""
+        with self.locked():
+            if self._aside.is_dir() and not self.has_begun:
+                shutil.rmtree(self.path.resolve())  # a failed attempt: the run it was to replace is still aside
+            else:
+                self.discard_replaced()
+                os.rename(self.path.resolve(), self._aside)
+            try:
+                yield
+            except BaseException:
+                self.restore_replaced()
+                raise
+
+    def restore_replaced(self) -> None:
+        """Put back the replaced run if the new one never began, or its process was killed between the renames."""
+        if self._aside.is_dir() and not self.path.exists():
+            os.rename(self._aside, self.path.resolve())
+
+    def discard_replaced(self) -> None:
+        """Delete the replaced run, once the new one has begun."""
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def forget_if_not_begun(self, *, only_replacing: bool = False) -> None:
+        """Remove a run that failed before its first step, and restore the one it was to replace.
+
+        ``only_replacing``: a run that replaces nothing is kept, for ``resume``.
+        """
+        if self.has_begun or (only_replacing and not self._aside.is_dir()):
+            return
+        shutil.rmtree(self.path.resolve(), ignore_errors=True)
+        self.restore_replaced()
+        if self.path.is_symlink() and not self.path.exists():
+            self.path.resolve().mkdir()  # a link to an empty directory, as before
+
+    # Leftovers ---------------------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Remove what a killed process left half written or half deleted.
+
+        Also refuses, before any training, to replace a model directory that holds the current directory.
+        """
+        for folder in (self.model, *sorted(self.milestones.glob("*"))):
+            refuse_place(folder, "output")
+        for folder in (self.path, self.milestones):
+            remove_abandoned(folder)
+        self.remove_unfinished_checkpoints()
+        if self.has_begun:
+            self.discard_replaced()
+
+    def remove_unfinished_checkpoints(self) -> None:
+        """Remove checkpoints that a killed process was writing or deleting."""
+        for path in self.checkpoints.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint, from the name of its directory."""
+    return int(checkpoint.name.removeprefix(_STEP))
+
+
+def unlist_checkpoint(checkpoint: Path) -> None:
+    """Rename a checkpoint, so that no half-deleted one is ever listed; ``remove_unfinished_checkpoints`` deletes it."""
+    if checkpoint.exists():
+        aside = checkpoint.with_name(f"{_TEMPORARY}old-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+
+
+def model_title(model: Path) -> str:
+    """A model directory's name; the models of a run are named after the run."""
+    model = model.resolve()
+    run = RunDirectory(model.parent.parent)
+    if model.parent == run.milestones:
+        return f"{run.path.name}, {model.name}"
+    return (model.parent.name if model == RunDirectory(model.parent).model else "") or model.name
+
+
+def _has_one_line(ledger: Path) -> bool:
+    """Whether a ledger ends with its source line, as that of an unpruned model does."""
+    try:
+        with ledger.open("rb") as file:
+            return bool(file.readline()) and not file.readline()
+    except OSError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
