@@ -85,7 +85,7 @@ def test_a_saved_cluster_model_can_be_pruned_again(tmp_path: Path) -> None:
     save(model, structure, tmp_path / "out")
     again = dwindle.prune(tmp_path / "out", "90%", metric="magnitude", attention="cluster", out=tmp_path / "again")
     assert again.after.total == sum(p.numel() for p in dwindle.load(tmp_path / "again").model.parameters())
-    with pytest.raises(UserError, match="cluster attention already"):
+    with pytest.raises(UserError, match="already has cluster attention"):
         dwindle.prune(tmp_path / "out", "90%", metric="magnitude")
 
 

@@ -44,7 +44,7 @@ def test_results_are_shown_in_a_line(tmp_path: Path) -> None:
     from tiny import tiny_directory
 
     source = str(tiny_directory(tmp_path / "model"))
-    pruned = dwindle.prune(source, to="80%", num_sequences=4, seq_len=24)
+    pruned = dwindle.prune(source, to="80%", sequences=4, seq_len=24)
     quantized = dwindle.quantize(source, "w8")
     exported = dwindle.export_model(source, "hf", tmp_path / "out")
     for shown in map(repr, (dwindle.load(source), pruned, quantized, exported)):

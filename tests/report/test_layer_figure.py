@@ -30,7 +30,7 @@ def test_book_keeping_is_no_evaluation(tmp_path: Path) -> None:
 
 def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
     tiny_directory(tmp_path / "model")
-    options = {"method": "adapt", "rounds": 3, "amplitude": 0.1, "num_sequences": 2, "seq_len": 16}
+    options = {"method": "adapt", "rounds": 3, "amplitude": 0.1, "sequences": 2, "seq_len": 16}
     result = dwindle.prune(tmp_path / "model", "70%", out=tmp_path / "out", **options)  # type: ignore[arg-type]
     figure = figure_named(tmp_path / "out", "layers")
     for series, model in zip(
