@@ -112,7 +112,8 @@ def write_toml(config: Config, path: str | Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except UnicodeEncodeError as error:
-        raise UserError(f"{error.object!a} is not valid Unicode: rename it") from None
+        line = error.object[: error.end].rpartition("\n")[2].strip()
+        raise UserError(f"{line!a} is not valid Unicode: rename it") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -157,8 +158,10 @@ def value_from_text(cls: type[Config], key: Key, text: str) -> Any:
             return value
         except ValidationError as error:
             errors.append(error)
-    first = errors[-1 if isinstance(candidates[-1], list) else 0]
-    raise UserError(f"{_dotted(key)}: {_problem(first.errors()[0], annotation)}")
+    first = errors[-1 if isinstance(candidates[-1], list) else 0].errors()[0]
+    if any(isinstance(part, int) for part in first["loc"]):  # an item of a list
+        annotation = typing.get_args(_members(annotation)[0])[0]
+    raise UserError(f"{_dotted(key)}: {_problem(first, annotation)}")
 
 
 def _item(annotation: Any, text: str) -> Any:
@@ -360,7 +363,7 @@ def _explain(error: ValidationError, cls: type[Config]) -> str:
 def _problem(found: Any, annotation: Any) -> str:
     value = found["input"]
     shown = f"got {_show(value)}"
-    if found["type"] == "finite_number":
+    if found["type"] == "finite_number" or (found["type"] == "float_type" and type(value) is int):
         return f"expected a finite number, {shown}"
     if any(name in (found.get("ctx") or {}) for name in _BOUNDS):
         return f"{_show(value)} must be {_bounds(annotation)}"
@@ -368,8 +371,7 @@ def _problem(found: Any, annotation: Any) -> str:
     choices = [str(choice) for member in members for choice in typing.get_args(member)]
     if found["type"] == "literal_error" and len(members) == 1:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        listed = describe_type(annotation).removeprefix("list of ")
-        return f"expected one of {listed}, {shown}" + (f" (did you mean {_show(near[0])}?)" if near else "")
+        return f"expected one of {describe_type(annotation)}, {shown}" + (f" (did you mean {_show(near[0])}?)" if near else "")
     quotes = f' (write "{value}")' if members == (str,) and isinstance(value, int | float) else ""
     return f"expected {describe_type(annotation, article=True)}, {shown}{quotes}"
 
