@@ -365,6 +365,8 @@ def _problem(found: Any, annotation: Any) -> str:
     shown = f"got {_show(value)}"
     if found["type"] == "finite_number" or (found["type"] == "float_type" and type(value) is int):
         return f"expected a finite number, {shown}"
+    if found["type"] == "string_too_short":
+        return "must not be empty"
     if any(name in (found.get("ctx") or {}) for name in _BOUNDS):
         return f"{_show(value)} must be {_bounds(annotation)}"
     members = _members(annotation)
