@@ -373,7 +373,9 @@ def _problem(found: Any, annotation: Any) -> str:
     choices = [str(choice) for member in members for choice in typing.get_args(member)]
     if found["type"] == "literal_error" and len(members) == 1:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        return f"expected one of {describe_type(annotation)}, {shown}" + (f" (did you mean {_show(near[0])}?)" if near else "")
+        return f"expected one of {describe_type(annotation)}, {shown}" + (
+            f" (did you mean {_show(near[0])}?)" if near else ""
+        )
     quotes = f' (write "{value}")' if members == (str,) and isinstance(value, int | float) else ""
     return f"expected {describe_type(annotation, article=True)}, {shown}{quotes}"
 
