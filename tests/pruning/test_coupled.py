@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
-from dwindle.pruning.strategies.choosing import CoupledChooser
 from transformers import LlamaConfig
 
 from dwindle.anatomy import KINDS, Anatomy, Group, Layer, Structure
 from dwindle.core.errors import UserError
-from dwindle.pruning.pacing import Ratio
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.layouts import check_rounding, rounded_shape
+from dwindle.pruning.pacing import Ratio, Rounds
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.coupled import SelectionOptions, Selector, check_rounding, rounded_shape
+from dwindle.pruning.strategies.coupled import CoupledStrategy, Selector
 from dwindle.pruning.target import Shape, Target, parse_target
 from tiny import tiny_model
 
@@ -39,8 +41,8 @@ def random_scores(structure: Structure, seed: int = 0) -> Scores:
 
 
 def run(anatomy: Anatomy, target: Target, **options: Any) -> list[Structure]:
-    """All structures on the way; scores are drawn anew for each event."""
-    selector = Selector(anatomy, target, SelectionOptions(**options))
+    """All structures on the way; new scores are drawn for each event."""
+    selector = Selector(anatomy, target, PruneConfig(**options))
     alive, passed, seed = anatomy.source, [], 0
     while True:
         scores = random_scores(anatomy.source, seed)
@@ -64,8 +66,8 @@ def mask_gone(scores: Scores, alive: Structure) -> None:
 @pytest.mark.parametrize("compare", ["mean", "sum"])
 def test_choice_equals_a_plain_search(anatomy: Anatomy, compare: str) -> None:
     scores = random_scores(anatomy.source)
-    options = SelectionOptions(attention="cluster", compare=compare)  # type: ignore[arg-type]
-    choice = Selector(anatomy, Target(5000), options).choose(scores, anatomy.source)
+    config = PruneConfig(attention="cluster", compare=compare)
+    choice = Selector(anatomy, Target(5000), config).choose(scores, anatomy.source)
     heads = [min(range(8), key=lambda h, s=s: s[h]) for s in scores.attn]
     channels = [min(range(40), key=lambda c, s=s: s[c]) for s in scores.ffn]
     hidden = min(range(32), key=lambda i: scores.stem[i])
@@ -143,15 +145,15 @@ def test_bad_targets(anatomy: Anatomy, text: str, message: str) -> None:
 
 def test_impossible_selections(anatomy: Anatomy) -> None:
     with pytest.raises(UserError, match="below the smallest reachable model"):
-        Selector(anatomy, Target(500), SelectionOptions())
+        Selector(anatomy, Target(500), PruneConfig())
     with pytest.raises(UserError, match="below the smallest reachable model"):
-        Selector(anatomy, Target(9_000), SelectionOptions(groups=("attn",)))
+        Selector(anatomy, Target(9_000), PruneConfig(groups=["attn"]))
     with pytest.raises(UserError, match=r"heads can be \[1, 2, 3, 4, 6, 8\]"):
-        Selector(anatomy, parse_target("heads=5", anatomy), SelectionOptions())
+        Selector(anatomy, parse_target("heads=5", anatomy), PruneConfig())
     with pytest.raises(UserError, match="needs the group stem"):
-        Selector(anatomy, parse_target("hidden=16", anatomy), SelectionOptions(groups=("ffn",)))
-    with pytest.raises(UserError, match="groups everything"):
-        SelectionOptions(groups=("everything",))  # type: ignore[arg-type]
+        Selector(anatomy, parse_target("hidden=16", anatomy), PruneConfig(groups=["ffn"]))
+    with pytest.raises(UserError, match=r'^groups\.0: expected one of "attn", "ffn", "stem", got "everything"$'):
+        PruneConfig(groups=["everything"])
 
 
 def test_the_smallest_regular_model_is_one_that_exists() -> None:
@@ -161,46 +163,45 @@ def test_the_smallest_regular_model_is_one_that_exists() -> None:
             hidden_size=60, intermediate_size=20, num_hidden_layers=1, num_attention_heads=15, num_key_value_heads=5
         )
     )
-    options = SelectionOptions(groups=("attn",), min_heads=5)
+    config = PruneConfig(groups=["attn"], min_heads=5)
     full = anatomy.count(anatomy.source).total
     least = full - 2 * 4 * 60 * (15 + 5) + 2 * 4 * 60 * (6 + 2)
-    Selector(anatomy, Target(least), options)
+    Selector(anatomy, Target(least), config)
     with pytest.raises(UserError, match=f"smallest reachable model, {least:,} parameters"):
-        Selector(anatomy, Target(least - 1), options)
+        Selector(anatomy, Target(least - 1), config)
 
 
 @pytest.mark.parametrize("target", [12_000, 18_000])
 def test_rounded_shapes_fit_and_are_multiples(anatomy: Anatomy, target: int) -> None:
-    options = SelectionOptions()
     natural = run(anatomy, Target(target))[-1]
-    shape = rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 8).shape
+    shape = rounded_shape(anatomy, natural, anatomy.source, Target(target), PruneConfig(round_to=8)).shape
     assert shape.hidden % 8 == 0 and shape.ffn % 8 == 0
     end = run(anatomy, Target(0, shape))[-1]
     assert Shape.of(end) == shape and anatomy.count(end).total <= target
     with pytest.raises(UserError, match="round_to 64"):
-        rounded_shape(anatomy, natural, anatomy.source, Target(target), options, 64)
+        rounded_shape(anatomy, natural, anatomy.source, Target(target), PruneConfig(round_to=64))
 
 
 def chosen_with_changing_scores(anatomy: Anatomy, target: int, seed: int, multiple: int, **options: Any) -> Structure:
     """The end of a run whose scores say something else after every step, and that is resumed after every step."""
     alive, events, step, state = anatomy.source, 0, 0, dict[str, Any]()
     while True:
-        chooser = CoupledChooser(anatomy, Target(target), SelectionOptions(**options), round_to=multiple)
-        chooser.load_state_dict(json.loads(json.dumps(state)))
-        if chooser.is_finished(alive, anatomy.count(alive).total):
+        strategy = CoupledStrategy(anatomy, Target(target), PruneConfig(**options, round_to=multiple))
+        strategy.load_state_dict(json.loads(json.dumps(state)))
+        if strategy.is_finished(alive, anatomy.count(alive).total):
             return alive
         scores = random_scores(anatomy.source, 1000 * seed + step)
         mask_gone(scores, alive)
         step += 1
-        choices = chooser.choose(scores, alive, Ratio(2, 1, 0), step, events)
+        choices = list(strategy.choose(scores, alive, Ratio(2, 1, 0), step, events))
         assert choices, "stopped before the end"
-        alive, events, state = choices[-1].rest, events + len(choices), chooser.state_dict()
+        alive, events, state = choices[-1].rest, events + len(choices), strategy.state_dict()
 
 
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 @pytest.mark.parametrize("compare", ["mean", "sum"])
 def test_rounded_results_never_exceed_the_target(anatomy: Anatomy, attention: str, compare: str) -> None:
-    """The first scores choose the shape, later ones what leaves: other key/value heads may stay than was expected."""
+    """The first scores choose the shape, later ones the groups: other key/value heads may be kept than was expected."""
     for seed in range(12):
         for target, multiple in ((17_000, 4), (13_000, 8), (9_000, 16)):
             end = chosen_with_changing_scores(anatomy, target, seed, multiple, attention=attention, compare=compare)
@@ -210,17 +211,17 @@ def test_rounded_results_never_exceed_the_target(anatomy: Anatomy, attention: st
 
 def test_rounding_finds_whatever_fits(anatomy: Anatomy) -> None:
     """Every target above the smallest round model is reached, and those below are refused at once."""
-    options = SelectionOptions()
+    config = PruneConfig(round_to=16)
     smallest = anatomy.count(cut_to(anatomy.source, hidden=16, heads=1, ffn=16)).total
     with pytest.raises(UserError, match=f"round_to 16: the smallest model with such widths has {smallest:,}"):
-        check_rounding(anatomy, Target(smallest - 1), options, 16)
+        check_rounding(anatomy, Target(smallest - 1), config)
     for target in (smallest, smallest + 300, smallest + 2000):
-        check_rounding(anatomy, Target(target), options, 16)
+        check_rounding(anatomy, Target(target), config)
         for seed in range(6):
             assert anatomy.count(chosen_with_changing_scores(anatomy, target, seed, 16)).total <= target
-    with pytest.raises(UserError, match="round_to 64: no such multiple lies between"):
-        check_rounding(anatomy, Target(15_000), options, 64)
-    check_rounding(anatomy, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 1)
+    with pytest.raises(UserError, match="round_to 64: no multiple lies between"):
+        check_rounding(anatomy, Target(15_000), PruneConfig(round_to=64))
+    check_rounding(anatomy, Target(15_000), PruneConfig(groups=["attn", "ffn"]))
 
 
 def cut_to(structure: Structure, *, hidden: int, heads: int, ffn: int) -> Structure:
@@ -230,13 +231,13 @@ def cut_to(structure: Structure, *, hidden: int, heads: int, ffn: int) -> Struct
 
 def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anatomy) -> None:
     """4 heads can be 2 × 2 or 4 × 1; the wider the key/value part, the narrower the FFN."""
-    source, shapes = anatomy.source, {}
+    source, shapes, config = anatomy.source, {}, PruneConfig(groups=["attn", "ffn"], round_to=2)
     for kv, way in ((2, lambda q: q < 4), (4, lambda q: q % 2 == 0)):
         gone = Group("attn", tuple(tuple(q for q in la.query_heads if not way(q)) for la in source.layers))
         natural = source.without(gone)
-        aim = rounded_shape(anatomy, natural, source, Target(15_000), SelectionOptions(groups=("attn", "ffn")), 2)
+        aim = rounded_shape(anatomy, natural, source, Target(15_000), config)
         assert (aim.shape.heads, aim.kv_heads) == (4, kv)
-        selector = Selector(anatomy, Target(0, aim.shape), SelectionOptions(groups=("attn", "ffn")), aim.kv_heads)
+        selector = Selector(anatomy, Target(0, aim.shape), config, aim.kv_heads)
         for seed in range(5):
             scores, alive = random_scores(source, seed), source
             while (choice := selector.choose(scores, alive)) is not None:
@@ -246,3 +247,23 @@ def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anato
             assert 15_000 - 2 * (3 * 3 * 32 + 6) < anatomy.count(alive).total <= 15_000
         shapes[kv] = aim.shape.ffn
     assert shapes[4] < shapes[2]
+
+
+@pytest.mark.parametrize("options", [{}, {"round_to": 8}, {"attention": "cluster", "compare": "sum"}])
+def test_rounds_land_on_their_counts_and_then_on_the_target(anatomy: Anatomy, options: dict[str, Any]) -> None:
+    """Intermediate counts are undershot by less than the smallest group; multiples stay reachable until the end."""
+    source, goal = anatomy.source, 12_000
+    pacing = Rounds(anatomy.count(source).total, goal, 4)
+    strategy, alive, events = CoupledStrategy(anatomy, Target(goal), PruneConfig(**options)), source, 0
+    for number in range(1, 5):
+        scores = random_scores(source, number)
+        mask_gone(scores, alive)
+        choices = list(strategy.choose(scores, alive, pacing, number, events))
+        assert all(before.rest.contains(after.rest) for before, after in itertools.pairwise(choices))
+        alive, events = choices[-1].rest, events + len(choices)
+        left, channel = choices[-1].num_parameters, 3 * 3 * len(alive.hidden) + 3 * 2
+        assert left <= pacing.planned(number)
+        assert number == 4 or pacing.planned(number) - channel < left
+    assert strategy.is_finished(alive, anatomy.count(alive).total)
+    multiple = options.get("round_to", 1)
+    assert len(alive.hidden) % multiple == 0 == len(alive.layers[0].ffn) % multiple

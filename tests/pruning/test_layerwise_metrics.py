@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dwindle.pruning.calibration import calibrate
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import ElementScores, Scores, metric_named, score_model
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens
@@ -71,18 +72,18 @@ def test_scores_equal_a_loop(family: str, name: str) -> None:
     prunable = Prunable(tiny_model(family, intermediate_size=12, num_hidden_layers=2))
     windows = tokens(6, 9, seed=4)
     metric = metric_named(name)
-    found = calibrate(prunable, windows, metric)
+    found = calibrate(prunable, windows, metric, PruneConfig())
     scores = score_model(prunable, found.gradients, found.fishers, metric)
     attn, ffn, stem = by_hand(prunable, windows, name)
     for mine, other in zip([*scores.attn, *scores.ffn, scores.stem], [*attn, *ffn, stem], strict=True):
         assert torch.allclose(mine, other, rtol=1e-7)
-    frozen = ElementScores(prunable, found.gradients, found.fishers, metric).scores
+    frozen = ElementScores(prunable, found.gradients, found.fishers, metric).current
     assert torch.allclose(frozen.stem, scores.stem, rtol=1e-12)
 
 
 def scores_of(prunable: Prunable, windows: Tensor, name: str) -> Scores:
     metric = metric_named(name)
-    found = calibrate(prunable, windows, metric)
+    found = calibrate(prunable, windows, metric, PruneConfig())
     return score_model(prunable, found.gradients, found.fishers, metric)
 
 
@@ -123,5 +124,5 @@ def test_only_the_forward_pass_is_needed() -> None:
     with torch.no_grad():
         for parameter in prunable.model.parameters():
             parameter.requires_grad_(False)
-        found = calibrate(prunable, tokens(2, 8), metric_named("wanda"))
+        found = calibrate(prunable, tokens(2, 8), metric_named("wanda"), PruneConfig())
     assert not found.gradients and len(found.fishers) == 6

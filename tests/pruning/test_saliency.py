@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dwindle.anatomy import Group
 from dwindle.core.errors import UserError
 from dwindle.pruning.calibration import calibrate
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import METRICS, ElementScores, Scores, metric_named, score_model
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens
@@ -52,13 +53,13 @@ def test_scores_equal_a_loop(family: str, name: str) -> None:
     prunable = Prunable(tiny_model(family, intermediate_size=12, num_hidden_layers=2))
     windows = tokens(3, 9, seed=4)
     metric = metric_named(name)
-    found = calibrate(prunable, windows, metric)
+    found = calibrate(prunable, windows, metric, PruneConfig())
     scores = score_model(prunable, found.gradients, found.fishers, metric)
     attn, ffn, stem = by_hand(prunable, windows, name)
     for ours, theirs in ((scores.attn, attn), (scores.ffn, ffn), ([scores.stem], [stem])):
         for mine, other in zip(ours, theirs, strict=True):
             assert mine.tolist() == pytest.approx(other, rel=1e-6)  # transformers computes the loss in float32
-    frozen = ElementScores(prunable, found.gradients, found.fishers, metric).scores
+    frozen = ElementScores(prunable, found.gradients, found.fishers, metric).current
     assert torch.allclose(frozen.stem, scores.stem, rtol=1e-12)
 
 
@@ -87,7 +88,7 @@ def test_frozen_scores_after_removal_equal_new_sums(name: str) -> None:
     windows = tokens(3, 9, seed=4)
     kept, removed = Prunable(tiny_model("llama")), Prunable(tiny_model("llama"))
     metric = metric_named(name, seed=1)
-    found = calibrate(kept, windows, metric)
+    found = calibrate(kept, windows, metric, PruneConfig())
     frozen = ElementScores(kept, found.gradients, found.fishers, metric)
     for seed, kind in enumerate(["attn", "ffn", "stem", "ffn", "stem"]):
         group = random_group(kind, removed.alive, seed)
@@ -95,7 +96,7 @@ def test_frozen_scores_after_removal_equal_new_sums(name: str) -> None:
         removed.prune(group)
     # The weights of ``removed`` are those of ``kept`` with the groups zeroed; the gradients are the old ones.
     fresh = score_model(removed, found.gradients, found.fishers, metric_named(name, seed=1))
-    assert_equal_scores(frozen.scores, fresh)
+    assert_equal_scores(frozen.current, fresh)
 
 
 def assert_equal_scores(a: Scores, b: Scores) -> None:
@@ -106,7 +107,7 @@ def assert_equal_scores(a: Scores, b: Scores) -> None:
 
 def test_calibration_leaves_the_model_as_it_was() -> None:
     prunable = Prunable(tiny_model("llama"))
-    calibrate(prunable, tokens(2, 8), metric_named("taylor"))
+    calibrate(prunable, tokens(2, 8), metric_named("taylor"), PruneConfig())
     assert all(p.requires_grad and p.grad is None for p in prunable.model.parameters())
 
 
@@ -171,7 +172,7 @@ def correlations(seed: int) -> dict[str, float]:
     result = {}
     for name in ("taylor", "magnitude", "random"):
         metric = metric_named(name, seed)
-        found = calibrate(prunable, windows, metric)
+        found = calibrate(prunable, windows, metric, PruneConfig())
         scores = score_model(prunable, found.gradients, found.fishers, metric)
         values = [float((scores.attn if kind == "attn" else scores.ffn)[layer][i]) for kind, layer, i in groups]
         result[name] = rank_correlation(values, increases)

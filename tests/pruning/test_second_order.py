@@ -15,7 +15,7 @@ from torch import Tensor
 from dwindle.anatomy import Structure
 from dwindle.data import DataConfig
 from dwindle.pruning.calibration import calibrate
-from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 from dwindle.pruning.gram import Gram, damping_for
 from dwindle.pruning.ledger import read_ledger
 from dwindle.pruning.saliency import metric_named
@@ -31,7 +31,7 @@ KINDS = ("attn", "ffn", "stem")
 
 
 def watched(prunable: Prunable, windows: Tensor) -> InputStatistics:
-    found = calibrate(prunable, windows, metric_named("random"), second_order=True).inputs
+    found = calibrate(prunable, windows, metric_named("random"), PruneConfig(second_order=True)).inputs
     assert found is not None
     return found
 
@@ -83,7 +83,7 @@ def test_taps_watch_what_the_readers_read(family: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
-    """By hand from the recorded inputs: what leaves is regressed on what stays, and added to it."""
+    """By hand from the recorded inputs: what is removed is regressed on what is kept, and added to it."""
     prunable = Prunable(tiny_model(family))
     prunable.prune(random_group("ffn", prunable.alive, 5))  # something is dead already
     windows = tokens(8, 25)
@@ -399,12 +399,12 @@ def test_pretraining_with_the_update_differs_from_without(place: Path, tmp_path:
         pretrain(recipe(place, second_order=second_order, groups=["ffn"], target="85%"), run)
         runs[second_order] = read_ledger(run)
     first = {order: next(e for e in events if e["event"] == "prune") for order, events in runs.items()}
-    assert first[False] == first[True]  # the same group leaves first; what stays is then repaired
+    assert first[False] == first[True]  # the same group is removed first; what is kept is then updated
 
 
 def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) -> None:
     """stories260K, 10, 20 and 30 % removed without training: B below A, and every metric with data below random."""
-    from dwindle.run.compare import CompareOptions, compare
+    from dwindle.run.compare import compare
 
     text = (shared_data / "corpus" / "tinystories-sample.txt").read_text()
     cut = text.index(chr(10), len(text) * 4 // 5)
@@ -417,7 +417,9 @@ def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) 
         second_order=True,
         data=[str(tmp_path / "seen.txt")],
         valid=[str(tmp_path / "unseen.txt")],
-        options=CompareOptions(num_sequences=64, seq_len=128, valid_tokens=8192),
+        sequences=64,
+        seq_len=128,
+        valid_tokens=8192,
     )
     losses = {(cell.metric, cell.second_order, cell.ratio): cell.loss for cell in result.cells}
     for ratio in ("10%nonemb", "20%nonemb", "30%nonemb"):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.recipe.reference import markdown, recipe_keys
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 
 
 def test_every_key_is_there_and_has_a_meaning() -> None:
     found = {key.name: key for key in recipe_keys()}
     assert all(key.meaning for key in found.values())
-    for section in dataclasses.fields(Recipe):
-        assert any(name.startswith(f"{section.name}.") for name in found)
+    for section in Recipe.model_fields:
+        assert any(name.startswith(f"{section}.") for name in found)
     own = [name.removeprefix("prune.") for name in found if name.startswith("prune.")]
-    assert own == [field.name for field in dataclasses.fields(PretrainPruneConfig)]
+    assert own == list(PretrainPruneConfig.model_fields)
     assert found["data.sources.NAME.weight"].default == "1.0"
     assert found["prune.attention"].values == '"cluster", "regular"'
     assert found["training.tokens"].values == "text or whole number"

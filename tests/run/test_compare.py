@@ -15,10 +15,10 @@ from rich.console import Console
 import dwindle
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
-from dwindle.run.compare import Cell, CompareOptions, Comparison, compare, removal_target
+from dwindle.run.compare import Cell, CompareConfig, Comparison, compare, removal_target
 from tiny import tiny_directory
 
-OPTIONS: dict[str, Any] = {"num_sequences": 4, "seq_len": 24, "valid_tokens": 480}
+SMALL: dict[str, Any] = {"sequences": 4, "seq_len": 24, "valid_tokens": 480}
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,13 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
         data=text,
         valid=["pydoc:valid"],
         out=tmp_path / "out",
-        options=CompareOptions(**OPTIONS),
+        **SMALL,
     )
     assert len(result.cells) == 3 * 3 * 2
     for cell in result.cells:
         to = {"10%": "90%", "30%nonemb": "70%nonemb", "30k": "30k"}[cell.ratio]
         pruned = dwindle.prune(
-            source, to, data=text, metric=cell.metric, second_order=cell.second_order, num_sequences=4, seq_len=24
+            source, to, data=text, metric=cell.metric, second_order=cell.second_order, sequences=4, seq_len=24
         )
         assert cell.parameters == pruned.after.total
         assert cell.shape == pruned.summary("")["shape"]
@@ -58,6 +58,13 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
     assert f"{result.cells[0].loss:.3f}" in text_table
 
 
+def test_layers_of_different_sizes_are_compared_too(source: Path) -> None:
+    (cell,) = compare(source, metrics=["taylor"], to=["30%"], selection="global", **SMALL).cells
+    pruned = dwindle.prune(source, "70%", selection="global", sequences=4, seq_len=24, data=["pydoc:train"])
+    assert cell.shape == pruned.summary("")["shape"] and not pruned.structure.is_uniform
+    assert cell.loss == pytest.approx(loss_of(pruned.model, source), rel=1e-5)
+
+
 def loss_of(model: Any, source: Path) -> float:
     from dwindle.data import validation_windows
     from dwindle.training.loss import evaluate_loss
@@ -67,17 +74,15 @@ def loss_of(model: Any, source: Path) -> float:
 
 
 def test_with_training(source: Path) -> None:
-    options = CompareOptions(**OPTIONS, tokens=2400, tokens_per_step=240, lr=3e-3)
-    result = compare(source, metrics=["taylor", "obc"], to=["20%"], second_order=True, options=options)
+    config = CompareConfig(**SMALL, tokens=2400, tokens_per_step=240, lr=3e-3, second_order=True)
+    result = compare(source, metrics=["taylor", "obc"], to=["20%"], config=config)
     assert len(result.cells) == 4 and result.training_tokens == 2400
     assert all(cell.trained_loss is not None and cell.trained_loss < cell.loss for cell in result.cells)
 
 
 def test_held_out_windows_of_the_same_text(source: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    result = compare(
-        source, metrics=["random"], to=["20%"], data=[str(tmp_path / "text.txt")], options=CompareOptions(**OPTIONS)
-    )
+    result = compare(source, metrics=["random"], to=["20%"], data=[str(tmp_path / "text.txt")], **SMALL)
     assert result.calibration_tokens == 96 and result.valid_tokens == 20 * 23
 
 
@@ -90,27 +95,24 @@ def test_text_of_another_field(source: Path, tmp_path: Path) -> None:
     given: dict[str, Any] = {"metrics": ["random"], "to": ["20%"], "data": data, "valid": valid}
     trained = {"tokens": 240, "tokens_per_step": 240}
     with pytest.raises(UserError, match="has no field 'text'"):
-        compare(source, **given, options=CompareOptions(**OPTIONS))
-    result = compare(source, **given, options=CompareOptions(**OPTIONS, **trained, text_field="content"))
+        compare(source, **given, **SMALL)
+    result = compare(source, **given, **SMALL, **trained, text_field="content")
     assert result.cells[0].trained_loss is not None
 
 
 def test_a_text_too_short_to_hold_windows_out_is_refused(source: Path, tmp_path: Path) -> None:
     """576 tokens are four windows to calibrate on and twenty to measure on; the tokenizer adds one to the text."""
-    text, given = tmp_path / "text.txt", {"metrics": ["random"], "to": ["20%"], "options": CompareOptions(**OPTIONS)}
+    text, given = tmp_path / "text.txt", {"metrics": ["random"], "to": ["20%"], **SMALL}
     text.write_text("a" * 575)
-    assert compare(source, data=[str(text)], **given).valid_tokens == 20 * 23  # type: ignore[arg-type]
+    assert compare(source, data=[str(text)], **given).valid_tokens == 20 * 23
     text.write_text("a" * 574)
     with pytest.raises(UserError, match=r"--data: fewer than 576 tokens.*--valid.*--sequences"):
-        compare(source, data=[str(text)], **given)  # type: ignore[arg-type]
-    assert compare(source, data=[str(text)], valid=["pydoc:valid"], **given).cells  # type: ignore[arg-type]
+        compare(source, data=[str(text)], **given)
+    assert compare(source, data=[str(text)], valid=["pydoc:valid"], **given).cells
 
 
 def test_a_metric_that_draws_does_not_depend_on_the_other_sizes(source: Path) -> None:
-    alone, beside = (
-        compare(source, metrics=["random"], to=to, options=CompareOptions(**OPTIONS)).cells[-1]
-        for to in (["50%"], ["10%", "50%"])
-    )
+    alone, beside = (compare(source, metrics=["random"], to=to, **SMALL).cells[-1] for to in (["50%"], ["10%", "50%"]))
     assert alone == beside
 
 
@@ -161,7 +163,7 @@ def test_a_loss_that_is_not_finite_is_json() -> None:
     ("text", "kept"),
     [("10%", "90%"), ("36 %", "64%"), ("12.5%nonemb", "87.5%nonemb"), ("0.25", "75%"), ("100M", "100M")],
 )
-def test_ratios_say_what_leaves(text: str, kept: str) -> None:
+def test_ratios_say_what_is_removed(text: str, kept: str) -> None:
     assert removal_target(text) == kept
 
 
@@ -171,11 +173,16 @@ def test_ratios_say_what_leaves(text: str, kept: str) -> None:
         ({"metrics": ["wonder"]}, "'wonder' is unknown"),
         ({"metrics": []}, "metrics: none given"),
         ({"to": []}, "--to: no size given"),
-        ({"to": ["100%"]}, "must lie between 0% and 100%"),
+        ({"to": ["100%"]}, "must be between 0% and 100%"),
         ({"to": ["99%"]}, "smallest reachable"),
         ({"data": ["no.txt"]}, "no.txt"),
-        ({"data": ["pydoc"], "options": CompareOptions(tokens=10_000)}, "name it with --valid"),
-        ({"options": CompareOptions(tokens=10)}, "less than one step"),
+        ({"data": ["pydoc"], "tokens": 10_000}, "name it with --valid"),
+        ({"tokens": 10}, "tokens 10: is less than one step of 8192"),
+        ({"tokens": "lots"}, "tokens: 'lots' is not a number"),
+        ({"sequences": 0}, "sequences: 0 must be at least 1"),
+        ({"seq_len": 1}, "seq_len: 1 must be at least 2"),
+        ({"groups": ["everything"]}, "groups.0: expected one of"),
+        ({"config": CompareConfig(method="adapt")}, "method: adapt cannot be compared"),
     ],
 )
 def test_mistakes_are_found_before_work_begins(source: Path, given: dict[str, Any], message: str) -> None:

@@ -21,9 +21,9 @@ from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data import DataConfig
 from dwindle.data.config import SourceConfig
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
 from dwindle.pruning.pacing import Horizon, Ratio
-from dwindle.pruning.strategies.coupled import SelectionOptions
 from dwindle.pruning.target import Target, parse_target
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.memory import footprint
@@ -156,7 +156,7 @@ def choices(sizes: Sizes, attention: str, groups: tuple[str, ...], target: int) 
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 @pytest.mark.parametrize("groups", [("attn", "ffn", "stem"), ("attn", "ffn"), ("ffn", "stem"), ("attn", "stem")])
 def test_the_range_of_events_is_that_of_all_orders(anatomy: Anatomy, attention: Any, groups: Any) -> None:
-    """Every order of events is walked. Key/value heads of cluster attention may also leave in some layers only."""
+    """Every order of events is walked. Key/value heads of cluster attention may also be removed in some layers only."""
 
     @cache
     def lengths(sizes: Sizes, target: int) -> tuple[float, float]:
@@ -169,10 +169,10 @@ def test_the_range_of_events_is_that_of_all_orders(anatomy: Anatomy, attention: 
     start = FULL if attention == "regular" else FULL._replace(per_kv=6)
     full = parameters(start, attention)
     assert full == anatomy.count(anatomy.source).total
-    options = SelectionOptions(groups=groups, attention=attention)
+    config = PruneConfig(groups=list(groups), attention=attention)
     shares = (0.97, 0.9, 0.86, 0.83) + ((0.7, 0.6, 0.5) if len(groups) == 3 else ())
     for target in [int(share * full) for share in shares] + [full - 3 * 2 * 18 * 4 if "ffn" in groups else full - 1]:
-        found, walked = coupled_events(anatomy, Target(target), options), lengths(start, target)
+        found, walked = coupled_events(anatomy, Target(target), config), lengths(start, target)
         if attention == "regular" or "attn" not in groups:
             assert (found.fewest, found.most) == walked
         else:
@@ -181,10 +181,10 @@ def test_the_range_of_events_is_that_of_all_orders(anatomy: Anatomy, attention: 
 
 def test_exact_shapes_need_an_exact_number_of_events(anatomy: Anatomy) -> None:
     for attention, heads, events in (("regular", 4, 1), ("regular", 3, 1), ("cluster", 4, 2), ("cluster", 3, 3)):
-        options = SelectionOptions(attention=attention, min_heads=6, min_ffn=18)  # type: ignore[arg-type]
-        found = coupled_events(anatomy, parse_target(f"hidden=10,heads={heads},ffn=9", anatomy), options)
+        config = PruneConfig(attention=attention, min_heads=6, min_ffn=18)
+        found = coupled_events(anatomy, parse_target(f"hidden=10,heads={heads},ffn=9", anatomy), config)
         assert (found.fewest, found.most) == (events + 8 + 9, events + 8 + 9)
-    found = coupled_events(anatomy, parse_target("heads=2", anatomy), SelectionOptions())
+    found = coupled_events(anatomy, parse_target("heads=2", anatomy), PruneConfig())
     assert (found.fewest, found.most) == (2, 2)  # one key/value head with both queries, or two with one each
 
 
@@ -195,25 +195,25 @@ def test_round_widths_need_events_until_one_of_the_round_results(anatomy: Anatom
         for kv, per_kv in ((kv, per_kv) for kv in (1, 2, 3) for per_kv in (1, 2)):
             fits = [f for f in (8, 12, 16) if parameters(Sizes(hidden, kv, per_kv, f)) <= target]
             ends += [18 - hidden + 18 - max(fits) + 3 - kv + 2 - per_kv] if fits else []
-    found = coupled_events(anatomy, Target(target), SelectionOptions(), round_to=4)
+    found = coupled_events(anatomy, Target(target), PruneConfig(round_to=4))
     assert (found.fewest, found.most) == (min(ends), max(ends))
 
 
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 def test_the_limits_of_single_groups_contain_both_extremes(anatomy: Anatomy, attention: Any) -> None:
-    """Only channels leave: one event each. Only hidden channels leave: the same events as with coupled groups."""
+    """Only channels are removed: one event each. Only hidden channels: the same events as with coupled groups."""
     full, channel = parameters(FULL), 3 * 18
     for gone in (1, 5, 20):  # of 2 × 10 channels
-        options = SelectionOptions(groups=("ffn",), attention=attention)
-        found = global_events(anatomy, Target(full - gone * channel), options)
+        config = PruneConfig(groups=["ffn"], attention=attention)
+        found = global_events(anatomy, Target(full - gone * channel), config)
         assert (found.fewest, found.most) == (gone, gone)
-        both = SelectionOptions(attention=attention)
+        both = PruneConfig(attention=attention)
         assert global_events(anatomy, Target(full - gone * channel), both).most >= gone
-    stem = SelectionOptions(groups=("stem",), attention=attention)
+    stem = PruneConfig(groups=["stem"], attention=attention)
     assert global_events(anatomy, Target(int(0.8 * full)), stem) == coupled_events(
         anatomy, Target(int(0.8 * full)), stem
     )
-    heads = SelectionOptions(groups=("attn",), attention=attention)
+    heads = PruneConfig(groups=["attn"], attention=attention)
     found = global_events(anatomy, Target(full - 8 * HEAD * 18), heads)
     assert found.fewest <= 2 <= found.most <= 4  # two key/value heads with their queries; or four queries
 
@@ -261,7 +261,7 @@ def test_plans_need_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_few_events_are_a_warning_if_they_may_be_enough(model: Path) -> None:
-    """One event in a step; a horizon always arrives, because any number of groups leaves in a step."""
+    """One event in a step; a horizon always arrives, because any number of groups is removed in a step."""
     prune = {"target": "50%", "ratio": "1:1"}
     per_step = 1024
     needs = make_plan(recipe(model=model, prune={"target": "50%"}))
@@ -297,10 +297,9 @@ def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> Non
     settings = recipe(model=model, prune={"enabled": False}, tokens=8192, tokens_per_step=1024)
     settings.data = DataConfig(train=[str(tmp_path / "a.txt")], seq_len=128)
     assert make_plan(settings).warnings == [
-        "training.tokens: reads train about 8 times, so it may be learned by heart: add text, or look at the "
-        "validation loss"
+        "training.tokens: reads train about 8 times, so it may be memorised: add text, or watch the validation loss"
     ]
-    with pytest.warns(PlanWarning, match=r"training.tokens: reads train 8\.0 times, so it may be learned by heart"):
+    with pytest.warns(PlanWarning, match=r"training.tokens: reads train 8\.0 times, so it may be memorised"):
         pretrain(settings, tmp_path / "run")
     settings.training.tokens = 4096
     assert not make_plan(settings).warnings
@@ -335,7 +334,7 @@ def test_multiples_that_cannot_fit_are_refused_before_anything_is_loaded() -> No
             vocab_size=257,
         )
     )
-    with pytest.raises(UserError, match=r"prune.round_to 64: no such multiple lies between the floors"):
+    with pytest.raises(UserError, match=r"prune.round_to 64: no multiple lies between the minimum sizes"):
         plan_pruning(recipe(prune={"target": "50%", "round_to": 64}), tiny)
     with pytest.raises(
         UserError, match=r"prune.round_to 32: the smallest model with such widths has [\d,]+ parameters"

@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 import dwindle
-from dwindle.anatomy import Structure
+from dwindle.anatomy import Anatomy, Structure
 from dwindle.export.exporting import export
-from dwindle.pruning.ledger import read_ledger
-from dwindle.pruning.target import sizes_of
+from dwindle.pruning.layouts import final_count
+from dwindle.pruning.ledger import read_ledger, replay_structure
+from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.strategies.coupled import CoupledStrategy
+from dwindle.pruning.target import Shape, parse_target, sizes_of
 from tiny import tiny_directory
 
 
@@ -40,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path) -> None:
-    options = {"to": "70%", "num_sequences": 4, "seq_len": 32, **OPTIONS[name]}
+    options = {"to": "70%", "sequences": 4, "seq_len": 32, **OPTIONS[name]}
     result = dwindle.prune(source, out=tmp_path / "out", **options)
     structure = json.loads((tmp_path / "out" / "structure.json").read_text())
     assert structure["source"] == str(source)
@@ -80,21 +83,30 @@ def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path
 @pytest.mark.parametrize("to", ["ffn=20", "hidden=24", "heads=4", "heads=3", "hidden=24,ffn=32"])
 def test_rounds_end_in_the_shape_that_was_asked_for(source: Path, to: str, attention: Any, rounds: int) -> None:
     wanted = {"hidden": 32, "heads": 8, "ffn": 40} | {k: int(n) for k, n in (part.split("=") for part in to.split(","))}
-    result = dwindle.prune(source, to, rounds=rounds, attention=attention, num_sequences=2, seq_len=16)
+    result = dwindle.prune(source, to, rounds=rounds, attention=attention, sequences=2, seq_len=16)
     assert sizes_of(result.structure) == wanted
-    steps = {event["step"] for event in result.ledger[1:]}
-    assert 1 in steps and (steps == set(range(1, rounds + 1)) or "heads" in to)  # every round does its part
+    anatomy = Anatomy.of(dwindle.load(source).model)
+    target = parse_target(to, anatomy)
+    pacing = Rounds(result.before.total, final_count(anatomy, target), rounds)
+    now = anatomy.source
+    for number in range(1, rounds + 1):  # a round removes groups if and only if its share is not done already
+        own = [event for event in result.ledger[1:] if event["step"] == number]
+        is_due = Shape.of(now) != target.shape and anatomy.count(now).total > pacing.planned(number)
+        assert bool(own) == is_due
+        now = replay_structure(now, [result.ledger[0], *own])
+        assert Shape.of(now) == target.shape or anatomy.count(now).total <= pacing.planned(number)
+    assert Shape.of(now) == target.shape
 
 
 def test_a_shape_that_was_missed_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dwindle.run.prune.choose_groups", lambda *args, **options: [])
+    monkeypatch.setattr(CoupledStrategy, "choose", lambda *args: iter(()))
     with pytest.raises(dwindle.UserError, match=r"--to hidden=24: .*hidden 32, heads 8, ffn 40"):
         dwindle.prune(source, "hidden=24", metric="magnitude")
 
 
 def test_a_shape_for_layers_of_different_sizes_is_refused(source: Path, tmp_path: Path) -> None:
-    """One channel of every layer leaves at a time: unequal layers stay unequal."""
-    dwindle.prune(source, "80%", method="adapt", rounds=2, num_sequences=2, seq_len=16, out=tmp_path / "uneven")
+    """One channel of every layer is removed at a time: unequal layers stay unequal."""
+    dwindle.prune(source, "80%", method="adapt", rounds=2, sequences=2, seq_len=16, out=tmp_path / "uneven")
     with pytest.raises(dwindle.UserError, match="--to ffn=8: the source's layers have"):
         dwindle.prune(tmp_path / "uneven", "ffn=8", metric="magnitude")
     kept = sizes_of(dwindle.prune(tmp_path / "uneven", "hidden=24", metric="magnitude", rounds=2).structure)
@@ -106,7 +118,7 @@ def test_a_shape_for_layers_of_different_sizes_is_refused(source: Path, tmp_path
 def test_rounded_widths_fit_after_any_number_of_rounds(source: Path, attention: Any, rounds: int) -> None:
     for multiple in (8, 16):
         result = dwindle.prune(
-            source, "50%", rounds=rounds, round_to=multiple, attention=attention, num_sequences=2, seq_len=16
+            source, "50%", rounds=rounds, round_to=multiple, attention=attention, sequences=2, seq_len=16
         )
         sizes = sizes_of(result.structure)
         assert sizes["hidden"] % multiple == sizes["ffn"] % multiple == 0  # type: ignore[operator]
@@ -116,7 +128,7 @@ def test_rounded_widths_fit_after_any_number_of_rounds(source: Path, attention: 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_layers_of_different_sizes_are_round(source: Path, rounds: int) -> None:
     result = dwindle.prune(
-        source, "75%", rounds=rounds, selection="global", round_to=8, num_sequences=2, seq_len=16, second_order=True
+        source, "75%", rounds=rounds, selection="global", round_to=8, sequences=2, seq_len=16, second_order=True
     )
     widths = {len(la.ffn) for la in result.structure.layers}
     assert len(widths) > 1 and not any(width % 8 for width in {*widths, len(result.structure.hidden)})
@@ -127,20 +139,20 @@ def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("dwindle.run.prune.load")
-    with pytest.raises(dwindle.UserError, match="round_to 64: no such multiple"):
+    with pytest.raises(dwindle.UserError, match="round_to 64: no multiple lies between the minimum sizes"):
         dwindle.prune(source, "50%", round_to=64)
     with pytest.raises(dwindle.UserError, match="round_to 32: the smallest model with such widths has"):
         dwindle.prune(source, "40%", round_to=32)
-    with pytest.raises(dwindle.UserError, match="round_to 64: no such multiple"):
+    with pytest.raises(dwindle.UserError, match="round_to 64: no multiple lies between the minimum sizes"):
         dwindle.prune(source, "50%", selection="global", round_to=64)
 
 
 @pytest.mark.parametrize("how", [{}, {"selection": "global"}, {"method": "adapt"}])
-def test_rounds_in_which_nothing_could_leave_are_refused(source: Path, how: dict[str, Any]) -> None:
-    with pytest.raises(dwindle.UserError, match=r"rounds 100,000: at most \d+ groups leave .*: give at") as said:
+def test_rounds_in_which_nothing_could_be_removed_are_refused(source: Path, how: dict[str, Any]) -> None:
+    with pytest.raises(dwindle.UserError, match=r"rounds 100,000: at most \d+ groups are removed .*: give at") as said:
         dwindle.prune(source, "80%", rounds=100_000, **how)
     most = int(str(said.value).rpartition(" ")[2])
-    assert dwindle.prune(source, "80%", rounds=most, metric="magnitude", num_sequences=2, seq_len=16, **how).ledger
+    assert dwindle.prune(source, "80%", rounds=most, metric="magnitude", sequences=2, seq_len=16, **how).ledger
 
 
 def test_rounds_show_progress(
@@ -148,9 +160,9 @@ def test_rounds_show_progress(
 ) -> None:
     """Each is too short for a line of its own."""
     monkeypatch.setattr("dwindle.core.progress._PLAIN_LINE_EVERY_S", 0)
-    dwindle.prune(source, "80%", rounds=3, num_sequences=2, seq_len=16)
+    dwindle.prune(source, "80%", rounds=3, sequences=2, seq_len=16)
     lines = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
-    assert [line for line in lines if line.startswith("rounds")] == ["rounds: 1/3", "rounds: 2/3", "rounds: 3/3"]
+    assert lines == [f"pruning: {number}/6" for number in range(1, 7)]  # two sequences in each round
 
 
 def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
@@ -177,7 +189,7 @@ def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 10, None])
 def test_a_saved_replay_says_what_it_is(at: int | None, source: Path, tmp_path: Path) -> None:
     """Not the model of the ledger: earlier sizes, the source's weights, nothing trained and nothing updated."""
-    ledger = dwindle.prune(source, "60%", second_order=True, num_sequences=2, seq_len=16).ledger
+    ledger = dwindle.prune(source, "60%", second_order=True, sequences=2, seq_len=16).ledger
     for event in ledger[1:]:  # as a run writes it
         event["tokens"] = 192 * event["step"]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ledger))
@@ -207,7 +219,7 @@ def test_a_replay_never_replaces_what_it_was_read_from(source: Path, tmp_path: P
 
 
 def test_the_ledger_says_what_happened(source: Path) -> None:
-    result = dwindle.prune(source, "80%", num_sequences=2, seq_len=16)
+    result = dwindle.prune(source, "80%", sequences=2, seq_len=16)
     left = result.before.total
     for event in result.ledger[1:]:
         assert set(event) == {"event", "step", "tokens", "type", "indices", "saliency", "parameters"}
@@ -227,7 +239,7 @@ def test_a_loaded_model_is_not_touched(source: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_model(source: Path) -> None:
-    runs = [dwindle.prune(source, "75%", num_sequences=3, seq_len=24, seed=seed).structure for seed in (1, 1, 2)]
+    runs = [dwindle.prune(source, "75%", sequences=3, seq_len=24, seed=seed).structure for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
 

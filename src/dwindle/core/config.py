@@ -152,8 +152,10 @@ def value_from_text(cls: type[Config], key: Key, text: str) -> Any:
             return value
         except ValidationError as error:
             errors.append(error)
-    first = errors[-1 if isinstance(candidates[-1], list) else 0]
-    raise UserError(f"{_dotted(key)}: {_problem(first.errors()[0], annotation)}")
+    first = errors[-1 if isinstance(candidates[-1], list) else 0].errors()[0]
+    if any(isinstance(part, int) for part in first["loc"]):  # an item of a list
+        annotation = typing.get_args(_members(annotation)[0])[0]
+    raise UserError(f"{_dotted(key)}: {_problem(first, annotation)}")
 
 
 def _item(annotation: Any, text: str) -> Any:
@@ -355,16 +357,19 @@ def _explain(error: ValidationError, cls: type[Config]) -> str:
 def _problem(found: Any, annotation: Any) -> str:
     value = found["input"]
     shown = f"got {_show(value)}"
-    if found["type"] == "finite_number":
+    if found["type"] == "finite_number" or (found["type"] == "float_type" and type(value) is int):
         return f"expected a finite number, {shown}"
+    if found["type"] == "string_too_short":
+        return "must not be empty"
     if any(name in (found.get("ctx") or {}) for name in _BOUNDS):
         return f"{_show(value)} must be {_bounds(annotation)}"
     members = _members(annotation)
     choices = [str(choice) for member in members for choice in typing.get_args(member)]
     if found["type"] == "literal_error" and len(members) == 1:
         near = difflib.get_close_matches(str(value), choices, n=1)
-        listed = describe_type(annotation).removeprefix("list of ")
-        return f"expected one of {listed}, {shown}" + (f" (did you mean {_show(near[0])}?)" if near else "")
+        return f"expected one of {describe_type(annotation)}, {shown}" + (
+            f" (did you mean {_show(near[0])}?)" if near else ""
+        )
     quotes = f' (write "{value}")' if members == (str,) and isinstance(value, int | float) else ""
     return f"expected {describe_type(annotation, article=True)}, {shown}{quotes}"
 

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from dwindle.anatomy.structure import KINDS, Kind
 from dwindle.core.config import Config
+from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 
 DEFAULT_HORIZON = 0.05
@@ -84,8 +85,8 @@ class PruneConfig(Config):
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
-        default = tuple(kind for kind in KINDS if not (self.keeps_hidden_size and kind == "stem"))
-        return default if self.groups is None else tuple(self.groups)
+        wanted = KINDS if self.groups is None else self.groups
+        return tuple(kind for kind in wanted if not (self.keeps_hidden_size and kind == "stem"))
 
     @property
     def num_gram_tokens(self) -> int | None:
@@ -103,10 +104,14 @@ class PruneConfig(Config):
         method = self.method
         if self.groups is not None and not self.groups:
             raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(KINDS)}")
-        if self.keeps_hidden_size and "stem" in (self.groups or ()):
+        all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
+        if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
-        if (self.num_gram_tokens or 1) < 1:
-            raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
+        try:
+            if self.num_gram_tokens == 0:
+                raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
+        except UserError as error:  # pydantic adds the section to a ValueError alone
+            raise ValueError(str(error)) from None
         usual = {name: field.default for name, field in PruneConfig.model_fields.items()}
         for name, methods in _METHODS_OF.items():
             if method not in methods and getattr(self, name) != usual[name]:

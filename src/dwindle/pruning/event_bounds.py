@@ -160,6 +160,8 @@ def check_rounds(rounds: int, events: EventRange, few: int) -> None:
 def staged_events(anatomy: Anatomy, stages: Stages, config: PruneConfig) -> EventRange:
     """A stage removes heads, channels or both, each in one event; it may be empty if it falls by less than a group."""
     largest = max(int(size[0]) for _, size in _kinds(anatomy, config, np.arange(1), np.max))
+    if config.method == "uniform":  # its groups span all layers
+        largest *= anatomy.num_layers
     falls = [before - after for before, after in pairwise([stages.start_count, *stages.sizes()])]
     return EventRange(max(sum(fall >= largest for fall in falls), 1), len(config.effective_groups) * stages.num_stages)
 

@@ -208,8 +208,6 @@ _METRICS["group"] = _Entry(
 )
 METRICS = tuple(_METRICS)
 """The built-in ones, whose names are taken."""
-METRIC_WORDS = ", ".join(f'"{name}"' for name in METRICS) + " or a registered one"
-"""What a key that names a metric may be."""
 
 
 def metric_named(name: str, seed: int = 0) -> Metric:

@@ -81,8 +81,8 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file, apply ``section.key=value`` overrides, and check the result."""
     overrides = list(overrides)
     data = apply_overrides(read_toml(path), overrides, Recipe)
-    recipe = from_dict(Recipe, data, str(path))
     try:
+        recipe = from_dict(Recipe, data)
         recipe.check()
     except UserError as error:
         given = [text for text in overrides if str(error).startswith(f"{text.partition('=')[0].strip()}:")]

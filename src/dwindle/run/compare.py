@@ -41,7 +41,7 @@ from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
 from dwindle.pruning.second_order import repair
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Target, parse_target
+from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
 from dwindle.sources import Loaded, load, load_config, needed_tokenizer
@@ -65,7 +65,7 @@ class Cell:
     removed: float
     """The fraction of all parameters that was removed."""
     parameters: int
-    shape: dict[str, int]
+    shape: Sizes
     loss: float
     """Without training."""
     trained_loss: float | None = None
@@ -138,8 +138,10 @@ def _task_words(tasks: dict[str, float]) -> str:
     return next(iter(tasks)) if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
 
 
-NOT_COMPARED = ("metric", "rounds")
-"""Settings of post-training pruning that a comparison sets itself."""
+NOT_COMPARED = ("method", "metric", "amplitude", "distance", "balance", "rounds")
+"""Settings of post-training pruning that a comparison does not take: it lists metrics and calibrates once, which adapt
+cannot do.
+"""
 
 
 class CompareConfig(PostTrainingConfig):
@@ -189,6 +191,8 @@ def compare(
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("device: cuda is not available on this machine: use cpu")
+    if config.keeps_hidden_size:
+        raise UserError(f"method: {config.method} cannot be compared from one calibration: use efficientllm")
     names = list(dict.fromkeys(metrics))
     if not names:
         raise UserError("metrics: none given: name some, such as taylor,wanda,random")
@@ -371,7 +375,7 @@ class _Work:
                 ratio=ratio,
                 removed=1 - pruned.num_parameters / base.num_parameters,
                 parameters=pruned.num_parameters,
-                shape=asdict(Shape.of(keep)),
+                shape=sizes_of(keep),
                 loss=loss,
                 tasks=tasks,
             )

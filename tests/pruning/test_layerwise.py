@@ -14,24 +14,35 @@ import dwindle
 from dwindle.anatomy import Anatomy, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.calibration import calibrate
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.ledger import replay_structure
 from dwindle.pruning.pacing import Stages, stage_shares
-from dwindle.pruning.saliency import metric_named
-from dwindle.pruning.strategies.adapt import AllocationOptions, Allocator, grown
-from dwindle.pruning.strategies.coupled import SelectionOptions
+from dwindle.pruning.saliency import Scores, metric_named
+from dwindle.pruning.strategies.base import Choice
+from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy, grown
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
 from tiny import tiny_directory, tiny_model, tokens
 
-DECODER = SelectionOptions(groups=("attn", "ffn"))
+
+def adapt(**settings: Any) -> PruneConfig:
+    return PruneConfig(method="adapt", **settings)
+
+
+def chosen(
+    strategy: AdaptStrategy, scores: Scores, importance: list[float], alive: Structure, goal: int
+) -> list[Choice]:
+    """As if the layers had been watched and found so important."""
+    strategy.importance = importance
+    return strategy.choose_to(scores, alive, goal)
 
 
 @pytest.mark.parametrize("distance", ["cosine", "euclidean", "manhattan"])
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_importance_is_the_mean_change_of_the_stream(family: str, distance: str) -> None:
     model, batches = tiny_model(family), [tokens(2, 9, seed=1), tokens(3, 5, seed=2)]
-    watch = LayerWatch(distance)
+    watch = LayerWatch(distance)  # type: ignore[arg-type]
     watch.attach(model)
     watch.open()
     with torch.no_grad():
@@ -93,39 +104,37 @@ def test_stages_shrink_by_one_ratio_and_train_longer_and_longer(stages: int) -> 
 def test_every_iteration_lands_on_its_count(attention: str, amplitude: float, balance: Any) -> None:
     anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=5))
     source, total = anatomy.source, anatomy.count(anatomy.source).total
-    options = SelectionOptions(groups=("attn", "ffn"), attention=attention)  # type: ignore[arg-type]
-    goal = total // 2
-    how = AllocationOptions(amplitude=amplitude, balance=balance)
-    allocator = Allocator(anatomy, Target(goal), options, how)
+    config, goal = adapt(attention=attention, amplitude=amplitude, balance=balance), total // 2
+    strategy = AdaptStrategy(anatomy, Target(goal), config)
     channel = anatomy.count(source).total - anatomy.count(source.without(Group("ffn", ((0,), (), (), (), ())))).total
     alive = source
     for number in range(1, 7):
         aim = total - (total - goal) * number // 6
         importance = torch.randn(5, generator=torch.Generator().manual_seed(number)).tolist()
         scores = drawn_scores(alive, source, number)
-        choices = allocator.choose(scores, importance, alive, aim)
+        choices = chosen(strategy, scores, importance, alive, aim)
         rest = choices[-1].rest
         assert aim - channel < anatomy.count(rest).total <= aim and alive.contains(rest)
         for layer, kept in enumerate(rest.layers):
             assert len(kept.ffn) >= 8 and len(kept.query_heads) >= 1
             assert attention == "cluster" or kept.is_regular
             gone = set(alive.layers[layer].ffn) - set(kept.ffn)
-            if gone:  # the weakest channels of the layer, and no others
+            if gone:  # the least salient channels of the layer, and no others
                 assert max(scores.ffn[layer][sorted(gone)]) < min(scores.ffn[layer][list(kept.ffn)])
         alive = rest
     widths = {(len(la.query_heads), len(la.ffn)) for la in alive.layers}
     assert amplitude < 0.5 or len(widths) > 1
-    again = Allocator(anatomy, Target(goal), options, how)
-    again.load_state_dict(allocator.state_dict())
-    assert again.sparsity == allocator.sparsity
+    again = AdaptStrategy(anatomy, Target(goal), config)
+    again.load_state_dict(strategy.state_dict())
+    assert again.sparsity == strategy.sparsity
 
 
 @pytest.mark.parametrize("amplitude", [0.0, 0.02])
 def test_it_lands_although_heads_become_strong_on_the_way(amplitude: float) -> None:
-    """Heads that were half-way to leaving are kept later: the channels owed instead do not all leave at once."""
+    """Heads that were half-way to being pruned are kept: the channels owed instead are not all pruned at once."""
     anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=6, intermediate_size=200))
     source, total = anatomy.source, anatomy.count(anatomy.source).total
-    allocator = Allocator(anatomy, Target(total * 8 // 10), DECODER, AllocationOptions(amplitude=amplitude))
+    strategy = AdaptStrategy(anatomy, Target(total * 8 // 10), adapt(amplitude=amplitude))
     channel = total - anatomy.count(source.without(Group("ffn", ((0,), (), (), (), (), ())))).total
     alive = source
     for number, (share, weight) in enumerate([(0.10, 0.3), (0.12, 0.3), (0.124, 100.0)]):
@@ -134,31 +143,31 @@ def test_it_lands_although_heads_become_strong_on_the_way(amplitude: float) -> N
             heads *= weight
         importance = torch.randn(6, generator=torch.Generator().manual_seed(number)).tolist()
         aim = total - int(share * total)
-        alive = allocator.choose(scores, importance, alive, aim)[-1].rest
+        alive = chosen(strategy, scores, importance, alive, aim)[-1].rest
         assert aim - channel < anatomy.count(alive).total <= aim
 
 
 def test_unimportant_layers_lose_more() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     total = anatomy.count(anatomy.source).total
-    allocator = Allocator(anatomy, Target(total // 2), DECODER, AllocationOptions(amplitude=0.1))
+    strategy = AdaptStrategy(anatomy, Target(total // 2), adapt(amplitude=0.1))
     alive = anatomy.source
     for number in range(1, 4):
         scores = drawn_scores(alive, anatomy.source, number)
-        alive = allocator.choose(scores, [-0.9, -0.99, -0.5], alive, total - total * number // 10)[-1].rest
+        alive = chosen(strategy, scores, [-0.9, -0.99, -0.5], alive, total - total * number // 10)[-1].rest
     left = [len(la.ffn) for la in alive.layers]
     assert left[1] < left[0] < left[2]
-    assert allocator.sparsity[1] > allocator.sparsity[0] > allocator.sparsity[2]
+    assert strategy.sparsity[1] > strategy.sparsity[0] > strategy.sparsity[2]
 
 
-def test_by_score_the_weakest_group_of_the_layer_leaves_first() -> None:
+def test_by_score_the_least_salient_group_of_the_layer_is_removed_first() -> None:
     """Against a plain simulation: always the lowest mean, until the layer's share is as near as it gets."""
     anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=1))
     source = anatomy.source
     layer, full = source.layers[0], anatomy.count_layer(0, 32, source.layers[0])
     scores = drawn_scores(source, source, 8)
     scores.ffn[0] /= 4  # as a head's sum is over four columns
-    (plan,) = Allocator(anatomy, Target(9000), DECODER, AllocationOptions())._plans(scores, source)
+    (plan,) = AdaptStrategy(anatomy, Target(9000), adapt())._plans(scores, source)
     for sparsity in (0.0, 0.1, 0.3, 0.55, 0.8):
         passed = [layer]
         while len(passed[-1].ffn) > 8 or len(passed[-1].kv_heads) > 1:
@@ -172,14 +181,14 @@ def test_by_score_the_weakest_group_of_the_layer_leaves_first() -> None:
             passed.append(alive.without(query_heads=queries, ffn=channels))
         missed = [abs(1 - anatomy.count_layer(0, 32, rest) / full - sparsity) for rest in passed]
         best = passed[missed.index(min(missed))]
-        assert plan.left_at(sparsity) == (len(best.kv_heads), len(best.ffn)), sparsity
+        assert plan.kept_at(sparsity) == (len(best.kv_heads), len(best.ffn)), sparsity
 
 
 def test_uniform_takes_the_same_of_every_layer() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     source, total = anatomy.source, anatomy.count(anatomy.source).total
-    allocator = Allocator(anatomy, Target(total * 7 // 10), DECODER, AllocationOptions())
-    rest = allocator.choose_uniform(drawn_scores(source, source, 0), source, total * 7 // 10)[-1].rest
+    strategy = UniformStrategy(anatomy, Target(total * 7 // 10), PruneConfig(method="uniform"))
+    rest = strategy.choose_to(drawn_scores(source, source, 0), source, total * 7 // 10)[-1].rest
     assert rest.is_uniform and len(rest.hidden) == 32
     width = len(rest.layers[0].ffn)
     layers = [Layer(la.query_heads, la.kv_of_query, tuple(range(width + 1))) for la in rest.layers]
@@ -214,7 +223,7 @@ def test_layers_of_different_sizes_masked_equals_compacted_and_saved(family: str
 
 def test_windows_in_one_pass_give_the_gradient_of_one_by_one() -> None:
     windows, metric = tokens(5, 12, seed=4), metric_named("taylor1")
-    found = calibrate(Prunable(tiny_model("llama")), windows, metric)
+    found = calibrate(Prunable(tiny_model("llama")), windows, metric, adapt())
     model = tiny_model("llama")
     for window in windows:
         (model(input_ids=window[None], labels=window[None]).loss / 5).backward()
@@ -244,7 +253,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_prune_by_layers_lands_and_replays(directory: Path, options: dict[str, Any], tmp_path: Path) -> None:
     source = Anatomy.of(dwindle.load(directory).model)
-    result = dwindle.prune(directory, "70%", out=tmp_path / "out", num_sequences=4, seq_len=32, **options)
+    result = dwindle.prune(directory, "70%", out=tmp_path / "out", sequences=4, seq_len=32, **options)
     goal = int(0.7 * source.count(source.source).total)
     loaded = dwindle.load(tmp_path / "out").model
     assert sum(p.numel() for p in loaded.parameters()) == result.after.total <= goal
@@ -260,25 +269,25 @@ def test_prune_by_layers_lands_and_replays(directory: Path, options: dict[str, A
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "adapt", "amplitude": -0.1}, "amplitude"),
-        ({"method": "adapt", "amplitude": 1.5}, "amplitude"),
-        ({"method": "adapt", "rounds": 0}, "rounds"),
-        ({"method": "adapt", "balance": "luck"}, "balance"),
-        ({"method": "adapt", "distance": "angle"}, "distance"),
+        ({"method": "adapt", "amplitude": -0.1}, "amplitude: -0.1 must be at least 0 and at most 1"),
+        ({"method": "adapt", "amplitude": 1.5}, "amplitude: 1.5 must be at least 0 and at most 1"),
+        ({"method": "adapt", "rounds": 0}, "rounds: 0 must be at least 1"),
+        ({"method": "adapt", "balance": "luck"}, 'balance: expected one of "score", "ratio", got "luck"'),
+        ({"method": "adapt", "distance": "angle"}, "distance: expected one of"),
         ({"method": "adapt", "groups": ["attn", "stem"]}, "hidden size"),
         ({"method": "adapt", "to": "20%"}, "smallest model"),
         ({"method": "adapt", "to": "hidden=16"}, "finds the sizes"),
-        ({"method": "adapt", "round_to": 8}, "round_to"),
-        ({"method": "adapt", "selection": "global"}, "selection global"),
+        ({"method": "adapt", "round_to": 8}, "round_to: is a setting of method efficientllm, not adapt"),
+        ({"method": "adapt", "selection": "global"}, "selection: is a setting of method efficientllm, not adapt"),
         ({"selection": "global", "to": "0.1%"}, "smallest"),
-        ({"selection": "nowhere"}, "selection"),
-        ({"method": "wizard"}, "method"),
-        ({"amplitude": 0.1}, "belong to the method adapt"),
-        ({"distance": "manhatan"}, "distance"),
-        ({"method": "uniform", "distance": "manhattan"}, "belong to the method adapt"),
-        ({"balance": "ratio"}, "balance"),
-        ({"method": "adapt", "compare": "sum"}, "compare"),
-        ({"method": "adapt", "num_sequences": 0}, "num_sequences"),
+        ({"selection": "nowhere"}, 'selection: expected one of "coupled", "global", got "nowhere"'),
+        ({"method": "wizard"}, 'method: expected one of .*, got "wizard"'),
+        ({"amplitude": 0.1}, "amplitude: is a setting of method adapt, not efficientllm"),
+        ({"distance": "manhatan"}, "distance: .*did you mean .manhattan"),
+        ({"method": "uniform", "distance": "manhattan"}, "distance: is a setting of method adapt, not uniform"),
+        ({"balance": "ratio"}, "balance: is a setting of method adapt or uniform, not efficientllm"),
+        ({"method": "adapt", "compare": "sum"}, "compare: is a setting of method efficientllm, not adapt"),
+        ({"method": "adapt", "sequences": 0}, "sequences: 0 must be at least 1"),
         ({"groups": ["attn"], "min_heads": 5, "to": "92%"}, "smallest reachable"),
         ({"groups": ["attn"], "min_heads": 5, "to": "92%", "selection": "global"}, "smallest reachable"),
     ],
@@ -293,21 +302,21 @@ def test_iterations_without_text_are_counted_too(
 ) -> None:
     monkeypatch.setattr("dwindle.core.progress._PLAIN_LINE_EVERY_S", 0)
     dwindle.prune(directory, "70%", method="uniform", metric="magnitude", rounds=3)
-    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()][-1] == "pruning layers: 3/3"
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()][-1] == "pruning: 3/3"
 
 
 def test_uniform_refuses_layers_that_differ_already(directory: Path, tmp_path: Path) -> None:
     adapted = dwindle.prune(
-        directory, "80%", out=tmp_path / "adapted", method="adapt", rounds=2, amplitude=0.2, num_sequences=2, seq_len=16
+        directory, "80%", out=tmp_path / "adapted", method="adapt", rounds=2, amplitude=0.2, sequences=2, seq_len=16
     )
     assert not adapted.structure.is_uniform
-    with pytest.raises(UserError, match="different sizes already"):
-        dwindle.prune(tmp_path / "adapted", "90%", method="uniform", num_sequences=2, seq_len=16)
+    with pytest.raises(UserError, match="layers already have different sizes: choose adapt"):
+        dwindle.prune(tmp_path / "adapted", "90%", method="uniform", sequences=2, seq_len=16)
 
 
 def test_an_amplitude_that_would_empty_layers_is_clipped_at_the_floors(directory: Path) -> None:
     result = dwindle.prune(
-        directory, "60%", method="adapt", amplitude=1.0, rounds=5, min_ffn=4, num_sequences=2, seq_len=16
+        directory, "60%", method="adapt", amplitude=1.0, rounds=5, min_ffn=4, sequences=2, seq_len=16
     )
     assert all(len(la.ffn) >= 4 and len(la.query_heads) >= 1 for la in result.structure.layers)
     assert torch.isfinite(result.model(input_ids=tokens(1, 8)).logits).all()

@@ -1,4 +1,4 @@
-"""The global selection against plain searches: single groups, blocks that keep widths round, what is refused."""
+"""The global mixture against plain searches: single groups, blocks that keep widths round, what is refused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,29 @@ from drawn import drawn_scores
 
 from dwindle.anatomy import Anatomy, Group, Structure
 from dwindle.core.errors import UserError
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.pacing import Ratio, Rounds
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.coupled import SelectionOptions
-from dwindle.pruning.strategies.global_selection import GlobalSelector, check_round_widths
+from dwindle.pruning.strategies.base import Choice
+from dwindle.pruning.strategies.global_mixture import GlobalStrategy, check_round_widths
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
 from tiny import tiny_model
+
+ALL_AT_ONCE = Rounds(0, 0, 1)
+"""Until the target, in one step."""
+
+
+def mixture(**settings: Any) -> PruneConfig:
+    return PruneConfig(selection="global", **settings)
+
+
+def chosen_at_once(
+    anatomy: Anatomy, goal: int, config: PruneConfig, scores: Scores, alive: Structure | None = None
+) -> list[Choice]:
+    """All groups from the same scores."""
+    strategy = GlobalStrategy(anatomy, Target(goal), config)
+    return list(strategy.choose(scores, alive or anatomy.source, ALL_AT_ONCE, 1, 0))
 
 
 @pytest.mark.parametrize("compare", ["mean", "sum"])
@@ -26,9 +43,10 @@ def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> No
     """Every group of every layer is tried, at every event."""
     anatomy = Anatomy.of(tiny_model("llama"))
     source = anatomy.source
-    options = SelectionOptions(attention=attention, compare=compare, min_ffn=30)  # type: ignore[arg-type]
+    config = mixture(attention=attention, compare=compare, min_ffn=30)
     scores = drawn_scores(source, source, 3)
-    chosen = GlobalSelector(anatomy, Target(10_000), options).choose_while(scores, source, lambda _, n: n < 25)
+    strategy, pacing = GlobalStrategy(anatomy, Target(10_000), config), Ratio(30, 1, 0)
+    chosen = list(strategy.choose(scores, source, pacing, 1, 5))  # 25 of the 30 are left to do
     assert len(chosen) == 25 and len({choice.group.kind for choice in chosen}) >= 2
     alive = source
     for choice in chosen:
@@ -43,12 +61,12 @@ def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> No
 @pytest.mark.parametrize("compare", ["mean", "sum"])
 @pytest.mark.parametrize(("multiple", "goal"), [(1, 9_000), (4, 9_000), (16, 12_000)])
 def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int, compare: str) -> None:
-    """The least channels of every layer and of the stem, one by one, in blocks; what makes widths round is first."""
+    """The least channels of every layer and of the stem, one by one, in blocks; what makes widths round comes first."""
     anatomy = Anatomy.of(tiny_model("llama"))
     source = anatomy.source
-    options = SelectionOptions(groups=("ffn", "stem"), compare=compare, min_ffn=3, min_hidden=3)  # type: ignore[arg-type]
+    config = mixture(groups=["ffn", "stem"], compare=compare, min_ffn=3, min_hidden=3, round_to=multiple)
     scores = drawn_scores(source, source, 4)
-    chosen = GlobalSelector(anatomy, Target(goal), options, multiple).choose_while(scores, source, lambda *_: True)
+    chosen = chosen_at_once(anatomy, goal, config, scores)
     alive, before = source, 0
     for choice in chosen:
         odd, even = list[Group](), list[Group]()
@@ -58,10 +76,12 @@ def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int,
         least = lambda groups: min(groups, key=lambda group: value(anatomy, scores, alive, group, compare))  # noqa: B023, E731
         before, tried = anatomy.count(alive).total, odd or even
         fitting = [group for group in tried if anatomy.count(alive.without(group)).total >= goal]
-        weakest = [least([g for g in tried if g.kind == k]) for k in ("ffn", "stem") if any(g.kind == k for g in tried)]
+        least_salient = [
+            least([g for g in tried if g.kind == k]) for k in ("ffn", "stem") if any(g.kind == k for g in tried)
+        ]
         if fitting and choice is not chosen[-1]:
-            assert choice.group == least([group for group in weakest if group in fitting])
-        assert choice.group in weakest
+            assert choice.group == least([group for group in least_salient if group in fitting])
+        assert choice.group in least_salient
         alive = alive.without(choice.group)
         assert choice.rest == alive
     assert multiple == 16 or {choice.group.kind for choice in chosen} == {"ffn", "stem"}
@@ -70,7 +90,7 @@ def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int,
 
 
 def blocks(alive: Structure, scores: Scores, multiple: int) -> Any:
-    """What could leave each layer and the stem next, and the width that it leaves."""
+    """What could be removed next from each layer and the stem, and the width that remains."""
     places = [("stem", 0, alive.hidden, scores.stem)]
     places += [("ffn", n, la.ffn, scores.ffn[n]) for n, la in enumerate(alive.layers)]
     for kind, n, channels, values in places:
@@ -86,11 +106,11 @@ def test_what_the_global_selection_accepts_it_reaches(attention: Any, min_heads:
     prunable = Prunable(tiny_model("llama"))
     prunable.prune(Group("attn", ((0, 1, 2, 3, 4, 5), (), ())))
     anatomy = Anatomy.of(prunable.compacted())
-    options = SelectionOptions(attention=attention, min_heads=min_heads, groups=("attn", "ffn"))
+    config = mixture(attention=attention, min_heads=min_heads, groups=["attn", "ffn"])
 
     def accepted(goal: int) -> bool:
         try:
-            return bool(GlobalSelector(anatomy, Target(goal), options))
+            return bool(GlobalStrategy(anatomy, Target(goal), config))
         except UserError:
             return False
 
@@ -99,19 +119,19 @@ def test_what_the_global_selection_accepts_it_reaches(attention: Any, min_heads:
     assert 0 < least < full
     for seed in range(20):
         scores = drawn_scores(anatomy.source, anatomy.source, seed)
-        chosen = GlobalSelector(anatomy, Target(least), options).choose_while(scores, anatomy.source, lambda *_: True)
+        chosen = chosen_at_once(anatomy, least, config, scores)
         assert chosen[-1].num_parameters <= least
 
 
-def test_the_dead_never_leave_again() -> None:
-    """Whatever the scores of the living: infinite, or no numbers."""
+def test_nothing_is_removed_twice() -> None:
+    """Whatever the scores of what is alive: infinite, or no numbers."""
     anatomy = Anatomy.of(tiny_model("llama"))
-    source, options = anatomy.source, SelectionOptions(groups=("ffn",), min_ffn=1)
+    source, config = anatomy.source, mixture(groups=["ffn"], min_ffn=1)
     alive = source.without(Group("ffn", ((0, 1, 2, 3), (), ())))
     for odd in (float("inf"), float("nan")):
         scores = drawn_scores(alive, source, 6)
         scores.ffn[0][10:14] = odd
-        chosen = GlobalSelector(anatomy, Target(14_500), options).choose_while(scores, alive, lambda *_: True)
+        chosen = chosen_at_once(anatomy, 14_500, config, scores, alive)
         rests = [alive, *(choice.rest for choice in chosen)]
         assert all(before != after for before, after in itertools.pairwise(rests))
 
@@ -119,20 +139,20 @@ def test_the_dead_never_leave_again() -> None:
 def test_rounded_global_refuses_what_cannot_be() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     full = anatomy.count(anatomy.source).total
-    check_round_widths(anatomy, Target(full // 2), SelectionOptions(), 16)
-    check_round_widths(anatomy, Target(full), SelectionOptions(groups=("attn",)), 48)  # nothing to round
-    with pytest.raises(UserError, match="round_to 48: no such multiple"):
-        check_round_widths(anatomy, Target(full // 2), SelectionOptions(), 48)
-    with pytest.raises(UserError, match="no such multiple"):
-        check_round_widths(anatomy, Target(full // 2), SelectionOptions(min_ffn=33), 16)
+    check_round_widths(anatomy, Target(full // 2), mixture(round_to=16))
+    check_round_widths(anatomy, Target(full), mixture(groups=["attn"], round_to=48))  # nothing to round
+    with pytest.raises(UserError, match="round_to 48: no multiple lies between"):
+        check_round_widths(anatomy, Target(full // 2), mixture(round_to=48))
+    with pytest.raises(UserError, match="no multiple lies between"):
+        check_round_widths(anatomy, Target(full // 2), mixture(min_ffn=33, round_to=16))
     layers = tuple(replace(la, ffn=la.ffn[:32]) for la in anatomy.source.layers)
     most = anatomy.count(replace(anatomy.source, layers=layers)).total
-    check_round_widths(anatomy, Target(most), SelectionOptions(), 16)
+    check_round_widths(anatomy, Target(most), mixture(round_to=16))
     prunable = Prunable(tiny_model("llama"))
-    prunable.prune(Group("ffn", (tuple(range(6, 40)), (), ())))  # below the floor, but round already: it stays
-    check_round_widths(Anatomy.of(prunable.compacted()), Target(full // 2), SelectionOptions(), 6)
+    prunable.prune(Group("ffn", (tuple(range(6, 40)), (), ())))  # below the floor, but round already: it is kept
+    check_round_widths(Anatomy.of(prunable.compacted()), Target(full // 2), mixture(round_to=6))
     with pytest.raises(UserError, match=f"largest model with such widths has {most:,}"):
-        check_round_widths(anatomy, Target(most + 1), SelectionOptions(), 16)
+        check_round_widths(anatomy, Target(most + 1), mixture(round_to=16))
 
 
 def all_groups(alive: Structure, attention: str, min_ffn: int) -> Any:
@@ -172,8 +192,16 @@ def test_global_lands_on_the_target() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
     scores = drawn_scores(anatomy.source, anatomy.source, 5)
     for goal in (6000, 9001, 12345):
-        chosen = GlobalSelector(anatomy, Target(goal), SelectionOptions()).choose_while(
-            scores, anatomy.source, lambda *_: True
-        )
+        chosen = chosen_at_once(anatomy, goal, mixture(), scores)
         channel = 3 * len(chosen[-1].rest.hidden)
         assert goal - channel - 2 < chosen[-1].num_parameters <= goal  # mlp biases make a channel two larger
+
+
+def test_rounds_land_on_their_counts() -> None:
+    anatomy = Anatomy.of(tiny_model("llama"))
+    pacing = Rounds(anatomy.count(anatomy.source).total, 9_000, 3)
+    strategy, alive = GlobalStrategy(anatomy, Target(9_000), mixture()), anatomy.source
+    for number in (1, 2, 3):
+        alive = list(strategy.choose(drawn_scores(alive, anatomy.source, number), alive, pacing, number, 0))[-1].rest
+        assert pacing.planned(number) - 3 * 32 - 2 < anatomy.count(alive).total <= pacing.planned(number)
+    assert strategy.is_finished(alive, anatomy.count(alive).total)
