@@ -8,7 +8,7 @@ at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
 dwindle.train(dwindle.load_recipe("recipes/demo.toml"), "runs/demo")
 dwindle.resume("runs/demo")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
-dwindle.quantize("smaller", "w8a8", out="smaller-w8a8")
+dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 

@@ -119,7 +119,7 @@ def test_smoothing_does_not_change_the_float_model(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_loaded_are_bit_equal_and_close_to_the_source(family: str, scheme: str, tmp_path: Path) -> None:
     source = tiny_source(family)
-    found = quantize(source, scheme, out=tmp_path / "q", num_sequences=4, seq_len=32)
+    found = quantize(source, scheme=scheme, out=tmp_path / "q", sequences=4, seq_len=32)
     batch = tokens(2, 16)
     expected = logits(source.model, batch)
     ours = logits(found.model, batch)
@@ -133,7 +133,7 @@ def test_saved_and_loaded_are_bit_equal_and_close_to_the_source(family: str, sch
 def test_cluster_models_and_generation(tmp_path: Path) -> None:
     folder = tiny_directory(tmp_path / "in")
     dwindle.prune(folder, "hidden=30,heads=5,ffn=33", metric="magnitude", attention="cluster", out=tmp_path / "cluster")
-    found = quantize(tmp_path / "cluster", "w8a8", out=tmp_path / "q", num_sequences=4, seq_len=32)
+    found = quantize(tmp_path / "cluster", scheme="w8a8", out=tmp_path / "q", sequences=4, seq_len=32)
     model = load(tmp_path / "q").model
     batch = tokens(1, 8)
     assert torch.equal(logits(model, batch), logits(found.model, batch))
@@ -144,7 +144,7 @@ def test_cluster_models_and_generation(tmp_path: Path) -> None:
 def test_perplexities_are_reported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     found = quantize(
-        tiny_source(), "w8a8", valid=[str(tmp_path / "text.txt")], num_sequences=4, seq_len=32, valid_seq_len=64
+        tiny_source(), scheme="w8a8", valid=[str(tmp_path / "text.txt")], sequences=4, seq_len=32, valid_seq_len=64
     )
     assert set(found.perplexity) == {"source", "plain", "quantized"}
     assert found.perplexity["quantized"] == pytest.approx(found.perplexity["source"], rel=0.1)
@@ -153,7 +153,7 @@ def test_perplexities_are_reported(tmp_path: Path) -> None:
 
 def test_inspection_says_who_reads_it(tmp_path: Path) -> None:
     folder = tiny_directory(tmp_path / "model")
-    quantize(folder, "w8a8", out=tmp_path / "q", num_sequences=2, seq_len=16)
+    quantize(folder, scheme="w8a8", out=tmp_path / "q", sequences=2, seq_len=16)
     plain, found = dwindle.inspect(folder), dwindle.inspect(tmp_path / "q")
     assert plain.stock and plain.quantization is None
     assert not found.stock and found.quantization == "dwindle-w8a8" and found.parameters == plain.parameters
@@ -169,15 +169,15 @@ def test_inspection_says_who_reads_it(tmp_path: Path) -> None:
 def test_user_errors(tmp_path: Path) -> None:
     source = tiny_source()
     with pytest.raises(UserError, match="--scheme"):
-        quantize(source, "w3")
+        quantize(source, scheme="w3")
     tiny_directory(tmp_path / "model")
     with pytest.raises(UserError, match="device: 'abacus' is not usable"):
-        quantize(tmp_path / "model", "w8", device="abacus")
+        quantize(tmp_path / "model", scheme="w8", device="abacus")
     with pytest.raises(UserError, match="--group"):
-        quantize(source, "w4", group=7)
-    quantize(source, "w8", out=tmp_path / "q", num_sequences=2, seq_len=16)
+        quantize(source, scheme="w4", group=7)
+    quantize(source, scheme="w8", out=tmp_path / "q", sequences=2, seq_len=16)
     with pytest.raises(UserError, match="already exists"):
-        quantize(source, "w8", out=tmp_path / "q")
+        quantize(source, scheme="w8", out=tmp_path / "q")
     with pytest.raises(UserError, match="dwindle-w8 quantised"):
         dwindle.load(tmp_path / "q")
     with pytest.raises(UserError, match="not a complete directory"):
@@ -209,7 +209,7 @@ def test_a_gpu_finds_what_the_cpu_finds(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.environ.get("DWINDLE_SLOW") != "1", reason="minutes: set DWINDLE_SLOW=1 to run it")
 def test_smollm2_w8a8_within_two_percent(shared_data: Path) -> None:
     text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
-    found = quantize("smollm2-135m", "w8a8", valid=[text], valid_seq_len=512, valid_tokens=16_384)
+    found = quantize("smollm2-135m", scheme="w8a8", valid=[text], valid_seq_len=512, valid_tokens=16_384)
     print(json.dumps(found.to_json()))
     assert found.perplexity["quantized"] < 1.02 * found.perplexity["source"]
     assert found.perplexity["quantized"] < found.perplexity["plain"]

@@ -51,7 +51,7 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
     for seed in range(5):
         pruned = tmp_path / f"pruned-{seed}"
         dwindle.prune(
-            source, "50%", out=pruned, data=[str(tmp_path / "train.txt")], num_sequences=64, seq_len=128, seed=seed
+            source, "50%", out=pruned, data=[str(tmp_path / "train.txt")], sequences=64, seq_len=128, seed=seed
         )
         one_shot.append(train(str(pruned), "one-shot", seed, PretrainPruneConfig(enabled=False)))
         aware.append(train(source, "aware", seed, PretrainPruneConfig(target="50%", horizon=0.25)))

@@ -87,7 +87,7 @@ def test_tied_model_shards_and_absent_tokenizer(tmp_path: Path) -> None:
         load_tokenizer,
         lambda source: load_with_tokenizer(source, "float32", "cpu"),
         lambda source: dwindle.prune(source, "90%", sequences=2, seq_len=8),
-        lambda source: dwindle.quantize(source, "w8a8", num_sequences=2, seq_len=8),
+        lambda source: dwindle.quantize(source, scheme="w8a8", sequences=2, seq_len=8),
         lambda source: compare(source, metrics=["taylor"], to=["10%"]),
         lambda source: dwindle.export_model(source, "gguf", f"{source}.gguf"),
     ],

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +14,12 @@ from typer.core import TyperGroup
 
 from dwindle.core.errors import UserError
 
-API_NAMES = {"num_sequences": "sequences", "target": "to"}
+API_NAMES = {"target": "to"}
 """Arguments of the Python API whose option has another name."""
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """The Python API names its arguments, a person typed options: ``round_to 0: …`` becomes ``--round-to 0: …``."""
+    """Messages of the Python API name arguments; here they name options: ``round_to 0: …`` → ``--round-to 0: …``."""
     head = re.match(r"[a-z_]+(?:, [a-z_]+)*(?=[ :])", message)
     if head is None or head[0] in sys.argv:  # a file or a word that was typed
         return message
@@ -29,7 +30,7 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
 
 
 class Commands(TyperGroup):
-    """The commands; what they refuse is named as it was typed, and an interrupted one says how to go on."""
+    """The commands; errors name options as they were typed, an interrupted command says how to continue."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,7 +41,7 @@ class Commands(TyperGroup):
             options = {str(p.name): p.opts[0] for p in parameters if p.param_type_name == "option"}
             error.args = (in_options(str(error), options),)
             raise
-        except KeyboardInterrupt as stop:  # of which typer would say nothing
+        except KeyboardInterrupt as stop:  # typer would print nothing
             print(f"interrupted: {stop}" if stop.args else "interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
 
@@ -72,7 +73,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def chosen_device(name: str) -> str:
-    """``auto`` as recipes mean it."""
+    """Resolves ``auto``: a GPU if there is one."""
     if name != "auto":
         return name
     import torch
@@ -88,3 +89,30 @@ def print_result(what: Any, as_json: bool) -> None:
     from rich.console import Console
 
     Console().print(what)
+
+
+def resolve_model(name: str) -> str:
+    """Resolves a run directory to its model (logged to stderr)."""
+    from dwindle.sources import model_of_run
+
+    model = model_of_run(Path(name))
+    if model is None:
+        return name
+    print(f"{name} is a run: using its model, {model}", file=sys.stderr)
+    return str(model)
+
+
+def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
+    """Warn that sizes are not multiples of 32, which quantized GGUF files need.
+
+    ``remedy`` would have rounded them; None for methods that cannot.
+    """
+    from dwindle.anatomy import Anatomy
+    from dwindle.export.exporting import odd_sizes
+    from dwindle.sources import load_config
+
+    if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
+        what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"
+        padding = "padding by `dwindle export --round 32`"
+        ways = padding if remedy is None else f"{remedy}, or {padding},"
+        print(f"note: {what}; {ways} avoids it", file=sys.stderr)

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
-from dwindle.commands.models import say_odd_sizes
+from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, note_odd_sizes, print_result
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig
@@ -48,4 +47,4 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
-    say_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
+    note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)

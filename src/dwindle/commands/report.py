@@ -1,4 +1,4 @@
-"""``dwindle report``, ``dwindle plot`` and ``dwindle runs``."""
+"""``dwindle report``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from dwindle.core.run_directory import REPORT
 RunArgument = Annotated[
     list[str],
     typer.Argument(metavar="RUN", help="A run of dwindle pretrain, or a model directory of dwindle prune."),
-]
-RunArguments = Annotated[
-    list[str],
-    typer.Argument(metavar="RUN", help="A run or a model directory of dwindle prune; several are drawn together."),
 ]
 
 
@@ -61,45 +57,6 @@ def report(
     for line in summary["missing"]:
         print(f"note: {line}", file=sys.stderr)
     print(path)
-
-
-@app.command()
-def plot(
-    runs: RunArguments,
-    out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],
-    dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
-    overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Draw the figures of a report as PNG and SVG; for several runs, loss and size in one figure."""
-    from dwindle.report.plots import write_overlay, write_plots
-    from dwindle.report.run import open_run
-
-    found = [open_run(run) for run in runs]
-    if len(found) > 1:
-        names = write_overlay(found, out, dpi=dpi, overwrite=overwrite)
-    else:
-        names = write_plots(found[0], out, dpi=dpi, overwrite=overwrite)
-    if as_json:
-        print_result({"out": out, "files": names}, as_json)
-        return
-    for name in names:
-        print(Path(out) / name)
-
-
-@app.command()
-def runs(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Directory that contains runs.")] = "runs",
-    as_json: Json = False,
-) -> None:
-    """List runs: status, target, size, tokens, loss, and the settings in which they differ."""
-    from dwindle.report.runs import list_runs, render_runs
-
-    rows = list_runs(Path(folder))
-    if as_json:
-        print(json.dumps([row.to_json() for row in rows]))
-        return
-    print_result(render_runs(rows) if rows else f"no runs in {folder}", as_json)
 
 
 def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:

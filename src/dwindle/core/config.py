@@ -30,11 +30,12 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 
 T = TypeVar("T", bound="Config")
+R = TypeVar("R")
 Key = tuple[str, ...]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _NOUNS: dict[Any, str] = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "table"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
 
 
 class Config(BaseModel):
@@ -199,7 +200,7 @@ def _assign(data: dict[str, Any], key: Key, value: Any) -> None:
 # Keyword arguments -----------------------------------------------------------------------------------------
 
 
-def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Decorator: the function's keyword arguments are the fields of a config, which it receives as ``config``.
 
     ``help()`` and editors see every field with its default; a whole ``config=`` may be given instead. ``but`` names
@@ -207,9 +208,9 @@ def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[.
     """
     names = [name for name in cls.model_fields if name not in but]
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(function)
-        def call(*args: Any, config: Config | None = None, **given: Any) -> Any:
+        def call(*args: Any, config: Config | None = None, **given: Any) -> R:
             knobs = {name: given.pop(name) for name in list(given) if name in names}
             if config is not None and knobs:
                 raise UserError(f"{', '.join(knobs)}: cannot be combined with config: set it there")

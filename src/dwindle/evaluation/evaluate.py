@@ -9,16 +9,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from dwindle.anatomy import Anatomy
+from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.precision import Precision
+from dwindle.evaluation.config import EngineName, EvalConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import EvalEngine, OwnEngine
@@ -28,9 +30,6 @@ from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, te
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
-
-EngineName = Literal["dwindle", "harness"]
-ENGINES: tuple[EngineName, ...] = ("dwindle", "harness")
 
 
 @dataclass(slots=True)
@@ -71,19 +70,16 @@ def load_data(
     return data
 
 
+@takes(EvalConfig)
 def evaluate(
     model: str | os.PathLike[str] | Loaded | tuple[Any, Any],
     tasks: Sequence[str] = ("commonsense",),
     *,
+    config: EvalConfig,
     data: Sequence[str] = (),
     texts: Sequence[str] = (),
     text_field: str = "text",
-    limit: int | None = None,
-    batch: int = 0,
-    engine: EngineName = "dwindle",
     device: str | None = None,
-    dtype: str | None = None,
-    max_length: int | None = None,
     items_file: str | os.PathLike[str] | None = None,
     name: str = "",
 ) -> EvalResult:
@@ -95,7 +91,7 @@ def evaluate(
     lines and Parquet). ``items_file`` receives one JSON line per item with the log-likelihood of every choice, to
     compare engines or models item by item. ``name`` is the model's name in tables.
     """
-    check_engine(engine, batch)
+    check_engine(config)
     if items_file is not None:
         refuse_file(Path(items_file), "--items")
     tokens: int | None = None
@@ -103,18 +99,16 @@ def evaluate(
         path, name = Path(model), name or os.fspath(model)
         source = os.fspath(model_of_run(path) or model)
         check_source(source)
-        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
-        loaded, tokenizer = load_with_tokenizer(source, dtype or "float32", device or "cpu")
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=config.limit)
+        loaded, tokenizer = load_with_tokenizer(source, config.dtype or "float32", device or "cpu")
         tokens = trained_tokens(path)
     else:
-        if device is not None or dtype is not None:
+        if device is not None or config.dtype is not None:
             raise UserError("device, dtype: not allowed for a model in memory: call model.to(…) and omit them")
         loaded, tokenizer, own_name = in_memory(model)
         name = name or own_name
-        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=limit)
-    result = evaluate_model(
-        loaded, tokenizer, found, name=name, batch=batch, engine=engine, max_length=max_length, items_file=items_file
-    )
+        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=config.limit)
+    result = evaluate_model(loaded, tokenizer, found, config=config, name=name, items_file=items_file)
     result.tokens = tokens
     return result
 
@@ -131,13 +125,9 @@ def trained_tokens(source: Path) -> int | None:
         return None
 
 
-def check_engine(engine: str, batch: int) -> None:
-    """Raise for an unknown or missing engine or an invalid batch, before any work."""
-    if engine not in ENGINES:
-        raise UserError(f"--engine: {engine!r} is not one of {', '.join(ENGINES)}")
-    if batch < 0:
-        raise UserError(f"--batch: {batch} must be at least 1, or 0 for automatic")
-    if engine == "harness":
+def check_engine(config: EvalConfig) -> None:
+    """Raise if the engine is not installed, before any work."""
+    if config.engine == "harness":
         from dwindle.evaluation.harness import import_harness
 
         import_harness()
@@ -156,24 +146,23 @@ def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module
     return loaded.model, needed_tokenizer(loaded.tokenizer, source)
 
 
+@takes(EvalConfig)
 def evaluate_model(
     model: nn.Module,
     tokenizer: Any,
     data: EvalData,
     *,
+    config: EvalConfig,
     name: str = "",
-    batch: int = 0,
-    engine: EngineName = "dwindle",
     precision: Precision = "fp32",
-    max_length: int | None = None,
     items_file: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> EvalResult:
     """Evaluate a model in memory without changing it; ``precision="bf16"`` computes under autocast."""
     started = time.perf_counter()
     first = next(model.parameters())
-    length = _max_length(model, tokenizer, max_length)
-    worker = _engine(engine, model, tokenizer, length, batch, precision, quiet)
+    length = _max_length(model, tokenizer, config.max_length)
+    worker = _engine(config.engine, model, tokenizer, length, config.batch, precision, quiet)
     encoder = Encoder(tokenizer)
     result = EvalResult(
         model=name,

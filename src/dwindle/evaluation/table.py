@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.sizes import format_count
+from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.evaluate import (
-    EngineName,
     EvalData,
     check_engine,
     evaluate_model,
@@ -107,18 +108,16 @@ def _short(model: str, longest: int = 36) -> str:
     return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
 
 
+@takes(EvalConfig)
 def model_table(
     models: Sequence[str],
     *,
+    config: EvalConfig,
     tasks: Sequence[str] | None = None,
     places: Sequence[str] = (),
     texts: Sequence[str] = (),
     text_field: str = "text",
-    limit: int | None = None,
-    batch: int = 0,
-    engine: EngineName = "dwindle",
     device: str = "cpu",
-    dtype: str = "float32",
     published: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> ModelTable:
@@ -129,7 +128,7 @@ def model_table(
     """
     if not models and not published:
         raise UserError("table: name at least one model, run or result file, or pass --published")
-    check_engine(engine, batch)
+    check_engine(config)
     plans = [_plan(name, (notes or {}).get(name, "")) for name in models]
     for plan in plans:
         if plan.result is not None and tasks is not None:
@@ -137,10 +136,8 @@ def model_table(
     data = EvalData()
     if any(plan.result is None for plan in plans):
         wanted = tasks if tasks is not None else [] if texts else ["commonsense"]
-        data = load_data(wanted, places, texts=texts, text_field=text_field, limit=limit)
-    results = [
-        plan.result or _measure(plan, data, batch=batch, engine=engine, device=device, dtype=dtype) for plan in plans
-    ]
+        data = load_data(wanted, places, texts=texts, text_field=text_field, limit=config.limit)
+    results = [plan.result or _measure(plan, data, config, device) for plan in plans]
     return _table(results, [plan.note for plan in plans], PUBLISHED if published else ())
 
 
@@ -177,9 +174,9 @@ def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
     return replace(result, tasks=tasks, texts=texts)
 
 
-def _measure(plan: _Plan, data: EvalData, *, batch: int, engine: EngineName, device: str, dtype: str) -> EvalResult:
-    model, tokenizer = load_with_tokenizer(plan.source, dtype, device)
-    result = evaluate_model(model, tokenizer, data, name=plan.label, batch=batch, engine=engine)
+def _measure(plan: _Plan, data: EvalData, config: EvalConfig, device: str) -> EvalResult:
+    model, tokenizer = load_with_tokenizer(plan.source, config.dtype or "float32", device)
+    result = evaluate_model(model, tokenizer, data, name=plan.label, config=config)
     result.tokens = plan.tokens
     return result
 

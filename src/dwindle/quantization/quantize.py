@@ -19,13 +19,15 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.build import build_on_meta
 from dwindle.anatomy.positions import warn_beyond_positions
+from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.progress import track
-from dwindle.core.sizes import at_least, format_bytes
+from dwindle.core.sizes import format_bytes
 from dwindle.data import calibration_windows, validation_windows
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.quantization.clipping import group_clips
+from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import Loaded, huggingface, needed_tokenizer
@@ -107,21 +109,15 @@ def _num_smoothed(smoothing: Smoothing | None) -> int:
     return 0 if smoothing is None else sum(alpha is not None for alpha in smoothing.chosen.values())
 
 
+@takes(QuantizeConfig)
 def quantize(
     source: str | PathLike[str] | Loaded,
-    scheme: str = "w8a8",
     *,
+    config: QuantizeConfig,
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
     valid: Sequence[str] = (),
     text_field: str = "text",
-    smoothing: bool = True,
-    group: int = 32,
-    num_sequences: int = 32,
-    seq_len: int = 256,
-    valid_seq_len: int = 1024,
-    valid_tokens: int = 65_536,
-    seed: int = 0,
     device: str = "cpu",
     overwrite: bool = False,
 ) -> Quantized:
@@ -130,32 +126,40 @@ def quantize(
     With ``valid`` the perplexity of the source, of plain rounding and of the result is measured on the same windows.
     ``device`` applies to a source that is loaded here; a model in memory stays on its device.
     """
-    chosen = _checked_scheme(scheme, group)
-    at_least(1, num_sequences=num_sequences)
-    at_least(2, seq_len=seq_len, valid_seq_len=valid_seq_len)
+    chosen, group = SCHEMES[config.scheme], config.group
     if out is not None:
         place = source.source if isinstance(source, Loaded) else source
         refuse_existing(Path(out), marker=MARKER, overwrite=overwrite, sources=[place, *data, *valid])
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
-    warn_beyond_positions(seq_len, loaded.model.config)
+    warn_beyond_positions(config.seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     windows = calibration_windows(
-        data, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, text_field=text_field
+        data,
+        tokenizer,
+        num_sequences=config.sequences,
+        seq_len=config.seq_len,
+        seed=config.seed,
+        text_field=text_field,
     )
     perplexity: dict[str, float] = {}
     if valid:
         held_out = validation_windows(
-            list(valid), tokenizer, valid_seq_len, valid_tokens, text_field=text_field, option="--valid"
+            list(valid),
+            tokenizer,
+            config.valid_seq_len,
+            config.valid_tokens,
+            text_field=text_field,
+            option="--valid",
         )
         perplexity = _perplexity_before(loaded.model, chosen, group, held_out)
     model = deepcopy(loaded.model)
     inputs = observe(model, windows)
-    found = smooth(model, inputs) if smoothing and chosen.activation_bits else None
+    found = smooth(model, inputs) if config.smoothing and chosen.activation_bits else None
     model = quantized_copy(model, chosen, group, inputs)
     if valid:
         perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
     sizes = num_bytes(loaded.model), num_bytes(model)
-    result = Quantized(model, tokenizer, loaded.source, scheme, group, *sizes, found, perplexity)
+    result = Quantized(model, tokenizer, loaded.source, config.scheme, group, *sizes, found, perplexity)
     if out is not None:
         _save(result, Path(out), overwrite=overwrite)
     return result
@@ -167,14 +171,6 @@ def _perplexity_before(model: Any, scheme: Scheme, group: int, windows: Tensor) 
     if scheme.activation_bits or scheme.weight_bits < 8:
         found["plain"] = measure_perplexity(quantized_copy(model, scheme, group, {}), windows, "rounded only")
     return found
-
-
-def _checked_scheme(scheme: str, group: int) -> Scheme:
-    if scheme not in SCHEMES:
-        raise UserError(f"--scheme {scheme!r}: give one of {', '.join(SCHEMES)}")
-    if group < 2 or group % 2:
-        raise UserError(f"--group {group}: give an even number of weights, such as 32")
-    return SCHEMES[scheme]
 
 
 @torch.no_grad()

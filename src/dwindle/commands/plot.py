@@ -1,0 +1,39 @@
+"""``dwindle plot``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, app, print_result
+
+RunArguments = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN", help="A run or a model directory of dwindle prune; several are drawn together."),
+]
+
+
+@app.command()
+def plot(
+    runs: RunArguments,
+    out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],
+    dpi: Annotated[int, typer.Option(help="Resolution of the PNG files.")] = 200,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing directory of figures.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Draw the figures of a report as PNG and SVG; for several runs, loss and size in one figure."""
+    from dwindle.report.plots import write_overlay, write_plots
+    from dwindle.report.run import open_run
+
+    found = [open_run(run) for run in runs]
+    if len(found) > 1:
+        names = write_overlay(found, out, dpi=dpi, overwrite=overwrite)
+    else:
+        names = write_plots(found[0], out, dpi=dpi, overwrite=overwrite)
+    if as_json:
+        print_result({"out": out, "files": names}, as_json)
+        return
+    for name in names:
+        print(Path(out) / name)

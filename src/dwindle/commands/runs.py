@@ -1,0 +1,26 @@
+"""``dwindle runs``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, app, print_result
+
+
+@app.command()
+def runs(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Directory that contains runs.")] = "runs",
+    as_json: Json = False,
+) -> None:
+    """List runs: status, target, size, tokens, loss, and the settings in which they differ."""
+    from dwindle.report.runs import list_runs, render_runs
+
+    rows = list_runs(Path(folder))
+    if as_json:
+        print(json.dumps([row.to_json() for row in rows]))
+        return
+    print_result(render_runs(rows) if rows else f"no runs in {folder}", as_json)

@@ -1,0 +1,51 @@
+"""``dwindle table``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Device, Json, TextField, app, chosen_device, print_result, resolve_model
+from dwindle.commands.evaluation_options import Data, Tasks, Text
+from dwindle.commands.options import options_of
+from dwindle.evaluation.config import EvalConfig
+
+
+@app.command()
+@options_of(EvalConfig, but=("max_length",))
+def table(
+    config: EvalConfig,
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models, runs of dwindle pretrain, or results of dwindle eval --out.")
+    ] = None,
+    tasks: Tasks = None,
+    data: Data = None,
+    text: Text = None,
+    text_field: TextField = "text",
+    device: Device = "auto",
+    published: Annotated[bool, typer.Option(help="Add results from papers as reference rows.")] = False,
+    markdown: Annotated[bool, typer.Option(help="Print Markdown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Compare several models: parameters, tokens, tasks, average."""
+    from dwindle.evaluation.table import model_table
+    from dwindle.report.runs import MISSED, missed_target
+
+    for name in models or []:
+        resolve_model(name)
+    found = model_table(
+        models or [],
+        tasks=tasks,
+        places=data or [],
+        texts=text or [],
+        text_field=text_field,
+        config=config,
+        device=chosen_device(device),
+        published=published,
+        notes={name: MISSED for name in models or [] if missed_target(name)},
+    )
+    if as_json:
+        print_result(found.to_json(), as_json)
+    else:
+        print(found.markdown() if markdown else found.text())

@@ -1,0 +1,30 @@
+"""``dwindle tokenize``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import Json, TextField, app, print_result
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
+    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
+    out: Annotated[str, typer.Option(help="Directory to write.")],
+    text_field: TextField = "text",
+    overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write text as memory-mapped token files, which recipes can name in place of the text."""
+    from dwindle.data import write_token_files
+    from dwindle.sources import load_tokenizer
+
+    files = write_token_files(
+        inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"
+    )
+    found = {"out": out, "tokens": files.num_tokens, "documents": files.num_documents}
+    documents = f"{files.num_documents:,} document{'' if files.num_documents == 1 else 's'}"
+    print_result(found if as_json else f"{out}: {files.num_tokens:,} tokens of {documents}", as_json)
