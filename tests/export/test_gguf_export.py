@@ -323,16 +323,14 @@ def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> Non
     path = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0").out
     text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
     windows = validation_windows([text], loaded.tokenizer, 256, 2048)  # type: ignore[arg-type]
-    ours: list[float] = []
-    theirs: list[float] = []
-    for window in windows:
-        log_p = verification.logits_of(loaded.model, window[:-1].tolist()).log_softmax(-1)
-        ours += (-log_p.gather(1, window[1:, None])[::8, 0]).tolist()
+    differences: list[float] = []
     with RuntimeProcess("llamacpp", path, context=300) as runtime:
         for ids in windows.tolist():
+            log_p = verification.logits_of(loaded.model, ids[:-1]).log_softmax(-1)
             for place in range(1, len(ids), 8):
-                likeliest = runtime.call("greedy", ids=ids[:place], count=1, top=loaded.model.config.vocab_size)
-                theirs.append(-dict(map(tuple, likeliest[0]))[ids[place]])
-    ratio = math.exp(float(np.mean(theirs)) - float(np.mean(ours)))
-    print(f"perplexity: source {math.exp(float(np.mean(ours))):.3f}, q8_0 in llama.cpp × {ratio:.4f}")
-    assert ratio < 1.01
+                likeliest = dict(map(tuple, runtime.call("greedy", ids=ids[:place], count=1, top=1000)[0]))
+                if ids[place] in likeliest:  # the whole vocabulary would take seconds per token
+                    differences.append(float(log_p[place - 1, ids[place]]) - likeliest[ids[place]])
+    ratio = math.exp(float(np.mean(differences)))
+    print(f"perplexity of q8_0 in llama.cpp relative to the source: × {ratio:.4f} over {len(differences)} tokens")
+    assert len(differences) > 200 and ratio < 1.01
