@@ -37,7 +37,8 @@ from benchmarks.train_parts import (
     synchronize,
     versions,
 )
-from dwindle.anatomy import KINDS, Anatomy, Kind, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.distributed.precision import autocast_for

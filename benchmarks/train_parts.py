@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import KINDS, Anatomy, Kind, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision
 from dwindle.pruning.pacing import Pacing

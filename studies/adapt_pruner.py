@@ -23,7 +23,7 @@ from common import DEVICE, commit
 
 import dwindle
 from dwindle.core.files import write_text_atomic
-from dwindle.data import validation_windows
+from dwindle.data.text_windows import validation_windows
 from dwindle.training.loss import evaluate_loss
 
 

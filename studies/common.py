@@ -34,18 +34,19 @@ import torch
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
 
 import dwindle
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 from dwindle.core.sizes import parse_count
-from dwindle.data import DataConfig, validation_windows
+from dwindle.data.config import DataConfig
+from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
 from dwindle.run.pretrain import RunResult, pretrain, resume
-from dwindle.sources import load_config
+from dwindle.sources.loading import load_config
 from dwindle.training.loss import evaluate_loss
 
 Record = dict[str, Any]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from dwindle.data import validation_windows
 from dwindle.data.pydoc_text import DEFAULT_TEXT
-from dwindle.quantization import SCHEMES, quantize
-from dwindle.sources import load
+from dwindle.data.text_windows import validation_windows
+from dwindle.quantization.quantize import SCHEMES, quantize
+from dwindle.sources.loading import load
 
 EVERYTHING = 10**12
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure, cut
-from dwindle.sources import Loaded, load
+from dwindle.anatomy.anatomy import Anatomy, cut
+from dwindle.anatomy.structure import Structure
+from dwindle.sources.loading import Loaded, load
 from tiny import random_group, tiny_model
 
 TEXT = "The quick brown fox jumps over the lazy dog. It's 2024, and we'll pay for 37 apples. " * 20

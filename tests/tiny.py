@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dwindle.anatomy import Group, Structure
+from dwindle.anatomy.structure import Group, Structure
 
 VOCAB = 61
 

@@ -5,7 +5,7 @@ model, tokenizer = dwindle.load("smollm2-135m")
 result = dwindle.prune("smollm2-135m", to="100M", out="smaller")
 dwindle.inspect("smaller")
 at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
-dwindle.train(dwindle.load_recipe("recipes/demo.toml"), "runs/demo")
+dwindle.pretrain(dwindle.load_recipe("recipes/demo.toml"), "runs/demo")
 dwindle.resume("runs/demo")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
     from dwindle.run.inspection import inspect
-    from dwindle.run.pretrain import pretrain as train
-    from dwindle.run.pretrain import resume
+    from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
-    from dwindle.sources import load
+    from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
 
@@ -44,12 +43,12 @@ __all__ = [
     "inspect",
     "load",
     "load_recipe",
+    "pretrain",
     "prune",
     "quantize",
     "register_metric",
     "replay",
     "resume",
-    "train",
 ]
 
 _HOMES = {
@@ -57,14 +56,14 @@ _HOMES = {
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
     "inspect": "dwindle.run.inspection:inspect",
-    "load": "dwindle.sources:load",
+    "load": "dwindle.sources.loading:load",
     "load_recipe": "dwindle.recipe.recipe:load_recipe",
+    "pretrain": "dwindle.run.pretrain:pretrain",
     "prune": "dwindle.run.prune:prune",
     "quantize": "dwindle.quantization.quantize:quantize",
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
-    "train": "dwindle.run.pretrain:pretrain",
 }
 
 
@@ -79,5 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is imported when it is used can be found as well."""
+    """Names that are imported on first use are listed too."""
     return sorted({*globals(), *__all__})

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import dwindle.anatomy.families as tables
-from dwindle.anatomy import Anatomy, Structure, cut
+from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.build import config_for
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from tiny import FAMILIES, random_group, tiny_model, tokens
 

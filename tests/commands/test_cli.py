@@ -17,8 +17,8 @@ from typer.main import get_command
 
 from dwindle.commands import main as cli
 from dwindle.commands.app import app
-from dwindle.data import write_token_files
-from dwindle.sources import load_tokenizer
+from dwindle.data.token_files import write_token_files
+from dwindle.sources.loading import load_tokenizer
 from tiny import tiny_directory
 
 

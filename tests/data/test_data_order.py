@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dwindle.core.errors import UserError
-from dwindle.data import BatchStream, Mixture, PackedDataset, TokenStream
-from dwindle.data.mixture import MAX_PERIOD, turn_cycle, whole_shares
+from dwindle.data.batches import BatchStream
+from dwindle.data.mixture import MAX_PERIOD, Mixture, PackedDataset, turn_cycle, whole_shares
 from dwindle.data.permutation import Permutation
-from dwindle.data.token_stream import MemoryTokens
+from dwindle.data.token_stream import MemoryTokens, TokenStream
 
 
 def stream_of(num_tokens: int, first: int = 0, parts: int = 1) -> TokenStream:

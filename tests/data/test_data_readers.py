@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from dwindle.core.errors import UserError
-from dwindle.data import read_documents
 from dwindle.data.pydoc_text import paragraphs, pydoc_documents
-from dwindle.data.readers import expand_inputs, open_input
+from dwindle.data.readers import expand_inputs, open_input, read_documents
 
 DOCUMENTS = ["first document\nwith two lines", "zweites – größer", "third 日本語"]
 

@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 
 from dwindle.core.errors import UserError
-from dwindle.data import (
-    DocumentEncoder,
-    open_stream,
-    open_token_files,
-    tokenizer_fingerprint,
-    write_token_files,
-)
 from dwindle.data import tokenizing as tokenizing_module
-from dwindle.data.tokenizing import split_text
+from dwindle.data.token_files import open_token_files, write_token_files
+from dwindle.data.tokenizing import DocumentEncoder, split_text, tokenizer_fingerprint
+from dwindle.data.training_data import open_stream
 
 
 def write_lines(path: Path, documents: list[str]) -> str:

@@ -12,17 +12,12 @@ import pytest
 import torch
 
 from dwindle.core.errors import UserError
-from dwindle.data import (
-    BatchStream,
-    DataConfig,
-    DocumentEncoder,
-    SourceConfig,
-    calibration_windows,
-    open_stream,
-    open_training_data,
-    validation_windows,
-    write_token_files,
-)
+from dwindle.data.batches import BatchStream
+from dwindle.data.config import DataConfig, SourceConfig
+from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.data.token_files import write_token_files
+from dwindle.data.tokenizing import DocumentEncoder
+from dwindle.data.training_data import open_stream, open_training_data
 
 
 def packed_ids(tokenizer: Any, paths: list[str]) -> list[int]:

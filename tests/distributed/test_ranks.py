@@ -20,7 +20,7 @@ import dwindle.run.pretrain
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.world import World, joined
 from dwindle.pruning.config import PretrainPruneConfig

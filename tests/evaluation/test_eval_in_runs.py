@@ -12,7 +12,7 @@ from eval_sets import DOCUMENTS, write_sets
 
 import dwindle
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.evaluation import callback
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe

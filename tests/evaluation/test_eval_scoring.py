@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import config_for
 from dwindle.core.errors import UserError
 from dwindle.evaluation.encoding import Pair

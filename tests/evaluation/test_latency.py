@@ -51,7 +51,7 @@ def test_llamacpp(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
     pytest.importorskip("xllamacpp", reason="pip install -e '.[gguf]'")
     from dwindle.export.exporting import export
-    from dwindle.sources import Loaded
+    from dwindle.sources.loading import Loaded
     from edge_models import byte_pair_tokenizer
 
     model = tiny_model(dtype=torch.float32, vocab_size=300, attention_bias=False, mlp_bias=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.export import gguf_writer, verification
 from dwindle.export.exporting import export
@@ -20,8 +20,8 @@ from dwindle.export.gguf_writer import write_gguf
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.resize import resize
 from dwindle.export.verification import PROMPTS, Mismatch
-from dwindle.sources import Loaded, load, load_config
 from dwindle.sources.common import interleaved_to_halves
+from dwindle.sources.loading import Loaded, load, load_config
 from edge_models import byte_pair_tokenizer, greedy, pruned_smollm2, slow, tiny_loaded
 
 pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
@@ -317,7 +317,7 @@ def test_smollm2_greedy_continuations_are_equal(kind: str, stock: bool, architec
 
 @slow
 def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> None:
-    from dwindle.data import validation_windows
+    from dwindle.data.text_windows import validation_windows
 
     loaded = load("smollm2-135m")
     path = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0").out

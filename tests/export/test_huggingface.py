@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dwindle
-from dwindle.anatomy import Anatomy, Group, Structure, cut
+from dwindle.anatomy.anatomy import Anatomy, cut
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.export.huggingface import save_model
 from tiny import FAMILIES, random_group, tiny_model, tokens

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import dwindle
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.export import resize as resizing
 from dwindle.export.exporting import export
 from dwindle.export.resize import resize
 from dwindle.export.verification import Mismatch
-from dwindle.sources import load
+from dwindle.sources.loading import load
 from edge_models import tiny_loaded
 from tiny import FAMILIES, tokens
 
@@ -194,8 +194,9 @@ def test_what_was_done_is_said(structure: str, options: dict[str, Any], said: st
 
 def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
     """As in ``dwindle eval``; the card still says how the run was made."""
-    import dwindle.commands.export
     import dwindle.commands.models
+
+    import dwindle.commands.export
     from dwindle.commands.app import app
 
     export(tiny_loaded(), "hf", tmp_path / "run" / "model")

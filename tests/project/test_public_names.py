@@ -17,7 +17,7 @@ from dwindle.run.pretrain import pretrain, resume
 
 def test_names_are_the_functions_of_the_rooms() -> None:
     assert dwindle.evaluate is evaluate and dwindle.quantize is quantize and dwindle.export.export is export
-    assert dwindle.export_model is export and dwindle.train is pretrain and dwindle.resume is resume
+    assert dwindle.export_model is export and dwindle.pretrain is pretrain and dwindle.resume is resume
     assert dwindle.load_recipe is load_recipe and dwindle.register_metric is register_metric
     assert all(getattr(dwindle, name) is not None for name in dwindle.__all__)
 

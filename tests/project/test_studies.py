@@ -13,7 +13,7 @@ import torch
 
 import dwindle
 from dwindle.core.errors import UserError
-from dwindle.data import validation_windows
+from dwindle.data.text_windows import validation_windows
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
 

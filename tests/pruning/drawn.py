@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dwindle.anatomy import Structure
+from dwindle.anatomy.structure import Structure
 from dwindle.pruning.saliency import Scores
 
 

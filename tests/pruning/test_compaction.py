@@ -6,7 +6,8 @@ import functools
 import random
 from typing import Any
 
-from dwindle.anatomy import Anatomy, Group
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group
 from dwindle.pruning.compaction import LayerShape, bucketed, few_shapes
 from tiny import tiny_model
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from dwindle.anatomy import KINDS, Anatomy, Group, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import KINDS, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import check_rounding, rounded_shape

@@ -11,7 +11,7 @@ import torch
 from masked_steps import adamw, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dwindle.anatomy import Group, Layer, Structure
+from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.distributed.async_copy import Fetched, sent
 from dwindle.pruning import saliency
 from dwindle.pruning.gram import finished, regression_from_gram

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from drawn import drawn_scores
 
-from dwindle.anatomy import Anatomy, Group, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.pacing import Ratio, Rounds

@@ -9,7 +9,7 @@ import torch
 from drawn import drawn_scores
 from torch import Tensor
 
-from dwindle.anatomy import Group
+from dwindle.anatomy.structure import Group
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.metrics import metric_named

@@ -11,7 +11,8 @@ from drawn import drawn_scores
 from torch import nn
 
 import dwindle
-from dwindle.anatomy import Anatomy, Group, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig

@@ -100,7 +100,7 @@ def test_it_works_as_a_decorator_in_recipes_and_comparisons(model: Path, tmp_pat
     ledgers = []
     for name in ("mine", "taylor1"):
         (tmp_path / f"{name}.toml").write_text(RECIPE.format(model=model, metric=name))
-        run = dwindle.train(load_recipe(tmp_path / f"{name}.toml"), tmp_path / name).run
+        run = dwindle.pretrain(load_recipe(tmp_path / f"{name}.toml"), tmp_path / name).run
         ledgers.append((run / "ledger.jsonl").read_text().splitlines()[1:])
     assert len(ledgers[0]) > 3 and ledgers[0] == ledgers[1]
 
@@ -108,7 +108,7 @@ def test_it_works_as_a_decorator_in_recipes_and_comparisons(model: Path, tmp_pat
 def test_a_run_that_lost_its_metric_says_so(model: Path, tmp_path: Path) -> None:
     dwindle.register_metric("mine", first_order, needs=("gradient",))
     (tmp_path / "mine.toml").write_text(RECIPE.format(model=model, metric="mine"))
-    dwindle.train(dwindle.load_recipe(tmp_path / "mine.toml"), tmp_path / "run")
+    dwindle.pretrain(dwindle.load_recipe(tmp_path / "mine.toml"), tmp_path / "run")
     del metrics._METRICS["mine"]
     with pytest.raises(UserError, match=r"run/recipe.toml: prune.metric: 'mine' is unknown.*dwindle.register_metric"):
         dwindle.resume(tmp_path / "run")

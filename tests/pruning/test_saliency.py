@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dwindle.anatomy import Group
+from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig

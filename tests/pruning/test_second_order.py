@@ -12,8 +12,8 @@ from masked_steps import adamw, train
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dwindle.anatomy import Structure
-from dwindle.data import DataConfig
+from dwindle.anatomy.structure import Structure
+from dwindle.data.config import DataConfig
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 from dwindle.pruning.gram import Gram, damping_for

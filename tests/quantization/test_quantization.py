@@ -15,7 +15,6 @@ from rich.console import Console
 
 import dwindle
 from dwindle.core.errors import UserError
-from dwindle.quantization import SCHEMES, load, quantize
 from dwindle.quantization.clipping import CLIPS_4, group_clips
 from dwindle.quantization.linear import (
     Linear8,
@@ -26,8 +25,9 @@ from dwindle.quantization.linear import (
     quantize_tokens,
     unpack_nibbles,
 )
+from dwindle.quantization.quantize import SCHEMES, load, quantize
 from dwindle.quantization.smoothing import observe, smooth
-from dwindle.sources import Loaded
+from dwindle.sources.loading import Loaded
 from tiny import FAMILIES, tiny_directory, tiny_model, tiny_tokenizer, tokens
 
 

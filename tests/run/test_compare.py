@@ -66,7 +66,7 @@ def test_layers_of_different_sizes_are_compared_too(source: Path) -> None:
 
 
 def loss_of(model: Any, source: Path) -> float:
-    from dwindle.data import validation_windows
+    from dwindle.data.text_windows import validation_windows
     from dwindle.training.loss import evaluate_loss
 
     windows = validation_windows(["pydoc:valid"], dwindle.load(source).tokenizer, 24, 480)
@@ -202,10 +202,10 @@ def test_an_existing_output_is_refused(source: Path, tmp_path: Path) -> None:
 
 def test_the_commands(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    import dwindle.commands.models
     from typer.testing import CliRunner
 
     import dwindle.commands.compare
-    import dwindle.commands.models
     from dwindle.commands.app import app
 
     small = ["--sequences", "4", "--seq-len", "24", "--json"]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe
@@ -158,7 +158,8 @@ def test_random_weights_at_the_shape_of_the_source(place: Path) -> None:
     source = dwindle.load(place / "model").model
     torch.manual_seed(3)
     fresh = AutoModelForCausalLM.from_config(source.config)
-    from dwindle.data import BatchStream, open_training_data
+    from dwindle.data.batches import BatchStream
+    from dwindle.data.training_data import open_training_data
     from dwindle.training.loss import language_model_loss
 
     tokenizer = dwindle.load(place / "model").tokenizer

@@ -12,7 +12,7 @@ import pytest
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import begin_run, pretrain, resume

@@ -15,12 +15,11 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data import DataConfig
-from dwindle.data.config import SourceConfig
+from dwindle.data.config import DataConfig, SourceConfig
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
 from dwindle.pruning.pacing import Horizon, Ratio

@@ -21,10 +21,11 @@ from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 from dwindle.core import files
 from dwindle.core.errors import UserError
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.recipe.recipe import Recipe
@@ -225,7 +226,8 @@ def test_without_pruning_it_is_a_plain_loop(place: Path) -> None:
     settings = recipe(place, prune={"enabled": False})
     pretrain(settings, run)
     model, tokenizer = dwindle.load(place / "model")
-    from dwindle.data import BatchStream, open_training_data
+    from dwindle.data.batches import BatchStream
+    from dwindle.data.training_data import open_training_data
     from dwindle.training.optim import LRSchedule
 
     data = open_training_data(settings.data, tokenizer, seed=0, cache_dir=place / "cache")

@@ -12,7 +12,8 @@ import torch
 from test_pretrain import assert_same_run, die_at, events, go_on, metrics, recipe, start, wait
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.ledger import read_ledger, replay_structure

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dwindle
-from dwindle.data import DataConfig
+from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 import dwindle
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 from dwindle.export.exporting import export
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import read_ledger, replay_structure

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dwindle.core.errors import UserError
-from dwindle.sources import load, load_config, load_tokenizer
 from dwindle.sources.gguf_model import ARCHITECTURES
+from dwindle.sources.loading import load, load_config, load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -18,7 +18,8 @@ import dwindle
 from dwindle.core.errors import UserError
 from dwindle.evaluation.evaluate import load_with_tokenizer
 from dwindle.run.compare import compare
-from dwindle.sources import huggingface, load, load_config, load_tokenizer
+from dwindle.sources import huggingface
+from dwindle.sources.loading import load, load_config, load_tokenizer
 from tiny import FAMILIES, tiny_model
 
 IDS = torch.arange(20).reshape(2, 10)

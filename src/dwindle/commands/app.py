@@ -93,7 +93,7 @@ def print_result(what: Any, as_json: bool) -> None:
 
 def resolve_model(name: str) -> str:
     """Resolves a run directory to its model (logged to stderr)."""
-    from dwindle.sources import model_of_run
+    from dwindle.sources.loading import model_of_run
 
     model = model_of_run(Path(name))
     if model is None:
@@ -107,9 +107,9 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
 
     ``remedy`` would have rounded them; None for methods that cannot.
     """
-    from dwindle.anatomy import Anatomy
+    from dwindle.anatomy.anatomy import Anatomy
     from dwindle.export.exporting import odd_sizes
-    from dwindle.sources import load_config
+    from dwindle.sources.loading import load_config
 
     if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"

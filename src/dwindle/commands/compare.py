@@ -8,7 +8,7 @@ import typer
 
 from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
 from dwindle.commands.options import options_of
-from dwindle.run.compare import NOT_COMPARED, CompareConfig
+from dwindle.run.config import NOT_COMPARED, CompareConfig
 
 
 @app.command()

@@ -26,7 +26,7 @@ def quantize(
 ) -> None:
     """Quantize weights (and activations) to 8 or 4 bits, calibrated on text."""
     from dwindle.data.pydoc_text import DEFAULT_TEXT
-    from dwindle.quantization import quantize
+    from dwindle.quantization.quantize import quantize
 
     found = quantize(
         resolve_model(model),

@@ -19,8 +19,8 @@ def tokenize(
     as_json: Json = False,
 ) -> None:
     """Write text as memory-mapped token files, which recipes can name in place of the text."""
-    from dwindle.data import write_token_files
-    from dwindle.sources import load_tokenizer
+    from dwindle.data.token_files import write_token_files
+    from dwindle.sources.loading import load_tokenizer
 
     files = write_token_files(
         inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dwindle.distributed.sharded_safetensors import TensorPieces
 from dwindle.distributed.world import World
-from dwindle.sources import load
+from dwindle.sources.loading import load
 
 Fetch = Callable[[str], Tensor]
 """A whole tensor by name; every process requests the same names in the same order."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
@@ -29,7 +29,7 @@ from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources import Loaded, check_source, load, model_of_run, needed_tokenizer
+from dwindle.sources.loading import Loaded, check_source, load, model_of_run, needed_tokenizer
 
 
 @dataclass(slots=True)

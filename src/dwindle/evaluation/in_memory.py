@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from dwindle.core.errors import UserError
-from dwindle.sources import Loaded
+from dwindle.sources.loading import Loaded
 
 _WANTED = "give a path, the result of dwindle.load, or (model, tokenizer)"
 

@@ -26,7 +26,7 @@ from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.torch_runtime import TorchEngine, one_layer
-from dwindle.sources import Loaded, load
+from dwindle.sources.loading import Loaded, load
 
 RUNTIMES = ("torch", "llamacpp", "onnx")
 ROUND = 64
@@ -410,7 +410,7 @@ def _remote(name: str, process: RuntimeProcess, method: str = "timed") -> Timed:
 
 def unaligned_widths(model: Any, round_to: int = 1) -> str:
     """Widths that are not multiples of 64 after padding to ``round_to``, as text."""
-    from dwindle.anatomy import Anatomy
+    from dwindle.anatomy.anatomy import Anatomy
 
     structure = Anatomy.of(model).source
     widths = {"hidden": [len(structure.hidden)], "FFN": sorted({len(la.ffn) for la in structure.layers})}

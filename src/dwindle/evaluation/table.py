@@ -24,7 +24,7 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources import check_source, model_of_run
+from dwindle.sources.loading import check_source, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
@@ -27,7 +28,7 @@ from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.resize import Resized, refuse_custom, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
-from dwindle.sources import Loaded, load, model_of_run
+from dwindle.sources.loading import Loaded, load, model_of_run
 
 FORMATS = ("hf", "gguf", "onnx")
 

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from dwindle.core.errors import UserError
-from dwindle.sources import needed_tokenizer
 from dwindle.sources.built_tokenizers import pre_tokenizer_named, split_named
+from dwindle.sources.loading import needed_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
 from dwindle.export.gguf_vocabulary import Vocabulary

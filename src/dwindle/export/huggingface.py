@@ -12,8 +12,10 @@ from typing import Any, NotRequired, TypedDict, Unpack
 
 from transformers.utils import logging
 
-from dwindle.anatomy import Anatomy, Structure, modeling_dwindle
+from dwindle.anatomy import modeling_dwindle
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.structure import Structure
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title

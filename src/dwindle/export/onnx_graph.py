@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dwindle.anatomy import Anatomy, Layer
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import Anatomy, Row, Structure
+from dwindle.anatomy.anatomy import Anatomy, Row
 from dwindle.anatomy.build import build, config_for, is_custom
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 
 NOTHING = -1

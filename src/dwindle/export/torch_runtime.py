@@ -17,7 +17,7 @@ class TorchEngine:
 
     def __init__(self, model: Any, *, threads: int = 1, context: int = 0) -> None:
         if isinstance(model, str):
-            from dwindle.sources import load
+            from dwindle.sources.loading import load
 
             model = load(model).model
         self._model = model

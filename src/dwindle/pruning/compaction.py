@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 
-from dwindle.anatomy import Anatomy, Layer, Structure
-from dwindle.anatomy.anatomy import lost
+from dwindle.anatomy.anatomy import Anatomy, lost
+from dwindle.anatomy.structure import Layer, Structure
 
 MAX_SHAPES = 8
 """Different sizes that layers of different sizes are filled up to."""

@@ -9,7 +9,8 @@ from math import log
 
 import numpy as np
 
-from dwindle.anatomy import Anatomy, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.target import Shape, Target

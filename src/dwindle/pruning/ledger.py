@@ -20,7 +20,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dwindle.anatomy import KINDS, Anatomy, Group, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import KINDS, Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dwindle.anatomy import Structure
+from dwindle.anatomy.structure import Structure
 from dwindle.core.sizes import format_count
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed

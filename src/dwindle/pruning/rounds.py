@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.progress import Bar
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.config import PostTrainingConfig

@@ -13,8 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dwindle.anatomy import KINDS, Group, Kind, Row, Structure
-from dwindle.anatomy.anatomy import places
+from dwindle.anatomy.anatomy import Row, places
+from dwindle.anatomy.structure import KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
 from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere

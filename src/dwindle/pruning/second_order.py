@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dwindle.anatomy import Anatomy, Kind, Row, Structure
-from dwindle.anatomy.anatomy import Removed
+from dwindle.anatomy.anatomy import Anatomy, Removed, Row
+from dwindle.anatomy.structure import Kind, Structure
 from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import Anatomy, Group, Kind, Row, Structure
-from dwindle.anatomy.anatomy import Removed, cut
+from dwindle.anatomy.anatomy import Anatomy, Removed, Row, cut
 from dwindle.anatomy.build import build, build_on_meta, config_for
+from dwindle.anatomy.structure import Group, Kind, Structure
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count, parse_size
 

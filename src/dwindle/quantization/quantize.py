@@ -24,14 +24,15 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.progress import track
 from dwindle.core.sizes import format_bytes
-from dwindle.data import calibration_windows, validation_windows
 from dwindle.data.pydoc_text import DEFAULT_TEXT
+from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
 from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
-from dwindle.sources import Loaded, huggingface, needed_tokenizer
-from dwindle.sources import load as load_source
+from dwindle.sources import huggingface
+from dwindle.sources.loading import Loaded, needed_tokenizer
+from dwindle.sources.loading import load as load_source
 
 FORMAT = 1
 MARKER = "quantization.json"

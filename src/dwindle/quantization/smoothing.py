@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dwindle.anatomy import Anatomy, Layer
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
 from dwindle.quantization.linear import quantize_rows, quantize_tokens

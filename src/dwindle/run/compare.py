@@ -14,14 +14,13 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import takes
 from dwindle.core.drawing import pyplot_settings, write_figure
 from dwindle.core.errors import UserError
@@ -30,11 +29,12 @@ from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
-from dwindle.data import DataConfig, calibration_windows, check_inputs, validation_windows
+from dwindle.data.config import DataConfig, check_inputs
 from dwindle.data.pydoc_text import DEFAULT_TEXT
+from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.pruning.calibration import Calibration, calibrate
-from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
+from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.rounds import group_scores
 from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
@@ -43,9 +43,10 @@ from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of
 from dwindle.recipe.recipe import Recipe
+from dwindle.run.config import NOT_COMPARED, CompareConfig
 from dwindle.run.pretrain import pretrain
-from dwindle.sources import Loaded, load, load_config, needed_tokenizer
 from dwindle.sources.config import ModelConfig
+from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 from dwindle.training.config import CheckpointConfig, TrainingConfig
 from dwindle.training.loss import evaluate_loss
 
@@ -136,35 +137,6 @@ def _average(tasks: dict[str, float]) -> float:
 
 def _task_words(tasks: dict[str, float]) -> str:
     return next(iter(tasks)) if len(tasks) == 1 else f"mean of {len(tasks)} tasks"
-
-
-NOT_COMPARED = ("method", "metric", "amplitude", "distance", "balance", "rounds")
-"""Settings of post-training pruning that a comparison does not take: it lists metrics and calibrates once, which adapt
-cannot do.
-"""
-
-
-class CompareConfig(PostTrainingConfig):
-    """What every cell has in common."""
-
-    text_field: str = "text"
-    """Field of JSON lines, or column of Parquet, that holds the text."""
-    valid_tokens: str | int = 16384
-    """Maximum held-out tokens."""
-    tokens: str | int = 0
-    """Also prune while training on this many tokens (each cell); 0: no training."""
-    tokens_per_step: str | int = 8192
-    """Tokens per training step."""
-    lr: Annotated[float, Field(gt=0)] = 6e-4
-    """Learning rate of the training."""
-
-    @property
-    def num_tokens(self) -> int:
-        return parse_count(self.tokens, "tokens")
-
-    @property
-    def num_valid_tokens(self) -> int:
-        return parse_count(self.valid_tokens, "valid_tokens")
 
 
 @takes(CompareConfig, but=NOT_COMPARED)

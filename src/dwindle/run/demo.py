@@ -13,18 +13,18 @@ from rich.panel import Panel
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
-from dwindle.data import validation_windows
+from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.latency import measure_latency
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.pruning.ledger import source_event
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
 from dwindle.run.prune import prune
-from dwindle.sources import Loaded, load
+from dwindle.sources.loading import Loaded, load
 from dwindle.training.loss import evaluate_loss
 
 PROMPT = "In Python, a function is"

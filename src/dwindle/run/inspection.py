@@ -12,13 +12,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dwindle.anatomy import Anatomy, Group, Structure
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.sizes import format_count
 from dwindle.export.card import mistral_note
 from dwindle.quantization.quantize import OWN_METHOD
-from dwindle.sources import load_config, model_of_run
 from dwindle.sources.aliases import alias_of
+from dwindle.sources.loading import load_config, model_of_run
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.distributed.precision import Precision
 from dwindle.training.config import TrainingConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.positions import beyond_positions
 from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
@@ -24,7 +24,7 @@ from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.memory import Footprint, footprint
-from dwindle.sources import load_config, load_tokenizer
+from dwindle.sources.loading import load_config, load_tokenizer
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """Maximum in one forward pass; with fewer, a GPU waits for the host while it trains a small model."""

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_random, config_for
+from dwindle.anatomy.structure import Structure
 from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
 from dwindle.core.run_directory import LOGS, RunDirectory
-from dwindle.data import BatchStream, open_training_data
+from dwindle.data.batches import BatchStream
+from dwindle.data.training_data import open_training_data
 from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
@@ -48,7 +50,7 @@ from dwindle.run.plan import (
     teacher_dtype,
     teacher_of,
 )
-from dwindle.sources import load, load_config, load_tokenizer
+from dwindle.sources.loading import load, load_config, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
 from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, write_failure
 from dwindle.training.compiling import compile_blocks

@@ -14,20 +14,21 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy, ParameterCount, Structure, cut
+from dwindle.anatomy.anatomy import Anatomy, ParameterCount, cut
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
-from dwindle.data import calibration_windows
 from dwindle.data.pydoc_text import DEFAULT_TEXT
+from dwindle.data.text_windows import calibration_windows
 from dwindle.export.huggingface import check_output, save_model
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
-from dwindle.sources import Loaded, load, load_config, needed_tokenizer
+from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 
 
 @dataclass(slots=True, repr=False)

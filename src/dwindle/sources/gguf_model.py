@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from dwindle.anatomy import Structure
 from dwindle.anatomy.build import config_for
 from dwindle.anatomy.modeling_dwindle import layer_shapes
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
 from dwindle.sources.common import config_reason, interleaved_to_halves

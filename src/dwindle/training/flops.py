@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dwindle.anatomy import Anatomy, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 
 PEAK_FLOPS = {"H200": 989e12, "H100 80GB HBM3": 989e12}
 """Dense bf16 FLOP/s by a part of the device's name (the PCIe version of the H100 has a lower peak)."""

@@ -12,7 +12,7 @@ from weakref import ref
 
 from torch import nn
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy import Anatomy, Row, Structure
+from dwindle.anatomy.anatomy import Anatomy, Row
+from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

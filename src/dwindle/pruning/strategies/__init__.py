@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dwindle.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.strategies.base import Strategy
 from dwindle.pruning.strategies.coupled import CoupledStrategy

@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Protocol, Self
 
 from torch import nn
 
-from dwindle.anatomy import Anatomy, Group, Kind, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import EventRange

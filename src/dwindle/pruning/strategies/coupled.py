@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dwindle.anatomy import KINDS, Anatomy, Group, Kind, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import KINDS, Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig

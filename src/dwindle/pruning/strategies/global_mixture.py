@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from dwindle.anatomy import Layer
+from dwindle.anatomy.structure import Layer
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import Scores
 

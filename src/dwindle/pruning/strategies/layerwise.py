@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from dwindle.anatomy import Anatomy, Group, Kind, Layer, Structure
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig
