@@ -79,9 +79,10 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", required=True, help="training text")
+    parser.add_argument("--data", required=True, nargs="+", help="training text or token files, as one source")
     parser.add_argument("--valid", required=True, help="held-out text; recipes are chosen on it")
     parser.add_argument("--wikitext", help="WikiText-2 raw test split; only reported")
+    parser.add_argument("--texts", nargs="*", default=[], help="NAME=PATH of more texts; only reported")
     parser.add_argument("--tasks-data", help="folder with the sets of the seven tasks; only reported")
     parser.add_argument("--limit", type=int, help="items of each task; default all")
     parser.add_argument("--rows", default=",".join(rows), help=titles.replace("%", "%%"))
@@ -143,6 +144,7 @@ class Study:
         self.read()
         self.data = load_data(["commonsense"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
         self.texts = {"textbooks": args.valid} | ({"wikitext2": args.wikitext} if args.wikitext else {})
+        self.texts |= dict(text.split("=", 1) for text in args.texts)
 
     def read(self) -> None:
         """Read the file again: other processes add to it."""
@@ -150,10 +152,13 @@ class Study:
             self.content = json.loads(self.args.out.read_text(encoding="utf-8"))
 
     def row(self, name: str) -> Row:
-        plain, plus, kd = name.partition("+")
+        whole, _, rate = name.partition("@")
+        plain, plus, kd = whole.partition("+")
         if plain not in self.rows or (plus and kd != "kd"):
-            raise UserError(f"--rows: {name!r} is not one of {', '.join(self.rows)}, or one of them with +kd")
+            raise UserError(f"--rows: {name!r} is not one of {', '.join(self.rows)}, or one of them with +kd and @RATE")
         row = self.rows[plain]
+        if rate:
+            row = replace(row, title=f"{row.title}, rate {rate}", overrides=(*row.overrides, f"training.lr={rate}"))
         if not plus:
             return row
         overrides = (*row.overrides, f"distill.teacher={self.args.model}", *self.args.kd)
@@ -229,7 +234,7 @@ class Study:
         return {
             "row": name,
             "model": Path(self.args.model).name,
-            "data": Path(self.args.data).name,
+            "data": "+".join(Path(text).name for text in self.args.data),
             "valid": Path(self.args.valid).name,
             "size": size if row.sized else "",
             "seed": seed if row.trained else 0,
@@ -246,9 +251,12 @@ class Study:
             if (value := getattr(self.args, option)) != usual:
                 words += [f"--{option.replace('_', '-')}", str(value)]
         words += ["--kd", *self.args.kd] if "+" in name else []
-        for option in ("model", "data", "valid", "wikitext", "tasks_data"):
+        words += ["--data", *(Path(text).name for text in self.args.data)]
+        for option in ("model", "valid", "wikitext", "tasks_data"):
             if value := getattr(self.args, option):
                 words += [f"--{option.replace('_', '-')}", Path(value).name]
+        named = (text.split("=", 1) for text in self.args.texts)
+        words += ["--texts", *(f"{name}={Path(path).name}" for name, path in named)] if self.args.texts else []
         device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
         versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
         return {
@@ -258,7 +266,7 @@ class Study:
             "commit": self.args.commit or commit(),
             "machine": {"device": device, **versions},
             "jobs": jobs_around(),
-            "order": list(self.rows).index(name.partition("+")[0]),
+            "order": list(self.rows).index(re.split(r"[+@]", name)[0]),
             "seconds": {},
         }
 
@@ -267,7 +275,7 @@ class Study:
         args = self.args
         base: Record = {
             "source": {"model": model, "device": DEVICE},
-            "data": {"train": [args.data], "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
+            "data": {"train": args.data, "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
             "training": {"tokens": args.tokens, "tokens_per_step": 65536, "seed": seed, "compile": DEVICE == "cuda"},
             "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
             "checkpoint": {"every": 0},
@@ -325,7 +333,7 @@ class Study:
         prune = recipe.prune
         return {
             "to": size,
-            "data": [self.args.data],
+            "data": self.args.data,
             "metric": prune.effective_metric,
             "selection": prune.selection,
             "groups": prune.groups,
@@ -398,12 +406,14 @@ class Study:
 
 def check_texts(args: argparse.Namespace) -> None:
     """Raise for missing texts before the first row is trained."""
-    for option in ("data", "valid", "wikitext"):
-        if text := getattr(args, option):
-            try:
-                DataConfig(train=[text]).check()
-            except UserError as error:
-                raise UserError(str(error).replace("data.train", f"--{option}")) from None
+    texts = {"data": args.data, "valid": [args.valid], "wikitext": [args.wikitext] if args.wikitext else []}
+    texts["texts"] = [text.partition("=")[2] for text in args.texts]
+    for option, paths in texts.items():
+        try:
+            if paths:
+                DataConfig(train=paths).check()
+        except UserError as error:
+            raise UserError(str(error).replace("data.train", f"--{option}")) from None
 
 
 def fingerprint(what: Any) -> str:
