@@ -227,6 +227,24 @@ def test_all_kinds_with_adapt_are_those_that_it_prunes(recipe_file: Path) -> Non
     assert recipe.prune.effective_groups == ("attn", "ffn")
 
 
+def test_assigned_fields_are_checked_before_a_run(recipe_file: Path) -> None:
+    recipe = load_recipe(recipe_file)
+    recipe.training.lr = -1.0
+    with pytest.raises(UserError, match=r"^training\.lr: -1\.0 must be above 0$"):
+        recipe.check()
+    recipe = load_recipe(recipe_file)
+    recipe.prune.method = "adapt"
+    with pytest.raises(
+        UserError, match=r"^prune\.horizon: method adapt prunes in prune\.interleaves stages: remove it$"
+    ):
+        recipe.check()
+    recipe.prune.horizon = None
+    recipe.check()
+    recipe.data.seq_len = "long"  # type: ignore[assignment]
+    with pytest.raises(UserError, match=r'^data\.seq_len: expected a whole number, got "long"$'):
+        recipe.check()
+
+
 def test_a_recipe_without_pruning_needs_no_target(recipe_file: Path) -> None:
     load_recipe(recipe_file, ["prune.enabled=false", "prune.target="])
 

@@ -1,4 +1,4 @@
-"""Runs whose layers get different sizes: Adapt-Accel's stages and the global selection, resumed, compiled, refused."""
+"""Runs whose layers are sized one by one: Adapt-Accel, uniform, the global mixture; resumed, compiled, refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from test_pretrain import assert_same_run, die_at, events, go_on, metrics, recip
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
+from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.ledger import read_ledger, replay_structure
+from dwindle.pruning.pacing import Horizon, Pacing, Rounds, Stages
+from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies.base import Strategy
+from dwindle.pruning.strategies.coupled import CoupledStrategy
+from dwindle.pruning.strategies.global_mixture import GlobalStrategy
+from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
 from dwindle.pruning.surgery import Prunable
+from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
 
 ADAPT: dict[str, Any] = {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "70%"}
+UNIFORM: dict[str, Any] = {"method": "uniform", "interleaves": 4, "horizon": None, "target": "70%"}
 GLOBAL: dict[str, Any] = {"selection": "global", "target": "60%", "horizon": 0.5}
 
 
@@ -53,6 +62,78 @@ def test_stages_prune_and_train(place: Path) -> None:
     assert sum(p.numel() for p in dwindle.load(run / "model").model.parameters()) == result.parameters
 
 
+def test_uniform_stages_keep_all_layers_alike(place: Path) -> None:
+    """LLM-Pruner's sizes inside training, which the same strategy object as in rounds without training decides."""
+    run = place / "uniform"
+    result = pretrain(recipe(place, prune=UNIFORM), run)
+    source = Anatomy.of(dwindle.load(place / "model").model)
+    total = source.count(source.source).total
+    goal = int(0.7 * total)
+    by_step = {line["step"]: line["parameters"] for line in metrics(run)}
+    starts = [max(1, round(48 * done)) for done in (0, 0.1, 0.3, 0.6)]
+    assert sorted({event["step"] for event in events(run, "prune")}) == starts
+    for stage, step in enumerate(starts):
+        size = goal if stage == 3 else int(total * (goal / total) ** ((stage + 1) / 4))
+        narrower = any(event["step"] == step and event["type"] == "ffn" for event in events(run, "prune"))
+        group = 3 * 32 if narrower else 2 * (2 + 1) * 4 * 32  # a channel; a key/value head with its two queries
+        assert size - 4 * group < by_step[step] <= size
+    assert result.target_reached and result.parameters == by_step[48]
+    now = source.source
+    for event in read_ledger(run)[1:]:  # every layer loses as many heads or channels as the others, at every event
+        if event["event"] == "prune":
+            assert len({len(members) for members in event["indices"]}) == 1
+            now = replay_structure(now, [event])
+            assert now.is_uniform and len(now.hidden) == 32
+    structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    assert structure == now == replay_structure(source.source, read_ledger(run))
+    allocated = events(run, "allocation")
+    assert len(allocated) == 4 and all(len(set(line["sparsity"])) == 1 for line in allocated)
+
+
+def test_both_drivers_ask_the_same_strategy(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class for each method, made by one function, called by the training callback and by rounds alike."""
+    made: list[Strategy] = []
+
+    def recorded(*args: Any) -> Strategy:
+        made.append(make_strategy(*args))
+        return made[-1]
+
+    monkeypatch.setattr("dwindle.pruning.pruner.make_strategy", recorded)
+    monkeypatch.setattr("dwindle.pruning.rounds.make_strategy", recorded)
+    for number, (wanted, settings) in enumerate(
+        {
+            CoupledStrategy: {},
+            GlobalStrategy: {"selection": "global"},
+            AdaptStrategy: {"method": "adapt"},
+            UniformStrategy: {"method": "uniform"},
+        }.items()
+    ):
+        asked: list[tuple[type[Strategy], type[Pacing]]] = []
+
+        def choose(
+            self: Strategy,
+            scores: Any,
+            alive: Any,
+            pacing: Pacing,
+            *rest: Any,
+            real: Any = wanted.choose,
+            to: Any = asked,
+        ) -> Any:
+            to.append((type(self), type(pacing)))
+            return real(self, scores, alive, pacing, *rest)
+
+        made.clear()
+        monkeypatch.setattr(wanted, "choose", choose)
+        horizon = {"horizon": None, "interleaves": 2} if "method" in settings else {"horizon": 0.5}
+        pretrain(recipe(place, prune={"target": "80%", **settings, **horizon}), tmp_path / str(number))
+        assert {type(strategy) for strategy in made} == {wanted}
+        assert set(asked) == {(wanted, Stages if "method" in settings else Horizon)}
+        made.clear()
+        asked.clear()
+        dwindle.prune(place / "model", "80%", **settings, rounds=2, sequences=2, seq_len=16)
+        assert {type(strategy) for strategy in made} == {wanted} and set(asked) == {(wanted, Rounds)}
+
+
 def test_the_global_selection_removes_single_groups(place: Path) -> None:
     run = place / "global"
     result = pretrain(recipe(place, prune=GLOBAL), run)
@@ -66,7 +147,7 @@ def test_the_global_selection_removes_single_groups(place: Path) -> None:
     assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
 
 
-def test_sizes_are_looked_for_once_for_what_lives(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_are_looked_for_once_for_what_is_alive(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after every step once the target is reached."""
     seen: list[int] = []
 
@@ -81,7 +162,7 @@ def test_sizes_are_looked_for_once_for_what_lives(place: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("second_order", [False, True])
 def test_the_global_selection_lands_on_multiples(place: Path, second_order: bool) -> None:
-    """40 channels of four layers and 32 hidden ones, in blocks of 16: the 8 that make widths round leave first."""
+    """40 channels of four layers and 32 hidden ones, in blocks of 16; the 8 that round widths go first."""
     run = place / f"rounded-{second_order}"
     prune = GLOBAL | {"round_to": 16, "second_order": second_order}
     assert pretrain(recipe(place, prune=prune), run).target_reached
@@ -93,7 +174,9 @@ def test_the_global_selection_lands_on_multiples(place: Path, second_order: bool
     assert all(len(la.ffn) % 16 == 0 for la in structure.layers) and len(structure.hidden) % 16 == 0
 
 
-@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"round_to": 8}], ids=["adapt", "global", "rounded"])
+@pytest.mark.parametrize(
+    "prune", [ADAPT, UNIFORM, GLOBAL, GLOBAL | {"round_to": 8}], ids=["adapt", "uniform", "global", "rounded"]
+)
 def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[str, Any]) -> None:
     settings = recipe(place, prune=prune | {"target": "60%", "milestones": ["70%"], "smoothing": 0.4})
     name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}"
@@ -143,36 +226,51 @@ def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("prune", "message"),
     [
-        (ADAPT | {"interleaves": 0}, "prune.interleaves"),
-        (ADAPT | {"interleaves": 49}, "prune.interleaves"),
-        (ADAPT | {"amplitude": 2.0}, "prune.amplitude"),
-        (ADAPT | {"horizon": 0.5}, "prune.horizon"),
-        (ADAPT | {"ratio": "1:9"}, "prune.ratio"),
-        (ADAPT | {"selection": "global"}, "prune.selection"),
-        (ADAPT | {"groups": ["stem"]}, "prune.groups"),
-        (ADAPT | {"warmup_steps": -50}, "prune.warmup_steps"),
-        (ADAPT | {"compare": "sum"}, "prune.compare"),
-        (GLOBAL | {"amplitude": 0.5}, "prune.amplitude"),
-        (GLOBAL | {"interleaves": 4}, "prune.interleaves"),
+        (ADAPT | {"interleaves": 0}, "prune.interleaves: 0 must be at least 1"),
+        (ADAPT | {"interleaves": 49}, "prune.interleaves: 49 must be between 1 and the 48 steps"),
+        (ADAPT | {"amplitude": 2.0}, "prune.amplitude: 2.0 must be at least 0 and at most 1"),
+        (ADAPT | {"horizon": 0.5}, "prune.horizon: method adapt prunes in prune.interleaves stages: remove it"),
+        (ADAPT | {"ratio": "1:9"}, "prune.ratio: method adapt prunes in prune.interleaves stages: remove it"),
+        (ADAPT | {"selection": "global"}, "prune.selection: is a setting of method efficientllm, not adapt"),
+        (ADAPT | {"groups": ["stem"]}, "prune.groups: stem: adapt keeps the hidden size"),
+        (ADAPT | {"warmup_steps": -50}, "prune.warmup_steps: -50 must be at least 0"),
+        (ADAPT | {"compare": "sum"}, "prune.compare: is a setting of method efficientllm, not adapt"),
+        (UNIFORM | {"amplitude": 0.5}, "prune.amplitude: is a setting of method adapt, not uniform"),
+        (UNIFORM | {"horizon": 0.5}, "prune.horizon: method uniform prunes in prune.interleaves stages"),
+        (UNIFORM | {"target": "45%"}, "smallest model that method uniform can reach"),
+        (GLOBAL | {"amplitude": 0.5}, "prune.amplitude: is a setting of method adapt, not efficientllm"),
+        (GLOBAL | {"interleaves": 4}, "prune.interleaves: is a setting of method adapt or uniform: remove it"),
         (ADAPT | {"target": "hidden=16"}, "prune.target"),
-        (ADAPT | {"target": "45%"}, "smallest model"),
-        (ADAPT | {"round_to": 8}, "prune.round_to"),
-        (GLOBAL | {"round_to": 64}, "prune.round_to 64: no such multiple"),
+        (ADAPT | {"target": "45%"}, "smallest model that method adapt can reach"),
+        (ADAPT | {"round_to": 8}, "prune.round_to: is a setting of method efficientllm, not adapt"),
+        (GLOBAL | {"round_to": 64}, "prune.round_to 64: no multiple lies between"),
         (GLOBAL | {"round_to": 16, "target": "99.9%"}, "prune.round_to 16: the largest model with such widths has"),
         (GLOBAL | {"target": "0.5%"}, "smallest"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(place: Path, prune: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        pretrain(recipe(place, prune=prune), place / "refused")
+    given = {name: value for name, value in prune.items() if value is not None}
+    with pytest.raises(UserError, match=f"(^| ){message}"):
+        pretrain(from_dict(Recipe, recipe(place).model_dump(exclude_none=True) | {"prune": given}), place / "refused")
     assert not (place / "refused").exists()
 
 
-@pytest.mark.parametrize("prune", [ADAPT, GLOBAL, GLOBAL | {"ratio": "4:1", "horizon": None}, GLOBAL | {"round_to": 8}])
-def test_plans_know_the_methods(place: Path, prune: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "prune",
+    [
+        ADAPT,
+        UNIFORM,
+        UNIFORM | {"interleaves": 20},
+        GLOBAL,
+        GLOBAL | {"ratio": "4:1", "horizon": None},
+        GLOBAL | {"round_to": 8},
+    ],
+)
+def test_plans_know_the_methods(place: Path, tmp_path: Path, prune: dict[str, Any]) -> None:
     plan = make_plan(recipe(place, prune=prune))
     share = float(prune["target"].removesuffix("%")) / 100
     assert plan.parameters_target == int(share * plan.parameters_before) and plan.shape_target is None
-    run = place / f"planned-{prune.get('method', 'global')}-{'ratio' in prune}-{'round_to' in prune}"
+    run = tmp_path / "planned"
     pretrain(recipe(place, prune=prune), run)
-    assert (2 if "round_to" in prune else 4) <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most
+    least = 2 if "round_to" in prune else 1 if prune.get("method") == "uniform" else 4
+    assert least <= plan.events_fewest <= len(events(run, "prune")) <= plan.events_most

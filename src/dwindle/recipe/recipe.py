@@ -73,7 +73,8 @@ class Recipe(Config):
         return parse_count(self.data.valid_tokens, "data.valid_tokens")
 
     def check(self) -> None:
-        """Refuse what the types allow but no run could use; the message names the key and the fix."""
+        """Refuse what no run could use; the message names the key and the fix."""
+        from_dict(Recipe, self.model_dump(warnings=False))  # fields may have been assigned since it was read
         check_recipe(self)
 
 

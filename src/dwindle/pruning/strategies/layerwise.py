@@ -239,7 +239,7 @@ class UniformStrategy(LayerwiseStrategy):
     """LLM-Pruner's control: the same number of heads and of channels in every layer.
 
     Of the pairs of sizes that fit the goal, the one that removes least saliency (with ``balance = "ratio"``, the one
-    with the most equal shares); lands less than one channel of every layer below the goal.
+    with the most equal shares); lands less than one group of every layer below the goal.
     """
 
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
