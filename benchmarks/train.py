@@ -63,7 +63,7 @@ CYCLE = 9
 class InTurns:
     """Pacing of the bench: one group after every step, in every second block of steps.
 
-    One also leaves in the last step of the warm-up: scoring is compiled when first used.
+    One is also removed in the last step of the warm-up: scoring is compiled when first used.
     """
 
     first_step: int
@@ -78,6 +78,9 @@ class InTurns:
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return num_events < sum(self.active(s) for s in range(step + 1)) and self.active(step)
+
+    def aim(self, step: int) -> int | None:
+        return None
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         return step

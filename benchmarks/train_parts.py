@@ -16,10 +16,10 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision
+from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
+from dwindle.pruning.layouts import smallest
 from dwindle.pruning.pacing import Pacing
-from dwindle.pruning.pruner import Pruner, PrunerOptions
-from dwindle.pruning.second_order import DEFAULT_TOKENS
-from dwindle.pruning.strategies.coupled import DEFAULT_MIN_WIDTH, SelectionOptions, smallest
+from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 from dwindle.training.callbacks import Callback
@@ -78,7 +78,7 @@ class TrainBench:
     """Row compacted: also a target whose widths are themselves the nearest multiples of this."""
     compacted_batches: Sequence[int] = ()
     """Row compacted: sequences per step, one row for each; as many as in the other rows by default."""
-    gram_tokens: int = DEFAULT_TOKENS
+    gram_tokens: int = DEFAULT_GRAM_TOKENS
     """Rows with the second-order update: tokens of a step from which inputs are watched."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -215,18 +215,20 @@ def make_pruner(
 ) -> Pruner:
     """Towards the smallest model there is, which no benchmark reaches; never compacts by itself."""
     anatomy = prunable.anatomy
+    config = PretrainPruneConfig(
+        groups=list(groups), compact_threshold=1.0, second_order=second_order, gram_tokens=bench.gram_tokens
+    )
     full = Shape.of(anatomy.source)
     least = Shape(
-        DEFAULT_MIN_WIDTH if "stem" in groups else full.hidden,
-        1 if "attn" in groups else full.heads,
-        DEFAULT_MIN_WIDTH if "ffn" in groups else full.ffn,
+        config.min_hidden if "stem" in groups else full.hidden,
+        config.min_heads if "attn" in groups else full.heads,
+        config.min_ffn if "ffn" in groups else full.ffn,
     )
     return Pruner(
         prunable,
         Target(anatomy.count(smallest(anatomy.source, least)).total),
         pacing,
-        selection=SelectionOptions(groups=groups),
-        options=PrunerOptions(compact_threshold=1.0, second_order=second_order, gram_tokens=bench.gram_tokens),
+        config=config,
         ledger=folder / "ledger.jsonl",
         source=bench.shape,
         rebuild=lambda fresh: prepare(bench, fresh),

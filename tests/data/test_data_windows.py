@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.data.batches import BatchStream
 from dwindle.data.config import DataConfig, SourceConfig
@@ -18,6 +19,7 @@ from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.data.token_files import write_token_files
 from dwindle.data.tokenizing import DocumentEncoder
 from dwindle.data.training_data import open_stream, open_training_data
+from dwindle.recipe.recipe import Recipe
 
 
 def packed_ids(tokenizer: Any, paths: list[str]) -> list[int]:
@@ -141,20 +143,20 @@ def test_damaged_cache_is_named(tmp_path: Path, tokenizer: Any, text_file: Calla
     ("options", "expected"),
     [
         ({}, "data.train: missing"),
-        ({"train": ["pydoc"], "sources": {"a": SourceConfig(paths=["pydoc"])}}, "data.train: cannot be combined"),
+        ({"train": ["pydoc"], "sources": {"a": {"paths": ["pydoc"]}}}, "data.train: cannot be combined"),
         ({"train": ["nowhere.txt"]}, "data.train: nowhere.txt does not exist"),
         ({"train": ["pydoc"], "valid": ["nowhere.txt"]}, "data.valid: nowhere.txt does not exist"),
-        ({"sources": {"a": SourceConfig()}}, "data.sources.a.paths: is empty"),
-        ({"sources": {"a": {"paths": ["pydoc"], "weight": -1.0}}}, "sources.a.weight: -1.0 must be above 0"),
-        ({"sources": {"a": SourceConfig(paths=["pydoc"], max_tokens="x")}}, "data.sources.a.max_tokens: 'x' is not"),
-        ({"train": ["pydoc"], "seq_len": 0}, "seq_len: 0 must be at least 2"),
+        ({"sources": {"a": {}}}, "data.sources.a.paths: is empty"),
+        ({"sources": {"a": {"paths": ["pydoc"], "weight": -1}}}, "data.sources.a.weight: -1 must be above 0"),
+        ({"sources": {"a": {"paths": ["pydoc"], "max_tokens": "x"}}}, "data.sources.a.max_tokens: 'x' is not"),
+        ({"train": ["pydoc"], "seq_len": 0}, "data.seq_len: 0 must be at least 2"),
         ({"train": ["pydoc"], "valid_tokens": 10}, "data.valid_tokens: must be at least data.seq_len"),
-        ({"train": ["pydoc"], "text_field": ""}, "text_field: "),
+        ({"train": ["pydoc"], "text_field": ""}, "data.text_field: must not be empty"),
     ],
 )
 def test_bad_tables_are_refused(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        DataConfig(**options).check()
+        from_dict(Recipe, {"source": {"model": "x"}, "training": {"tokens": 1}, "data": options}).data.check()
     assert str(caught.value).startswith(expected)
 
 

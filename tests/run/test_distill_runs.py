@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dwindle
+from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data.config import DataConfig
@@ -113,15 +114,18 @@ def test_a_teacher_keeps_the_student_near(place: Path) -> None:
 def test_what_is_refused(place: Path) -> None:
     tiny_directory(place / "other-size", vocab_size=258)
     wrong = {
-        "distill.weight": {"weight": 1.5},
+        "distill.weight: 1.5 must be at least 0 and at most 1": {"weight": 1.5},
         "distill.weight: is 0, so there is no teacher": {"top_k": 5},
-        "distill.temperature": {"weight": 0.5, "temperature": 0.0},
+        "distill.temperature: 0.0 must be above 0": {"weight": 0.5, "temperature": 0.0},
         "distill.top_k": {"weight": 0.5, "top_k": 258},
         "distill.teacher": {"weight": 0.5, "teacher": str(place / "other-size")},
     }
     for key, settings in wrong.items():
-        with pytest.raises(UserError, match=f"^{key}: "):
-            pretrain(recipe(place, distill=settings), place / "refused")
+        with pytest.raises(UserError, match=f"^{key}(: |$)"):
+            pretrain(
+                from_dict(Recipe, recipe(place).model_dump(exclude_none=True) | {"distill": settings}),
+                place / "refused",
+            )
         assert not (place / "refused").exists()
     shutil.copytree(place / "model", place / "renumbered")
     file = place / "renumbered" / "tokenizer.json"
