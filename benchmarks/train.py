@@ -213,7 +213,7 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
         pacing = Ratio(1, CYCLE, 0)
         pruner = make_pruner(bench, prunable, pacing, Path(folder), groups=(kind,), second_order=True)
         trainer = make_trainer(bench, model, prepare(bench, model), [pruner, clock])
-        trainer.options = replace(trainer.options, num_steps=cycles * CYCLE)
+        trainer.num_steps = cycles * CYCLE
         reset_peak(bench.device)
         trainer.run()
     assert trainer.last is not None and pruner.num_events == cycles
@@ -230,7 +230,7 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
 def compacted(
     bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int, name: str = "compacted"
 ) -> Iterator[TrainRow]:
-    """Straight to the end of a long run: what would have left by then is dead, and is compacted away.
+    """Straight to the end of a long run: what would be pruned by then is dead, and is compacted away.
 
     One row for every batch size.
     """
@@ -246,7 +246,7 @@ def compacted(
     for number, batch in enumerate(bench.compacted_batches or [bench.batch]):
         clock.seconds.clear()
         trainer.batches = RandomTokens(replace(bench, batch=batch), trainer.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-        trainer.options = replace(trainer.options, num_steps=trainer.step + bench.warmup + bench.steps)
+        trainer.num_steps = trainer.step + bench.warmup + bench.steps
         reset_peak(bench.device)
         trainer.run()
         assert trainer.last is not None

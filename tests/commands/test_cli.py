@@ -262,20 +262,26 @@ BAD = {
     "short text": ([*PRUNE, "--data", "short.txt"], "--data"),
     "output exists": ([*PRUNE, "--out", "existing"], "--out existing already exists"),
     "unknown metric": ([*PRUNE, "--metric", "wonder"], "--metric 'wonder' is unknown"),
-    "bad multiple": ([*PRUNE, "--round-to", "0"], "error: --round-to 0: give a multiple"),
-    "no sequences": ([*PRUNE, "--sequences", "0"], "error: --sequences 0: give at least 1"),
-    "nothing to predict": ([*PRUNE, "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
-    "nothing to quantise by": (["quantize", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
-    "nothing to measure": (["quantize", "model", "--valid-seq-len", "1"], "error: --valid-seq-len 1: give at least 2"),
-    "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len 1: give at least 2"),
-    "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude, --distance: belong to the method adapt"),
+    "bad multiple": ([*PRUNE, "--round-to", "0"], "error: --round-to: 0 must be at least 1"),
+    "no sequences": ([*PRUNE, "--sequences", "0"], "error: --sequences: 0 must be at least 1"),
+    "nothing to predict": ([*PRUNE, "--seq-len", "1"], "error: --seq-len: 1 must be at least 2"),
+    "nothing to quantise by": (["quantize", "model", "--seq-len", "1"], "error: --seq-len: 1 must be at least 2"),
+    "nothing to measure": (
+        ["quantize", "model", "--valid-seq-len", "1"],
+        "error: --valid-seq-len: 1 must be at least 2",
+    ),
+    "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len: 1 must be at least 2"),
+    "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude: is a setting of method adapt, not"),
     "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads 0: give at least 1"),
     "a size twice": (["prune", "model", "--to", "hidden=24,ffn=32,hidden=16"], "16' gives hidden twice"),
     "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to: '80%noemb' is not a size such as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
-    "bad groups": ([*PRUNE, "--groups", "legs"], "error: --groups legs"),
-    "bad attention": ([*PRUNE, "--attention", "none"], "error: --attention 'none'"),
+    "bad groups": ([*PRUNE, "--groups", "legs"], 'error: --groups: expected one of "attn", "ffn", "stem", got "legs"'),
+    "bad attention": (
+        [*PRUNE, "--attention", "none"],
+        'error: --attention: expected one of "cluster", "regular", got "none"',
+    ),
     "stray argument": (["prune", "model", "stray", "--to", "50%"], "stray"),
     "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
     "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
@@ -354,8 +360,8 @@ def test_keys_of_a_recipe(shell: Shell) -> None:
     code, out, _ = shell("keys", "distill.", "--json")
     assert code == 0
     assert [key["name"] for key in json.loads(out)][:2] == ["distill.weight", "distill.temperature"]
-    code, out, _ = shell("keys", "prune.groups")
-    assert code == 0 and '["attn", "ffn", "stem"]' in " ".join(out.split())  # brackets are not taken for markup
+    code, out, _ = shell("keys", "training.betas")
+    assert code == 0 and "[0.9, 0.95]" in " ".join(out.split())  # brackets are not taken for markup
     code, _, err = shell("keys", "nothing")
     assert code == 2 and err.startswith("error: nothing: no key of a recipe contains it")
 
@@ -407,7 +413,7 @@ def test_a_run_is_told_from_a_model(shell: Shell) -> None:
     assert shell(*PRETRAIN, "training.tokens=480", "--out", "told")[0] == 0
     code, out, err = shell("inspect", "told", "--json")
     assert code == 0 and json.loads(out)["source"] == "told/model"
-    assert err == "told is a run: its model, told/model, is taken\n"
+    assert err == "told is a run: using its model, told/model\n"
     code, _, err = shell("prune", "told", "--to", "50%", "--out", "smaller-still")
     assert code == 2 and "source told: is a run of dwindle pretrain: give its model, told/model" in err
 

@@ -16,7 +16,7 @@ from dwindle.run.pretrain import pretrain, resume
 
 
 def test_names_are_the_functions_of_the_rooms() -> None:
-    assert dwindle.evaluate is evaluate and dwindle.quantize is quantize and dwindle.export.export is export
+    assert dwindle.evaluate is evaluate and dwindle.quantize is quantize
     assert dwindle.export_model is export and dwindle.pretrain is pretrain and dwindle.resume is resume
     assert dwindle.load_recipe is load_recipe and dwindle.register_metric is register_metric
     assert all(getattr(dwindle, name) is not None for name in dwindle.__all__)
@@ -33,7 +33,7 @@ def test_nothing_heavy_is_imported_before_it_is_used() -> None:
     script = (
         "import sys, dwindle, dwindle.export\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys()\n"
-        "print(callable(dwindle.export.export), 'torch' in sys.modules)\n"
+        "print(callable(dwindle.export_model), 'torch' in sys.modules)\n"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["True", "True"]
@@ -45,7 +45,7 @@ def test_results_are_shown_in_a_line(tmp_path: Path) -> None:
 
     source = str(tiny_directory(tmp_path / "model"))
     pruned = dwindle.prune(source, to="80%", sequences=4, seq_len=24)
-    quantized = dwindle.quantize(source, "w8")
+    quantized = dwindle.quantize(source, scheme="w8")
     exported = dwindle.export_model(source, "hf", tmp_path / "out")
     for shown in map(repr, (dwindle.load(source), pruned, quantized, exported)):
         assert len(shown) < 900 and "\n" not in shown, shown
