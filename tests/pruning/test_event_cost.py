@@ -136,7 +136,7 @@ def test_all_layers_are_repaired_before_anything_is_waited_for(kind: str) -> Non
     taps.remove()
     keep = prunable.alive.without(random_group(kind, prunable.alive, 1))
     with Operations() as operations:
-        repair(prunable, keep, statistics)
+        repair(prunable, keep, statistics, damping=0.01)
     assert watching.waits == operations.waits == 0
     factors = {"attn": 3, "ffn": 3, "stem": 7}[kind]  # one for each input that has readers, the head among them
     assert operations.counts["aten::linalg_cholesky_ex"] == factors

@@ -130,7 +130,7 @@ def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
     source, plain, repaired = (Prunable(tiny_model(family)) for _ in range(3))
     found = watched(source, windows)
     keep = pruned_keep(source, ["stem"] * 4)
-    repair(repaired, keep, found)
+    repair(repaired, keep, found, damping=0.01)
     taps = [tap for tap in taps_of(source.anatomy) if tap.unit == "hidden" and tap.rows]
     wanted, streams = {}, {}
     for tap in taps:
@@ -178,7 +178,7 @@ def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
         train(prunable, optimizer, 2, seed=100)
         for kinds in (["attn", "ffn", "stem"], ["stem", "attn"]):
             keep = pruned_keep(prunable, kinds)
-            repair(prunable, keep, watched(prunable, tokens(4, 16)))
+            repair(prunable, keep, watched(prunable, tokens(4, 16)), damping=0.01)
             prunable.kill(keep, optimizer)
         pair.append((prunable, optimizer))
     (masked, masked_optimizer), (sliced, sliced_optimizer) = pair
@@ -201,7 +201,7 @@ def test_moments_of_what_stays_are_left_alone() -> None:
     weight = prunable.model.get_parameter("model.layers.0.mlp.down_proj.weight")
     before, moment = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
     keep = pruned_keep(prunable, ["ffn"])
-    repair(prunable, keep, watched(prunable, tokens(4, 16)))
+    repair(prunable, keep, watched(prunable, tokens(4, 16)), damping=0.01)
     prunable.kill(keep, optimizer)
     kept = list(keep.layers[0].ffn)
     assert torch.equal(optimizer.state[weight]["exp_avg"][:, kept], moment[:, kept])

@@ -25,9 +25,6 @@ from torch import Tensor
 
 from dwindle.distributed.collectives import Exchange
 
-DEFAULT_DAMPING = 0.01
-"""λ as a share of the mean diagonal of H over living inputs, when tokens are plenty."""
-
 NOISE_TO_SIGNAL = 2.0
 """How much of an input the others do not explain, over what they do: about 2 where it was measured."""
 
@@ -180,7 +177,7 @@ class Downdate:
     costs two triangular solves; neither the inverse nor a second factor is ever formed.
     """
 
-    def __init__(self, gram_NN: Tensor, damping: float = DEFAULT_DAMPING) -> None:
+    def __init__(self, gram_NN: Tensor, damping: float) -> None:
         self._factor, is_whole = cholesky(gram_NN, damping * gram_NN.diagonal().mean())
         assert is_whole, "this Gram is singular: raise the damping"
         self._gone = torch.zeros(0, dtype=torch.long, device=gram_NN.device)

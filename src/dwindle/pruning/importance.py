@@ -52,7 +52,7 @@ class LayerWatch:
     passes), so opening and closing costs no new graph.
     """
 
-    def __init__(self, distance: Distance = "cosine") -> None:
+    def __init__(self, distance: Distance) -> None:
         self._change = _CHANGE[distance]
         self._in_training = False
         self._is_open = False

@@ -28,7 +28,6 @@ from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes
 from dwindle.distributed.shards import gathered, is_idle, local
 from dwindle.pruning.gram import (
-    DEFAULT_DAMPING,
     Gram,
     Inputs,
     Regression,
@@ -39,9 +38,6 @@ from dwindle.pruning.gram import (
 )
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
-
-DEFAULT_TOKENS = 4096
-"""Tokens from which a layer's Gram is made."""
 
 Sink = Callable[[str, Tensor], None]
 
@@ -271,7 +267,7 @@ def repair(
     keep: Structure,
     inputs: Mapping[str, Inputs],
     *,
-    damping: float = DEFAULT_DAMPING,
+    damping: float,
     exchange: Exchange | None = None,
 ) -> None:
     """Change the columns that stay so that every layer's output moves least when ``keep`` becomes all that is alive.
