@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dwindle.evaluation.agreement import Scores, agreement
+from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data, load_with_tokenizer
 from dwindle.evaluation.results import EvalResult
@@ -145,7 +146,7 @@ def main() -> None:
         export(names, places, options.export)
         return
     for engine in ENGINES[options.engine]:
-        check_engine(engine, options.batch)
+        check_engine(EvalConfig(engine=engine, batch=options.batch))
     data = load_data(names, places, limit=options.limit)
     options.out.mkdir(parents=True, exist_ok=True)
     alone_on_gpu = options.engine == "dwindle" and options.device != "cpu"

@@ -59,7 +59,7 @@ def main() -> None:
         started = time.perf_counter()
         found = quantize(
             loaded,
-            scheme,
+            scheme=scheme,
             data=options.data,
             valid=[options.valid],
             valid_seq_len=options.seq_len,

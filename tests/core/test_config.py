@@ -52,6 +52,7 @@ class Training(Config):
     seq_len: int = 8
     clip: Annotated[float, Field(ge=0, lt=1)] = 0.5
     limit: Annotated[int, Field(ge=1)] | None = None
+    group: Annotated[int, Field(ge=2, multiple_of=2)] = 32
 
     @model_validator(mode="after")
     def _check(self) -> Training:
@@ -144,6 +145,7 @@ def test_tables_inside_are_as_strict() -> None:
         ({"steps": 0}, "training.steps: 0 must be at least 1"),
         ({"clip": 1}, "training.clip: 1 must be at least 0 and below 1"),
         ({"clip": -0.5}, "training.clip: -0.5 must be at least 0 and below 1"),
+        ({"group": 7}, "training.group: 7 must be at least 2 and a multiple of 2"),
         ({"limit": 0}, "training.limit: 0 must be at least 1"),
         ({"limit": "many"}, 'training.limit: expected a whole number, got "many"'),
         ({"betas": [1, 2, 3]}, "training.betas: give two numbers"),
@@ -230,7 +232,7 @@ def test_text_of_a_config() -> None:
         "[data]\ntrain = []\nkinds = []\nparts = []\n\n"
         '[data.sources."my books"]\npaths = [\n    "a",\n]\nweight = 1.0\n\n[data.weights]\n\n'
         '[training]\nlr = 1e-05\nsteps = 10\ncompile = false\nschedule = "cosine"\ntokens = "16M"\nwarmup = 0.02\n'
-        "betas = []\nseq_len = 9\nclip = 0.5\n"
+        "betas = []\nseq_len = 9\nclip = 0.5\ngroup = 32\n"
     )
 
 

@@ -132,7 +132,10 @@ def test_a_place_that_vanished_is_one_message(tmp_path: Path) -> None:
     [
         (("eval", "model", "--tasks", "nothing"), "--tasks: unknown task 'nothing'"),
         (("eval", "model", "--data", "nowhere"), "--data: nowhere is not a folder"),
-        (("eval", "model", "--data", "sets", "--engine", "x"), "--engine: 'x' is not one of dwindle, harness"),
+        (
+            ("eval", "model", "--data", "sets", "--engine", "x"),
+            '--engine: expected one of "dwindle", "harness", got "x"',
+        ),
         (("eval", "model", "--data", "sets", "--batch", "-1"), "--batch: -1 must be"),
         (("eval", "model", "--data", "sets", "--limit", "0"), "--limit: 0 must be"),
         (("eval", "model", "--data", "sets", "--max-length", "9999"), "--max-length: 9999 must lie between"),
@@ -170,8 +173,8 @@ def test_quantized_models(dwindle: Command) -> None:
     from dwindle.quantization.quantize import quantize
 
     Path("story.txt").write_text("Once upon a time there was a tea pot. " * 100)
-    sizes = {"num_sequences": 2, "seq_len": 32, "valid_seq_len": 32, "valid_tokens": 64}
-    quantize("model", "w8a8", out="small", data=["story.txt"], valid=["story.txt"], **sizes)  # type: ignore[arg-type]
+    sizes = {"sequences": 2, "seq_len": 32, "valid_seq_len": 32, "valid_tokens": 64}
+    quantize("model", scheme="w8a8", out="small", data=["story.txt"], valid=["story.txt"], **sizes)
     whole, small = (json.loads(dwindle("eval", name, "--data", "sets", "--json")[1]) for name in ("model", "small"))
     assert small["parameters"] == whole["parameters"]
     assert [task["num_items"] for task in small["tasks"]] == [task["num_items"] for task in whole["tasks"]]
@@ -281,4 +284,4 @@ def test_a_run_that_missed_its_target_is_told_from_others(dwindle: Command, tmp_
     Path("run/ledger.jsonl").write_text('{"event": "source", "parameters": 9000, "options": {}}\n')
     code, out, err = dwindle("table", "run", "--tasks", "piqa", "--data", "sets")
     assert code == 0 and "measured (target missed)" in out
-    assert err.startswith("run is a run: its model, run/model, is taken\n")
+    assert err.startswith("run is a run: using its model, run/model\n")

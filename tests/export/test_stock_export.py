@@ -194,9 +194,8 @@ def test_what_was_done_is_said(structure: str, options: dict[str, Any], said: st
 
 def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
     """As in ``dwindle eval``; the card still says how the run was made."""
-    import dwindle.commands.models
-
     import dwindle.commands.export
+    import dwindle.commands.inspect
     from dwindle.commands.app import app
 
     export(tiny_loaded(), "hf", tmp_path / "run" / "model")
@@ -204,7 +203,7 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
     run, out = str(tmp_path / "run"), tmp_path / "out"
     done = CliRunner().invoke(app, ["export", run, "--to", "hf", "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
-    assert f"{run} is a run: its model, {run}/model, is taken\n" in done.stderr
+    assert f"{run} is a run: using its model, {run}/model\n" in done.stderr
     assert "- distilled from tiny" in (out / "README.md").read_text()
     done = CliRunner().invoke(app, ["inspect", run, "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["source"] == f"{run}/model"

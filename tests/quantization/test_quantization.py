@@ -160,7 +160,7 @@ def test_inspection_says_who_reads_it(tmp_path: Path) -> None:
     console = Console(width=80, file=StringIO())
     console.print(found.render())
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "w8a8 weights of dwindle quantize" in shown and "stock transformers" not in shown
+    assert "w8a8 weights from dwindle quantize" in shown and "stock transformers" not in shown
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "gptq"}}))
     assert dwindle.inspect(folder).quantization == "gptq"
@@ -168,12 +168,12 @@ def test_inspection_says_who_reads_it(tmp_path: Path) -> None:
 
 def test_user_errors(tmp_path: Path) -> None:
     source = tiny_source()
-    with pytest.raises(UserError, match="--scheme"):
+    with pytest.raises(UserError, match=r'^scheme: expected one of "w8a8", "w8", "w4", got "w3"$'):
         quantize(source, scheme="w3")
     tiny_directory(tmp_path / "model")
     with pytest.raises(UserError, match="device: 'abacus' is not usable"):
         quantize(tmp_path / "model", scheme="w8", device="abacus")
-    with pytest.raises(UserError, match="--group"):
+    with pytest.raises(UserError, match=r"^group: 7 must be at least 2 and a multiple of 2$"):
         quantize(source, scheme="w4", group=7)
     quantize(source, scheme="w8", out=tmp_path / "q", sequences=2, seq_len=16)
     with pytest.raises(UserError, match="already exists"):
@@ -193,10 +193,10 @@ def test_user_errors(tmp_path: Path) -> None:
 def test_a_gpu_finds_what_the_cpu_finds(scheme: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     tiny_directory(tmp_path / "model")
-    options: dict[str, Any] = {"num_sequences": 4, "seq_len": 32, "valid_seq_len": 64}
+    options: dict[str, Any] = {"sequences": 4, "seq_len": 32, "valid_seq_len": 64}
     valid = [str(tmp_path / "text.txt")]
     here, there = (
-        quantize(tmp_path / "model", scheme, valid=valid, out=tmp_path / device, device=device, **options)
+        quantize(tmp_path / "model", scheme=scheme, valid=valid, out=tmp_path / device, device=device, **options)
         for device in ("cpu", "cuda")
     )
     assert next(there.model.parameters()).is_cuda

@@ -202,10 +202,10 @@ def test_an_existing_output_is_refused(source: Path, tmp_path: Path) -> None:
 
 def test_the_commands(source: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    import dwindle.commands.models
     from typer.testing import CliRunner
 
     import dwindle.commands.compare
+    import dwindle.commands.prune
     from dwindle.commands.app import app
 
     small = ["--sequences", "4", "--seq-len", "24", "--json"]
