@@ -84,7 +84,7 @@ def test_grouped_query_scores_are_those_of_the_removed_queries() -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_frozen_scores_after_removal_equal_new_sums(name: str) -> None:
-    """Re-summing frozen element scores as groups leave equals summing the element scores of what is left."""
+    """Updating the sums as groups are removed equals summing the element scores of the remaining groups."""
     windows = tokens(3, 9, seed=4)
     kept, removed = Prunable(tiny_model("llama")), Prunable(tiny_model("llama"))
     metric = metric_named(name, seed=1)
