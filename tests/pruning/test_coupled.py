@@ -130,7 +130,7 @@ def test_targets_are_read(anatomy: Anatomy) -> None:
     ("text", "message"),
     [
         ("900M", "choose a target below it"),
-        ("100%", "choose a target below it"),
+        ("100%", "must be above 0 and below 100%"),
         ("1.0", "must be above 0 and below 100%"),
         ("80%noemb", "is not a size such as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"),
         ("many", "--to: 'many' is not a size"),

@@ -61,9 +61,7 @@ class LayerCurvature(Mapping[str, Tensor]):
         parameter: Tensor = self._prunable.model.get_parameter(name)
         weight = local(parameter.detach())
         f_I = weight.new_zeros(weight.shape[1])
-        assert row.module in self._inputs, (
-            f"the inputs of {row.module} were not recorded"
-        )  # get() would hide a KeyError
+        assert row.module in self._inputs, f"inputs of {row.module} were not recorded"  # get() would hide a KeyError
         seen = self._inputs[row.module].at_owner(number, self._exchange)
         if self._exchange.is_mine(number):
             f_I.copy_(self._curvature(seen, row))
