@@ -63,7 +63,7 @@ CYCLE = 9
 class InTurns:
     """Pacing of the bench: one group after every step, in every second block of steps.
 
-    One is also removed in the last step of the warm-up: scoring is compiled when first used.
+    One also leaves in the last step of the warm-up: scoring is compiled when first used.
     """
 
     first_step: int
@@ -166,7 +166,7 @@ def pruning_and_compaction(bench: TrainBench) -> Iterator[TrainRow]:
 
 
 def rounded(bench: TrainBench) -> Iterator[TrainRow]:
-    """A target whose widths are round themselves (``prune.round_to``): the nearest multiples, with nothing to pad."""
+    """A target whose widths are round themselves (``prune.round_to``): the nearest multiples, nothing dead in them."""
     with tempfile.TemporaryDirectory() as folder:
         trainer, pruner, clock = pruned_run(bench, Path(folder))
         exact = smaller(pruner.prunable.alive, COMPACTED.get(bench.shape))
@@ -227,7 +227,7 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
 def compacted(
     bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int, name: str = "compacted"
 ) -> Iterator[TrainRow]:
-    """Straight to the end of a long run: what would be pruned by then is removed and compacted.
+    """Straight to the end of a long run: what would have left by then is dead, and is compacted away.
 
     One row for every batch size.
     """

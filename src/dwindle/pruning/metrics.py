@@ -200,13 +200,13 @@ METRICS: tuple[str, ...] = ()
 register_metric("taylor", taylor, needs=("gradient", "fisher"), plain=True)
 register_metric("taylor1", taylor1, needs=("gradient",), plain=True)
 register_metric("obd", obd, needs=("fisher",), plain=True)
+_METRICS["group"] = _Entry(
+    lambda seed: Metric(derivative, frozenset({"groups"}), squares_sums=True), f"{__name__}.derivative"
+)
 register_metric("wanda", layer_error, needs=("inputs",), curvature="diagonal", plain=True)
 register_metric("obc", layer_error, needs=("inputs",), curvature="inverse", plain=True)
 register_metric("magnitude", magnitude, plain=True)
 register_metric("random", random, seeded=True)
-_METRICS["group"] = _Entry(
-    lambda seed: Metric(derivative, frozenset({"groups"}), squares_sums=True), f"{__name__}.derivative"
-)
 METRICS = tuple(_METRICS)
 """The built-in metrics; their names cannot be registered again."""
 

@@ -73,7 +73,7 @@ class Recipe(Config):
         return parse_count(self.data.valid_tokens, "data.valid_tokens")
 
     def check(self) -> None:
-        """Raise for values that the types allow but no run can use; the message names the key and the fix."""
+        """Refuse what the types allow but no run could use; the message names the key and the fix."""
         check_recipe(self)
 
 

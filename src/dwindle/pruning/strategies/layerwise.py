@@ -239,7 +239,7 @@ class UniformStrategy(LayerwiseStrategy):
     """LLM-Pruner's uniform sizes, the control: the same numbers of heads and channels in every layer.
 
     Of the pairs of sizes that fit the goal, it takes the one that removes the least saliency (with
-    ``balance = "ratio"``, the one with the most equal shares); lands less than one channel of every layer below it.
+    ``balance = "ratio"``, the one with the most equal shares); lands less than one group of every layer below it.
     """
 
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
