@@ -21,8 +21,36 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dwindle.pruning.gram import Downdate, Gram, Sample, removal_update, spread
+from dwindle.pruning.gram import Gram, Sample, cholesky, finished, removal_update, spread
 from dwindle.run.compare import compare
+
+
+class Downdate:
+    """Removes inputs one after the other from one factorisation of H; equals the removal in one block.
+
+    The columns of the remaining inverse follow from those already used (a Schur complement), so a removal costs two
+    triangular solves; neither the inverse nor a second factor is formed.
+    """
+
+    def __init__(self, gram_NN: Tensor, damping: float) -> None:
+        self._factor, is_whole = cholesky(gram_NN, damping * gram_NN.diagonal().mean())
+        assert is_whole, "this Gram is singular: raise the damping"
+        self._removed = torch.zeros(0, dtype=torch.long, device=gram_NN.device)
+        self._used_NQ = gram_NN.new_zeros(len(gram_NN), 0)
+
+    def remove(self, w_ON: Tensor, removed_P: Tensor) -> Tensor:
+        """Update the other columns of W in place and zero these."""
+        unit_NP = self._factor.new_zeros(len(self._factor), len(removed_P))
+        unit_NP[removed_P, torch.arange(len(removed_P), device=removed_P.device)] = 1
+        z_NP = torch.cholesky_solve(unit_NP, self._factor)
+        z_NP -= self._used_NQ @ self._used_NQ[removed_P].T
+        root_PP: Tensor = torch.linalg.cholesky(z_NP[removed_P])
+        scaled_PN: Tensor = torch.linalg.solve_triangular(root_PP, z_NP.T, upper=False)
+        w_ON -= torch.linalg.solve_triangular(root_PP, w_ON[:, removed_P].T, upper=False).T @ scaled_PN
+        self._used_NQ = torch.cat([self._used_NQ, scaled_PN.T], dim=1)
+        self._removed = torch.cat([self._removed, removed_P])
+        w_ON[:, self._removed] = 0
+        return w_ON
 
 
 def arguments() -> argparse.Namespace:
@@ -86,14 +114,15 @@ def solve(args: argparse.Namespace) -> Table:
         gram = Gram()
         gram.add(x)
         for count in (1, 4, 64):
-            gone, kept = torch.arange(count, device=args.device), torch.arange(count, width, device=args.device)
+            removed, kept = torch.arange(count, device=args.device), torch.arange(count, width, device=args.device)
 
-            def block(seen: Gram | Sample, gone: Tensor = gone, kept: Tensor = kept, w: Tensor = weight) -> None:
-                removal_update(w, gone, spread(seen.regression(gone, kept, 0.01).result(), kept, w.shape[1]))
+            def block(seen: Gram | Sample, removed: Tensor = removed, kept: Tensor = kept, w: Tensor = weight) -> None:
+                (a_PR,) = finished([seen.regression(removed, kept, 0.01)])
+                removal_update(w, removed, spread(a_PR, kept, w.shape[1]))
 
-            def downdates(gram: Gram = gram, gone: Tensor = gone, w: Tensor = weight) -> None:
+            def downdates(gram: Gram = gram, removed: Tensor = removed, w: Tensor = weight) -> None:
                 downdate = Downdate(gram.matrix_NN, 0.1)
-                for column in gone:
+                for column in removed:
                     downdate.remove(w, column[None])
 
             sample = Sample([x])

@@ -9,7 +9,7 @@ from dwindle.pruning.saliency import Scores
 
 
 def drawn_scores(alive: Structure, source: Structure, seed: int) -> Scores:
-    """Random scores in the source's numbering; what is gone is infinite."""
+    """Random scores with the source's indices; infinite for pruned ones."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(full: tuple[int, ...], kept: tuple[int, ...]) -> torch.Tensor:

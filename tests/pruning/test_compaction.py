@@ -13,12 +13,12 @@ from tiny import tiny_model
 
 
 def test_buckets_are_few_and_hold_what_lives() -> None:
-    """Eight layers; heads of every kind that two queries on each of four key/value heads leave."""
+    """Eight layers; all kinds of head layouts that remain of four key/value heads with two queries each."""
     anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=8))
     source, widths = anatomy.source, [37, 40, 12, 13, 25, 26, 8, 39]
-    gone = [(), (0, 1), (0, 2, 4, 6), (2, 3, 4, 5), (), (1, 3, 5, 7), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 7)]
+    removed = [(), (0, 1), (0, 2, 4, 6), (2, 3, 4, 5), (), (1, 3, 5, 7), (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 7)]
     alive = source.without(Group("ffn", tuple(tuple(range(width, 40)) for width in widths)))
-    alive = alive.without(Group("attn", tuple(gone)))
+    alive = alive.without(Group("attn", tuple(removed)))
     for most in (1, 3, 8):
         keep = bucketed(anatomy, alive, source, 4, most)
         assert source.contains(keep) and keep.contains(alive)
@@ -27,7 +27,7 @@ def test_buckets_are_few_and_hold_what_lives() -> None:
     assert [len(la.ffn) for la in keep.layers] == [-(-width // 4) * 4 for width in widths]
     assert [la.query_heads for la in keep.layers] == [la.query_heads for la in alive.layers]
     assert bucketed(anatomy, alive, source, 4, 1).layers[6].query_heads == source.layers[6].query_heads
-    # What was rebuilt before lacks channels and heads: then a layer stays as it is.
+    # What was rebuilt before lacks channels and heads: then a layer's heads are not padded.
     again = bucketed(anatomy, alive, keep, 4, 1)
     assert keep.contains(again) and again.contains(alive)
     assert [la.query_heads for la in again.layers] == [la.query_heads for la in alive.layers]

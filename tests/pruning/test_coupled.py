@@ -57,11 +57,11 @@ def run(anatomy: Anatomy, target: Target, **options: Any) -> list[Structure]:
 
 
 def mask_gone(scores: Scores, alive: Structure) -> None:
-    gone = lambda full, kept: [i for i in full if i not in kept]  # noqa: E731
-    scores.stem[gone(scores.structure.hidden, alive.hidden)] = float("inf")
+    removed = lambda full, kept: [i for i in full if i not in kept]  # noqa: E731
+    scores.stem[removed(scores.structure.hidden, alive.hidden)] = float("inf")
     for number, (full, kept) in enumerate(zip(scores.structure.layers, alive.layers, strict=True)):
-        scores.attn[number][gone(full.query_heads, kept.query_heads)] = float("inf")
-        scores.ffn[number][gone(full.ffn, kept.ffn)] = float("inf")
+        scores.attn[number][removed(full.query_heads, kept.query_heads)] = float("inf")
+        scores.ffn[number][removed(full.ffn, kept.ffn)] = float("inf")
 
 
 @pytest.mark.parametrize("compare", ["mean", "sum"])
@@ -234,8 +234,8 @@ def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anato
     """4 heads can be 2 × 2 or 4 × 1; the wider the key/value part, the narrower the FFN."""
     source, shapes, config = anatomy.source, {}, PruneConfig(groups=["attn", "ffn"], round_to=2)
     for kv, way in ((2, lambda q: q < 4), (4, lambda q: q % 2 == 0)):
-        gone = Group("attn", tuple(tuple(q for q in la.query_heads if not way(q)) for la in source.layers))
-        natural = source.without(gone)
+        removed = Group("attn", tuple(tuple(q for q in la.query_heads if not way(q)) for la in source.layers))
+        natural = source.without(removed)
         aim = rounded_shape(anatomy, natural, source, Target(15_000), config)
         assert (aim.shape.heads, aim.kv_heads) == (4, kv)
         selector = Selector(anatomy, Target(0, aim.shape), config, aim.kv_heads)
@@ -252,7 +252,7 @@ def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anato
 
 @pytest.mark.parametrize("options", [{}, {"round_to": 8}, {"attention": "cluster", "compare": "sum"}])
 def test_rounds_land_on_their_counts_and_then_on_the_target(anatomy: Anatomy, options: dict[str, Any]) -> None:
-    """Intermediate counts are undershot by less than the smallest group; multiples stay reachable until the end."""
+    """Intermediate counts are undershot by less than the smallest group; multiples are reachable until the end."""
     source, goal = anatomy.source, 12_000
     pacing = Rounds(anatomy.count(source).total, goal, 4)
     strategy, alive, events = CoupledStrategy(anatomy, Target(goal), PruneConfig(**options)), source, 0

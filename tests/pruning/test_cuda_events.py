@@ -21,7 +21,7 @@ KINDS = ("attn", "ffn", "stem")
 
 
 def trained() -> tuple[Prunable, torch.optim.Optimizer]:
-    """Grouped-query heads, so that gradients of dead ones are masked too; fp32, as in training."""
+    """Grouped-query heads, so that gradients of pruned ones are masked too; fp32, as in training."""
     prunable = Prunable(tiny_model("llama").float().cuda())
     optimizer = adamw(prunable.model)
     batch = tokens(2, 16).cuda()

@@ -146,13 +146,13 @@ def test_only_what_fp32_cannot_factorise_is_done_again() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(80, 12, generator=generator)
     good, bad = x.T @ x, x.T @ x - 200 * torch.eye(12)
-    gone, kept = torch.tensor([3]), torch.tensor([i for i in range(12) if i != 3])
-    regressions = [regression_from_gram(gram, gone, kept, 0.01) for gram in (good, bad, good)]
+    removed, kept = torch.tensor([3]), torch.tensor([i for i in range(12) if i != 3])
+    regressions = [regression_from_gram(gram, removed, kept, 0.01) for gram in (good, bad, good)]
     with Operations() as operations:
         results = finished(regressions)
     assert operations.counts["aten::linalg_cholesky_ex"] == 1
     expected = torch.linalg.solve(
-        good[kept][:, kept] + 0.01 * good.diagonal().mean() * torch.eye(11), good[kept][:, gone]
+        good[kept][:, kept] + 0.01 * good.diagonal().mean() * torch.eye(11), good[kept][:, removed]
     )
     for result in (results[0], results[2]):
         assert torch.allclose(result, expected.T, atol=1e-5)
@@ -176,13 +176,13 @@ def test_neighbours_leave_as_one_span() -> None:
     source = anatomy.source
     rest = source.without(Group("ffn", ((2, 3, 4, 9), ())))
     assert rest.layers[1] is source.layers[1]
-    leaving = anatomy.removed(source, rest, source)
-    assert leaving == {("ffn", 0): [2, 3, 4, 9]}
-    assert list(anatomy.spans(anatomy["model.layers.0.mlp.down_proj.weight"], leaving, source)) == [
+    removed = anatomy.removed(source, rest, source)
+    assert removed == {("ffn", 0): [2, 3, 4, 9]}
+    assert list(anatomy.spans(anatomy["model.layers.0.mlp.down_proj.weight"], removed, source)) == [
         (1, 2, 3),
         (1, 9, 1),
     ]
-    assert not list(anatomy.spans(anatomy["model.layers.1.mlp.down_proj.weight"], leaving, source))
+    assert not list(anatomy.spans(anatomy["model.layers.1.mlp.down_proj.weight"], removed, source))
 
 
 def test_small_tensors_there_and_back() -> None:

@@ -119,9 +119,9 @@ def test_every_iteration_lands_on_its_count(attention: str, amplitude: float, ba
         for layer, kept in enumerate(rest.layers):
             assert len(kept.ffn) >= 8 and len(kept.query_heads) >= 1
             assert attention == "cluster" or kept.is_regular
-            gone = set(alive.layers[layer].ffn) - set(kept.ffn)
-            if gone:  # the least salient channels of the layer, and no others
-                assert max(scores.ffn[layer][sorted(gone)]) < min(scores.ffn[layer][list(kept.ffn)])
+            removed = set(alive.layers[layer].ffn) - set(kept.ffn)
+            if removed:  # the least salient channels of the layer, and no others
+                assert max(scores.ffn[layer][sorted(removed)]) < min(scores.ffn[layer][list(kept.ffn)])
         alive = rest
     widths = {(len(la.query_heads), len(la.ffn)) for la in alive.layers}
     assert amplitude < 0.5 or len(widths) > 1

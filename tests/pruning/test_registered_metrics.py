@@ -42,7 +42,7 @@ metric = "{metric}"
 
 @pytest.fixture(autouse=True)
 def _registry() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Unregister what a test registers."""
     before = dict(metrics._METRICS)
     yield
     metrics._METRICS.clear()
@@ -184,7 +184,7 @@ def test_what_is_not_asked_for_is_none_and_dead_weights_score_nothing() -> None:
     prunable.prune(random_group("stem", prunable.alive))
     scores = begin_scores(prunable, {}, None, metric_named("mine"), fused=True)()
     assert set(seen) == {(None, None)}
-    assert {float(value) for value in scores.ffn[0]} == {31.0}  # one of 32 rows is dead
+    assert {float(value) for value in scores.ffn[0]} == {31.0}  # one of 32 rows is pruned
 
 
 def test_seeded_metrics_draw_the_same_again() -> None:

@@ -85,7 +85,7 @@ def test_taps_watch_what_the_readers_read(family: str) -> None:
 def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
     """By hand from the recorded inputs: what is removed is regressed on what is kept, and added to it."""
     prunable = Prunable(tiny_model(family))
-    prunable.prune(random_group("ffn", prunable.alive, 5))  # something is dead already
+    prunable.prune(random_group("ffn", prunable.alive, 5))  # something is pruned already
     windows = tokens(8, 25)
     found = watched(prunable, windows)
     by_hand = {
@@ -99,20 +99,22 @@ def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
     touched = set()
     for tap in taps_of(prunable.anatomy):
         row, axis = (tap.rows[0], 1) if tap.rows else (prunable.anatomy[tap.norm or ""], 0)
-        living, kept = (prunable.anatomy.positions(row, axis, s, prunable.physical) for s in (prunable.alive, keep))
-        assert living is not None and kept is not None
-        gone = torch.tensor(sorted(set(living.tolist()) - set(kept.tolist())), dtype=torch.long)
-        if not len(gone):
+        alive, kept = (prunable.anatomy.positions(row, axis, s, prunable.physical) for s in (prunable.alive, keep))
+        assert alive is not None and kept is not None
+        removed = torch.tensor(sorted(set(alive.tolist()) - set(kept.tolist())), dtype=torch.long)
+        if not len(removed):
             continue
         x = by_hand[tap.key]
-        ridge = damping_for(0.02, len(gone) + len(kept), len(x)) * x[:, [*gone, *kept]].square().sum(0).mean()
+        ridge = damping_for(0.02, len(removed) + len(kept), len(x)) * x[:, [*removed, *kept]].square().sum(0).mean()
         square = x[:, kept].T @ x[:, kept] + ridge * torch.eye(len(kept), dtype=x.dtype)
-        a = torch.linalg.solve(square, x[:, kept].T @ x[:, gone]).T
+        a = torch.linalg.solve(square, x[:, kept].T @ x[:, removed]).T
         for row in tap.rows:
             weight = before[row.name]
-            assert torch.allclose(after[row.name][:, kept], weight[:, kept] + weight[:, gone] @ a, atol=1e-9), row.name
-            error = (x[:, gone] @ weight[:, gone].T).square().sum()
-            repaired = ((x[:, gone] - x[:, kept] @ a.T) @ weight[:, gone].T).square().sum()
+            assert torch.allclose(after[row.name][:, kept], weight[:, kept] + weight[:, removed] @ a, atol=1e-9), (
+                row.name
+            )
+            error = (x[:, removed] @ weight[:, removed].T).square().sum()
+            repaired = ((x[:, removed] - x[:, kept] @ a.T) @ weight[:, removed].T).square().sum()
             assert repaired <= error
             touched.add(row.name)
         if tap.norm is not None:
@@ -125,7 +127,7 @@ def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "granite", "olmo2"])
 def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
-    """With the norm's real output once the channels are gone: the divisor has changed too."""
+    """With the norm's real output after the removal of channels: the divisor has changed too."""
     windows = tokens(12, 30)
     source, plain, repaired = (Prunable(tiny_model(family)) for _ in range(3))
     found = watched(source, windows)
@@ -138,14 +140,14 @@ def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
         wanted[tap.key] = x
         if tap.norm is not None:
             streams[tap.key] = inputs_by_hand(source.model, windows, tap.norm.removesuffix(".weight"))
-    plain.kill(keep)
-    repaired.kill(keep)
-    gone = [i for i in source.alive.hidden if i not in keep.hidden]
+    plain.prune_to(keep)
+    repaired.prune_to(keep)
+    removed = [i for i in source.alive.hidden if i not in keep.hidden]
     for tap in taps:
         errors = []
         for pruned in (plain, repaired):
             stream = streams.get(tap.key, wanted[tap.key]).clone()
-            stream[:, gone] = 0
+            stream[:, removed] = 0
             if tap.norm is not None:
                 stream = pruned.model.get_submodule(tap.norm.removesuffix(".weight"))(stream).detach()
             total = 0.0
@@ -158,7 +160,7 @@ def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
 
 
 def test_the_norm_factor_is_the_real_one() -> None:
-    """Channels of equal strength: leaving changes nothing; silent ones: √(kept/all)."""
+    """Removing channels of equal strength changes nothing; removing zero ones: √(kept/all)."""
     gain = torch.full((10,), 2.0)
     assert norm_factor(torch.full((10,), 4.0), gain, torch.tensor([1, 2]), 8) == pytest.approx(1.0)
     silent = torch.full((10,), 5.0)
@@ -170,7 +172,7 @@ def test_the_norm_factor_is_the_real_one() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
-    """Zeroed parts stay zero, and the fixed point of training holds, whatever was repaired before."""
+    """Zeroed parts remain zero under training, also after second-order updates."""
     pair = []
     for _ in range(2):
         prunable = Prunable(tiny_model(family, tie_word_embeddings=tied))
@@ -179,7 +181,7 @@ def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
         for kinds in (["attn", "ffn", "stem"], ["stem", "attn"]):
             keep = pruned_keep(prunable, kinds)
             repair(prunable, keep, watched(prunable, tokens(4, 16)), damping=0.01)
-            prunable.kill(keep, optimizer)
+            prunable.prune_to(keep, optimizer)
         pair.append((prunable, optimizer))
     (masked, masked_optimizer), (sliced, sliced_optimizer) = pair
     moved = sliced.compact(optimizer=sliced_optimizer, rebuild=adamw)
@@ -191,7 +193,7 @@ def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
     assert train(masked, masked_optimizer, 10, 200) == pytest.approx(train(sliced, moved, 10, 200), abs=1e-10, rel=0)
     for name, before in masked.model.named_parameters():
         kept = masked.anatomy.slice(masked.anatomy[name], before, masked.alive, masked.physical)
-        assert before.count_nonzero() == kept.count_nonzero(), f"{name}: dead entries moved"
+        assert before.count_nonzero() == kept.count_nonzero(), f"{name}: pruned entries moved"
 
 
 def test_moments_of_what_stays_are_left_alone() -> None:
@@ -202,7 +204,7 @@ def test_moments_of_what_stays_are_left_alone() -> None:
     before, moment = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
     keep = pruned_keep(prunable, ["ffn"])
     repair(prunable, keep, watched(prunable, tokens(4, 16)), damping=0.01)
-    prunable.kill(keep, optimizer)
+    prunable.prune_to(keep, optimizer)
     kept = list(keep.layers[0].ffn)
     assert torch.equal(optimizer.state[weight]["exp_avg"][:, kept], moment[:, kept])
     assert not torch.allclose(weight[:, kept], before[:, kept])
@@ -242,7 +244,7 @@ def test_tokens_are_spread_over_the_passes_of_a_step(wanted: int, passes: int, t
     key, seen = "model.layers.1.mlp.down_proj", list[Tensor]()
     keep = lambda name, x: seen.append(x) if name == key else None  # noqa: E731
     taps = InputTaps(prunable.model, taps_of(prunable.anatomy, ("ffn",)), keep)
-    for _ in range(2):  # opened anew, all begins anew
+    for _ in range(2):  # every open starts from zero
         taps.open(wanted, passes)
         for number, count in enumerate(taken):
             seen.clear()

@@ -1,4 +1,4 @@
-"""Masked and compacted models are the same function and stay the same under training, for every family and type."""
+"""Masked and compacted models are the same function, also after training, for every family and kind of group."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def test_masked_equals_compacted(family: str, pattern: str, make: Any) -> None:
         row = masked.anatomy[name]
         kept = masked.anatomy.slice(row, before, masked.alive, masked.physical)
         assert torch.allclose(kept, after, atol=1e-9, rtol=0), name
-        assert before.count_nonzero() == kept.count_nonzero(), f"{name}: dead entries moved"
+        assert before.count_nonzero() == kept.count_nonzero(), f"{name}: pruned entries moved"
 
 
 def test_compaction_may_keep_dead_parts_and_go_on() -> None:
-    """Compaction to round sizes keeps some dead channels; later events and a last compaction stay exact."""
+    """Compaction to round sizes keeps some pruned channels; later events and a last compaction are exact."""
     reference, optimizer = warmed_up("llama")
     stepwise, stepwise_optimizer = warmed_up("llama")
     first = [random_group(kind, reference.alive, seed) for seed, kind in enumerate(["ffn", "stem"])]
     for group in first:
         reference.prune(group, optimizer)
         stepwise.prune(group, stepwise_optimizer)
-    keep_more = stepwise.anatomy.source.without(first[0])  # the dead hidden channel stays for now
+    keep_more = stepwise.anatomy.source.without(first[0])  # the pruned hidden channel is kept for now
     moved = stepwise.compact(keep_more, stepwise_optimizer, adamw)
     assert moved is not None and stepwise.physical == keep_more and stepwise.alive == reference.alive
     group = random_group("attn", reference.alive, 3)
@@ -78,17 +78,17 @@ def test_compaction_may_keep_dead_parts_and_go_on() -> None:
 
 
 def test_dead_query_columns_need_their_gradient_masked() -> None:
-    """Grouped-query attention: without the mask the dead head would come back to life; with it, never."""
+    """Grouped-query attention: without the mask a pruned head would become non-zero again; with it, never."""
     prunable = Prunable(tiny_model("llama"))
     group = random_group("attn", prunable.alive, 1)
     prunable.prune(group)
     batch = tokens(2, 12)
     prunable.model(input_ids=batch, labels=batch).loss.backward()
     weight = dict(prunable.model.named_parameters())["model.layers.0.self_attn.o_proj.weight"]
-    dead = slice(group.members[0][0] * 4, group.members[0][0] * 4 + 4)
-    assert weight.grad is not None and weight.grad[:, dead].abs().max() > 0
+    pruned = slice(group.members[0][0] * 4, group.members[0][0] * 4 + 4)
+    assert weight.grad is not None and weight.grad[:, pruned].abs().max() > 0
     prunable.mask_gradients()
-    assert weight.grad[:, dead].abs().max() == 0
+    assert weight.grad[:, pruned].abs().max() == 0
 
 
 def test_norms_equal_stock_norms_before_pruning() -> None:

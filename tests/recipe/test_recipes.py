@@ -181,7 +181,10 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["prune.horizon=none", "prune.ratio=often"], "prune.ratio: 'often' is not pruning steps"),
         (["prune.horizon=0"], "prune.horizon: 0 must be above 0"),
         (["prune.horizon=1.5"], "prune.horizon: 1.5 must be above 0 and at most 1"),
-        (["prune.warmup_steps=26"], "prune.warmup_steps: 26 leaves no step for events: they end at step 25"),
+        (
+            ["prune.warmup_steps=26"],
+            "prune.warmup_steps: 26 leaves no steps for events, which end at step 25: lower it",
+        ),
         (["prune.groups=[]"], "prune.groups: nothing is prunable: name at least one of attn, ffn, stem"),
         (["prune.smoothing=1"], "prune.smoothing: 1 must be at least 0 and below 1"),
         (["prune.compact_threshold=0"], "prune.compact_threshold: 0 must be above 0 and at most 1"),

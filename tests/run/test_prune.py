@@ -180,7 +180,7 @@ def test_replay_at_any_point(source: Path, tmp_path: Path) -> None:
         assert dwindle.replay(source, tmp_path / "out", at=share).after.total == first
     with pytest.raises(dwindle.UserError, match="only"):
         dwindle.replay(source, tmp_path / "out", at=10_000)
-    with pytest.raises(dwindle.UserError, match="never gets that small"):
+    with pytest.raises(dwindle.UserError, match="never reaches that size"):
         dwindle.replay(source, tmp_path / "out", at="1k")
     assert dwindle.replay(source, tmp_path / "out", at="1M").after.total == replayed.before.total
     with pytest.raises(dwindle.UserError, match="at -1: give"):

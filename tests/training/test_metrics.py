@@ -57,7 +57,7 @@ def test_flops_and_utilisation_follow_a_compaction(tmp_path: Path, monkeypatch: 
         def after_step(self, trainer: Trainer) -> None:
             if trainer.step == 2:
                 alive = prunable.alive.without(Group("ffn", (tuple(range(16)), tuple(range(16)))))
-                prunable.kill(alive, trainer.optimizer)
+                prunable.prune_to(alive, trainer.optimizer)
                 rebuilt = prunable.compact(
                     alive, trainer.optimizer, lambda model: build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2))
                 )

@@ -1,1 +1,1 @@
-"""The commands, by room: each parses, calls the Python API and prints. Importing a module registers its commands."""
+"""The commands, one file each: they parse, call the Python API and print. Importing a module registers its command."""

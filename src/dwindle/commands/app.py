@@ -112,7 +112,7 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
     from dwindle.sources.loading import load_config
 
     if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
-        what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantised GGUF file stay f16"
+        what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"
         padding = "padding by `dwindle export --round 32`"
         ways = padding if remedy is None else f"{remedy}, or {padding},"
         print(f"note: {what}; {ways} avoids it", file=sys.stderr)

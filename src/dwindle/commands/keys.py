@@ -25,7 +25,7 @@ def keys(
 
     if as_markdown:
         if word or as_json:
-            raise UserError("--markdown: prints all keys: leave the word and --json out")
+            raise UserError("--markdown: prints all keys: omit the word and --json")
         print(markdown(), end="")
         return
     found = recipe_keys(word)

@@ -42,7 +42,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Ours are for the person who typed the command: one line, without the place in the code."""
+    """Print our own warnings as one line, without the source location."""
     if category.__module__.partition(".")[0] == "dwindle":
         print(f"warning: {message}", file=sys.stderr)
     else:
@@ -50,7 +50,7 @@ def _show_warning(
 
 
 def _quiet_libraries() -> None:
-    """Our own messages only; warnings of the libraries underneath are for developers."""
+    """Silence the libraries underneath: their warnings are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

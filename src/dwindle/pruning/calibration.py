@@ -18,7 +18,7 @@ from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, un
 from dwindle.pruning.surgery import Prunable
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens in one pass where windows need not be separate, and as long as their logits stay below ``_PASS_LOGITS``."""
+"""Tokens per pass where windows need not be separate; ``_PASS_LOGITS`` limits the logits."""
 _PASS_LOGITS = 2**29
 
 

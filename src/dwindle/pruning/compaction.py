@@ -1,4 +1,4 @@
-"""Sizes at which a model is rebuilt on the way: round, and few different ones, so that few graphs are compiled."""
+"""Sizes of rebuilt models: multiples, and few different ones, so that few graphs are compiled."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dwindle.anatomy.anatomy import Anatomy, lost
 from dwindle.anatomy.structure import Layer, Structure
 
 MAX_SHAPES = 8
-"""Different sizes that layers of different sizes are filled up to."""
+"""Default maximum number of different layer shapes in a rebuilt model."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Queries of each key/value head, and FFN channels."""
+    """Query heads per key/value head, and FFN channels."""
 
     queries: tuple[int, ...]
     ffn: int
 
     def around(self, other: LayerShape) -> LayerShape | None:
-        """The smallest that holds both; None when uneven heads make that unclear."""
+        """The smallest shape that contains both; None if their query heads are unevenly distributed and differ."""
         ffn = max(self.ffn, other.ffn)
         if self.queries == other.queries:
             return LayerShape(self.queries, ffn)
@@ -33,7 +33,7 @@ class LayerShape:
 
     @property
     def layer(self) -> Layer:
-        """A layer of these sizes, for counting."""
+        """A layer of this shape, for counting parameters."""
         kv_of_query = tuple(kv for kv, queries in enumerate(self.queries) for _ in range(queries))
         return Layer(tuple(range(len(kv_of_query))), kv_of_query, tuple(range(self.ffn)))
 
@@ -41,10 +41,10 @@ class LayerShape:
 def bucketed(
     anatomy: Anatomy, alive: Structure, physical: Structure, multiple: int, max_shapes: int | None = None
 ) -> Structure:
-    """The living parts, widths filled up to multiples with what is dead but still physically there.
+    """The structure to compact to: the alive parts, with widths padded to multiples by pruned but still physical ones.
 
-    Layers are filled up to at most ``max_shapes`` different sizes, channels and heads; one that no longer has enough of
-    them stays as it is.
+    Heads and channels of layers are padded to at most ``max_shapes`` different shapes; the heads of a layer that does
+    not have enough of them are not padded.
     """
     hidden = -(-len(alive.hidden) // multiple) * multiple
     shapes = [LayerShape(la.queries_per_kv, -(-len(la.ffn) // multiple) * multiple) for la in alive.layers]
@@ -55,15 +55,15 @@ def bucketed(
 
     aims = few_shapes(shapes, size, max_shapes or MAX_SHAPES)
     layers = tuple(
-        _filled_layer(living, here, aim) for living, here, aim in zip(alive.layers, physical.layers, aims, strict=True)
+        _padded_layer(layer, here, aim) for layer, here, aim in zip(alive.layers, physical.layers, aims, strict=True)
     )
-    return Structure(_filled(alive.hidden, physical.hidden, hidden), layers)
+    return Structure(_padded(alive.hidden, physical.hidden, hidden), layers)
 
 
 def few_shapes(shapes: Sequence[LayerShape], size: Callable[[LayerShape], int], most: int) -> list[LayerShape]:
-    """For each shape one that holds it, at most so many different ones.
+    """For each shape one that contains it, with at most ``most`` different ones.
 
-    As long as there are more, the two whose union adds least to all that have them become one.
+    Greedy: while there are more, the two shapes whose union adds the fewest parameters are merged.
     """
     aim = {shape: shape for shape in shapes}
     number = Counter(shapes)
@@ -82,20 +82,20 @@ def few_shapes(shapes: Sequence[LayerShape], size: Callable[[LayerShape], int], 
     return [aim[shape] for shape in shapes]
 
 
-def _filled_layer(living: Layer, here: Layer, aim: LayerShape) -> Layer:
-    filled = replace(living, ffn=_filled(living.ffn, here.ffn, aim.ffn))
-    if living.queries_per_kv == aim.queries:
-        return filled
+def _padded_layer(alive: Layer, here: Layer, aim: LayerShape) -> Layer:
+    padded = replace(alive, ffn=_padded(alive.ffn, here.ffn, aim.ffn))
+    if alive.queries_per_kv == aim.queries:
+        return padded
     each = aim.queries[0]
-    heads = [*living.kv_heads, *lost(here.kv_heads, living.kv_heads)][: len(aim.queries)]
-    chosen = [_filled(living.queries_of(kv), here.queries_of(kv), each) for kv in heads]
+    heads = [*alive.kv_heads, *lost(here.kv_heads, alive.kv_heads)][: len(aim.queries)]
+    chosen = [_padded(alive.queries_of(kv), here.queries_of(kv), each) for kv in heads]
     if tuple(map(len, chosen)) != aim.queries:
-        return filled
+        return padded
     queries = {query: kv for kv, own in zip(heads, chosen, strict=True) for query in own}
-    return Layer(tuple(sorted(queries)), tuple(queries[query] for query in sorted(queries)), filled.ffn)
+    return Layer(tuple(sorted(queries)), tuple(queries[query] for query in sorted(queries)), padded.ffn)
 
 
-def _filled(living: tuple[int, ...], present: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """``living`` and as many of the dead as bring it to ``width``, or all that are there."""
-    spare = lost(present, living)[: max(width - len(living), 0)]
-    return tuple(sorted((*living, *spare)))
+def _padded(alive: tuple[int, ...], present: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """``alive`` padded to ``width`` with pruned indices, or with all of them if there are fewer."""
+    spare = lost(present, alive)[: max(width - len(alive), 0)]
+    return tuple(sorted((*alive, *spare)))

@@ -74,7 +74,7 @@ class PruneConfig(Config):
 
     @property
     def keeps_hidden_size(self) -> bool:
-        """Whether layers are sized one by one (Adapt-Pruner, LLM-Pruner), which leaves the hidden size alone."""
+        """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner), not the hidden size."""
         return self.method != "efficientllm"
 
     @property

@@ -1,4 +1,4 @@
-"""How many events a target takes: the gradients of a run decide, but within bounds that sizes set."""
+"""Bounds on the number of events until a target: saliencies decide the number, sizes alone bound it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class EventRange:
-    """Bounds over all orders of events."""
+    """The fewest and the most events, over all orders of removal."""
 
     fewest: int
     most: int
 
 
 def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> EventRange:
-    """Events that remove the same group from every layer, or a hidden channel everywhere.
+    """Bounds for events that remove one head or FFN channel of every layer, or one hidden channel.
 
-    The parameters of a result follow from its sizes alone, and so does the number of events, in any order.
+    The sizes of a result determine its parameters and the number of events, in any order.
     """
     source, end, size = anatomy.source, target.shape, target.num_parameters
     now, heads = Shape.of(source), layouts(source, config)
@@ -63,8 +63,8 @@ def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Eve
 def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]:
     """Events until the target, for each hidden size before the last event or at a target that is met exactly.
 
-    Only the smallest group goes below the target, when no other fits (``Selector.choose``): so the last event is the
-    first after which any further removal would go below. Where the number of key/value heads is not determined, both
+    Only the smallest group goes below the target, if no other fits above it (``Selector.choose``): so before the last
+    event every removal would go below. Where the number of key/value heads is not determined, both
     possible counts must agree.
     """
     j = np.minimum(low.below(size) - 1, low.most_j).clip(0)
@@ -80,9 +80,9 @@ def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]
 
 
 class _Grid:
-    """Parameters over the hidden size and the FFN width, for one number of heads.
+    """Parameter counts by hidden size and FFN width, for one layout of heads.
 
-    Tensors have at most one axis of each, so removing i hidden and j FFN channels leaves a[i] − j·b[i].
+    Tensors have at most one axis of each, so the count without i hidden and j FFN channels is a[i] − j·b[i].
     """
 
     def __init__(self, anatomy: Anatomy, layout: Layout, config: PruneConfig, kv_count: KvCount) -> None:
@@ -95,46 +95,46 @@ class _Grid:
 
         full, stem, ffn = count(0, 0), count(0, 0) - count(1, 0), count(0, 0) - count(0, 1)
         both = count(1, 0) - count(1, 1)
-        self.i = _gone_hidden(anatomy.source, config)
+        self.i = _removable_hidden(anatomy.source, config)
         self.a: Counts = full - self.i * stem
         self.b: Counts = ffn - self.i * (ffn - both)
         self.most_j = max(now.ffn - config.min_ffn, 0) if "ffn" in config.effective_groups else 0
         self.events = layout.num_events + self.i
 
     def least_j(self, num_parameters: int) -> Counts:
-        """FFN channels after which the count is at most a size; more than there are where that cannot be."""
+        """FFN channels to remove until the count is at most ``num_parameters``; may be more than there are."""
         return (-((num_parameters - self.a) // self.b)).clip(0)
 
     def below(self, num_parameters: int) -> Counts:
-        """FFN channels after which the count is below a size."""
+        """FFN channels to remove until the count is below ``num_parameters``."""
         return ((self.a - num_parameters) // self.b + 1).clip(0)
 
     def while_above(self, num_parameters: int) -> list[int]:
-        """The most events after which a size is not reached, and the one that reaches it."""
+        """The most events that keep the count above ``num_parameters``, plus the one that reaches it."""
         above = self.a > num_parameters
         j = np.minimum(self.least_j(num_parameters) - 1, self.most_j)
         passed = (self.events + j)[above]
         return [int(passed.max()) + 1] if len(passed) else []
 
     def until_round(self, num_parameters: int) -> list[int]:
-        """Events until each result with round widths."""
+        """Events until each result whose widths are multiples of ``round_to``."""
         hiddens, widths = round_widths(self.now, self.config)
         widest, found = self.now.ffn - self.least_j(num_parameters), list[int]()
         for hidden in hiddens:
-            gone = self.now.hidden - hidden
-            fitting = bisect_right(widths, int(widest[gone]))
+            removed = self.now.hidden - hidden
+            fitting = bisect_right(widths, int(widest[removed]))
             if fitting:
-                found.append(int(self.events[gone]) + self.now.ffn - widths[fitting - 1])
+                found.append(int(self.events[removed]) + self.now.ffn - widths[fitting - 1])
         return found
 
 
 def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> EventRange:
-    """Events that remove one group of one layer, or hidden channels everywhere.
+    """Bounds for events that remove one group of one layer, or hidden channels.
 
-    Limits: every group is taken to be as large (small) as the largest (smallest) of its type in any layer at any time.
+    They assume that every group is as large (small) as the largest (smallest) of its kind in any layer at any time.
     """
     source, config, round_to = anatomy.source, rounding_floors(config), config.round_to
-    i = _gone_hidden(source, config)
+    i = _removable_hidden(source, config)
     full = _line(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
     excess: Counts = full - target.num_parameters
     fewest, left = -(-i // round_to), excess.clip(0)
@@ -150,16 +150,16 @@ def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Even
 
 
 def check_rounds(rounds: int, events: EventRange, few: int) -> None:
-    """Refuse rounds in most of which nothing could be removed: each costs a calibration. Up to ``few`` always pass."""
+    """Raise if there are more rounds than events, as each costs a calibration; up to ``few`` are always allowed."""
     if rounds > max(events.most, few):
         raise UserError(
-            f"rounds {rounds:,}: at most {events.most:,} groups are removed on the way to this target, and a round "
-            f"without one only costs time: give at most {max(events.most, few):,}"
+            f"rounds {rounds:,}: this target takes at most {events.most:,} events, and a round without one only costs "
+            f"time: give at most {max(events.most, few):,}"
         )
 
 
 def staged_events(anatomy: Anatomy, stages: Stages, config: PruneConfig) -> EventRange:
-    """A stage removes heads, channels or both, each in one event; it may be empty if it falls by less than a group."""
+    """Bounds for stages: each removes heads, channels or both, one event each; none if it is smaller than a group."""
     largest = max(int(size[0]) for _, size in _kinds(anatomy, config, np.arange(1), np.max))
     if config.method == "uniform":  # its groups span all layers
         largest *= anatomy.num_layers
@@ -167,19 +167,19 @@ def staged_events(anatomy: Anatomy, stages: Stages, config: PruneConfig) -> Even
     return EventRange(max(sum(fall >= largest for fall in falls), 1), len(config.effective_groups) * stages.num_stages)
 
 
-def _gone_hidden(source: Structure, config: PruneConfig) -> Counts:
-    """All numbers of hidden channels that can be removed."""
+def _removable_hidden(source: Structure, config: PruneConfig) -> Counts:
+    """All possible numbers of removed hidden channels."""
     return np.arange(max(len(source.hidden) - config.min_hidden, 0) + 1 if "stem" in config.effective_groups else 1)
 
 
 def _line(i: Counts, hidden: int, count: Callable[[int], int]) -> Counts:
-    """The count with each of ``i`` hidden channels removed: every tensor has at most one hidden axis."""
+    """The count for each number ``i`` of removed hidden channels: every tensor has at most one hidden axis."""
     full = count(hidden)
     return full - i * (full - count(hidden - 1))
 
 
 def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[..., Counts]) -> list[tuple[int, Counts]]:
-    """Heads and channels of single layers: number of prunable groups, and ``pick`` of their sizes for each of ``i``."""
+    """For heads and channels of single layers: number of prunable groups, and ``pick`` of their sizes per ``i``."""
     source, kinds, round_to = anatomy.source, list[tuple[int, Counts]](), config.round_to
     layers = {(len(la.query_heads), len(la.kv_heads), len(la.ffn)): n for n, la in enumerate(source.layers)}
 
@@ -203,7 +203,7 @@ def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[...,
 
 
 def _head_steps(layer: Layer, config: PruneConfig) -> list[tuple[Layer, Layer]]:
-    """A layer before and after a group of heads is removed, by sizes, in every way that differs in what is removed."""
+    """(before, after) of a layer, by sizes, for every possible removal of a group of heads."""
 
     def sized(heads: int, kv: int) -> Layer:
         return Layer(tuple(range(heads)), tuple(q * kv // heads for q in range(heads)), layer.ffn)

@@ -169,7 +169,7 @@ def _widest(
 
 
 def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
-    """Refuse a multiple for which no result fits, whatever the saliencies will be."""
+    """Raise if no result with such multiples fits the target, whatever the saliencies."""
     multiple = config.round_to
     if multiple <= 1 or target.shape is not None:
         return
@@ -193,7 +193,7 @@ def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> Non
 
 
 def rounding_floors(config: PruneConfig) -> PruneConfig:
-    """The same with minimum sizes above which the smallest multiples stay reachable."""
+    """The config with minimum sizes rounded up to multiples, so that these are always reachable."""
     multiple = config.round_to
     hidden, ffn = (-(-least // multiple) * multiple for least in (config.min_hidden, config.min_ffn))
     return config.model_copy(update={"min_hidden": hidden, "min_ffn": ffn})

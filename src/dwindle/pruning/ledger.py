@@ -1,4 +1,4 @@
-"""The architecture's history: append-only JSON lines, one for each event, indices in the source's numbering.
+"""The architecture's history: append-only JSON lines, one per event, with the source's indices.
 
     {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […],
      "layer_kv_heads": […], "options": {…}}
@@ -7,9 +7,9 @@
     {"event": "compact", …}
     {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
 
-A ledger that was cut by ``replay`` has ``"replayed": true`` in its first line: nothing was trained on the way.
-``indices`` has one list for each layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is what is left.
-``allocation`` precedes the groups that it decided (methods adapt and uniform): a number for each layer.
+A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
+``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
+``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Event = dict[str, Any]
 
 
 class Ledger:
-    """A ledger that a run appends to; ``events`` are all of its lines, so that models saved on the way can copy it."""
+    """The ledger file of a run; ``events`` holds all of its lines, because every saved model gets a copy."""
 
     def __init__(self, path: Path) -> None:
         self._lines = JsonLinesFile(path)
@@ -43,7 +43,7 @@ class Ledger:
 
     @property
     def events(self) -> list[Event]:
-        """All events as a reader sees them; a resumed run's earlier ones are read at first use, once, from the file."""
+        """All events as ``read_ledger`` returns them; those of a resumed run are read from the file at first use."""
         if self._events is None:
             path = self._lines.path
             self._events = read_ledger(path) if path.is_file() and path.stat().st_size else []
@@ -59,7 +59,7 @@ class Ledger:
 
 
 def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> Event:
-    """The first line: what everything after it refers to."""
+    """The first line: the source and the settings."""
     return {
         "event": "source",
         "format": FORMAT,
@@ -84,7 +84,7 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
 
 
 def read_ledger(path: str | PathLike[str]) -> list[Event]:
-    """All events; a half-written last line (a run that is being written, or was killed) is left out."""
+    """All events; an incomplete last line (the run is being written or was interrupted) is ignored."""
     path = Path(path)
     if path.is_dir():
         path = path / LEDGER
@@ -105,7 +105,7 @@ def read_ledger(path: str | PathLike[str]) -> list[Event]:
 
 
 def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[Event]:
-    """The lines that lead to a point: ``at`` prune events, the first point of at most a size (``"100M"``), the end."""
+    """The events up to ``at``: a number of prune events, or the first count of at most a size; None: all events."""
     if at is None:
         return list(events)
     if isinstance(at, int) and at < 0:
@@ -119,7 +119,7 @@ def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[E
             return list(events[: number + 1])
     if size is None:
         raise UserError(f"at {at}: the ledger has only {done} prune events")
-    raise UserError(f"at {at}: the ledger never gets that small")
+    raise UserError(f"at {at}: the ledger never reaches that size: choose a larger one")
 
 
 def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:

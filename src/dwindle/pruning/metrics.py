@@ -1,7 +1,7 @@
-"""Scores of single weights, by name: the built-in ones, and those that others register.
+"""Saliency metrics of single weights, by name: the built-in ones and registered ones.
 
-A metric is found in the registry, or in an installed package that announces its name as an entry point of the group
-``dwindle.metrics``. A package is imported only when its very metric is asked for and nothing else has that name.
+A metric is looked up in the registry, then among the installed entry points of the group ``dwindle.metrics``. A package
+is imported only if a metric of that name is requested and not yet registered.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Curvature = Literal["diagonal", "inverse"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 GROUP = "dwindle.metrics"
-"""Of the entry points."""
+"""Group of the entry points."""
 NEEDS = ("gradient", "fisher", "inputs")
-"""What a registered metric may ask for; ``groups`` (signed sums per sequence) is for built-in ones."""
+"""What a registered metric can need; ``groups`` (signed sums per sequence) is reserved for built-in metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,23 @@ class Metric:
 
     score: Score
     needs: frozenset[str] = frozenset()
-    """What must be collected for it: of ``gradient``, ``fisher``, ``inputs`` (then f comes from ``LayerCurvature``) and
-    ``groups``; what is not collected is passed as w."""
+    """What must be collected: any of ``gradient``, ``fisher``, ``inputs`` (then f comes from ``LayerCurvature``) and
+    ``groups``; w is passed in place of what is not collected."""
     curvature: Curvature | None = None
     """Layer-wise metrics: f from the diagonal of H = E[x xᵀ], or from that of (H + λI)⁻¹."""
     squares_sums: bool = False
-    """Whether a group's saliency is the square of its signed sum, averaged over sequences or steps, not a sum of
-    element scores."""
+    """Whether a group's saliency is the square of its signed sum, averaged over sequences or steps, instead of the sum
+    of element scores."""
     is_plain: bool = True
-    """Whether the score is arithmetic alone, which can be compiled (no draws, no checks)."""
+    """Whether the score is pure arithmetic, which can be compiled (no random numbers, no checks)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     make: Callable[[int], Metric]
-    """From a seed."""
+    """Makes the metric from a seed."""
     origin: str
-    """Module and name of the function: the same one may be registered again."""
+    """Module and name of the function: registering the same one again is allowed."""
 
 
 _METRICS: dict[str, _Entry] = {}
@@ -88,15 +88,16 @@ def register_metric(
     plain: bool = False,
     seeded: bool = False,
 ) -> Any:
-    """Make ``score(w, g, f)`` known as the metric ``name``; without ``score`` it is a decorator.
+    """Register ``score(w, g, f)`` as the metric ``name``; without ``score``, return a decorator.
 
-    It is given an output projection's weights w and, where ``needs`` names them, g of ``gradient`` and f of ``fisher``
-    (mean squared gradient) or ``inputs`` (``curvature``: ``diagonal``, the mean square of the inputs, or ``inverse``);
-    the others are None. It returns a score for each weight. Groups with low sums leave first.
+    ``score`` gets an output projection's weights w and, if ``needs`` names them, the gradient g (``gradient``) and f:
+    the mean squared gradient (``fisher``), or a curvature of the layer's inputs (``inputs``; ``curvature`` is
+    ``diagonal``, their mean square, or ``inverse``). The others are None. It returns a score for each weight; groups
+    with the lowest sums are pruned first.
 
-    The result is checked, and zero weights score zero. ``plain`` says that the score is arithmetic alone, gives finite
-    values and zero for a zero weight: then it is not checked, may be compiled, and what it does not need is not None.
-    ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw.
+    The result is checked, and zero weights score zero. ``plain`` promises pure arithmetic with finite results that are
+    zero for zero weights: such a score is not checked, may be compiled, and what it does not need is not None.
+    ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw random numbers.
     """
     if score is None:
         return lambda function: register_metric(
@@ -135,7 +136,7 @@ def _check_registration(name: str, score: Any, needs: frozenset[str], curvature:
 
 
 def _checked(name: str, score: Callable[..., Any], needs: frozenset[str]) -> Score:
-    """Only what was asked for goes in, and only what can be summed comes out."""
+    """Wraps a score: passes only what it needs, and checks the shape and values of its result."""
 
     def checked(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
         given = (w_OI, g_OI, f_OI)
@@ -186,7 +187,7 @@ def magnitude(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
 
 
 def random(seed: int) -> Callable[..., Tensor]:
-    """Uniform: a control that looks at nothing. One seed gives one sequence of draws."""
+    """Uniform random scores: a control. One seed gives one sequence of draws."""
     generator = torch.Generator().manual_seed(seed)
 
     def score(w_OI: Tensor, g_OI: None, f_OI: None) -> Tensor:
@@ -199,25 +200,25 @@ METRICS: tuple[str, ...] = ()
 register_metric("taylor", taylor, needs=("gradient", "fisher"), plain=True)
 register_metric("taylor1", taylor1, needs=("gradient",), plain=True)
 register_metric("obd", obd, needs=("fisher",), plain=True)
+_METRICS["group"] = _Entry(
+    lambda seed: Metric(derivative, frozenset({"groups"}), squares_sums=True), f"{__name__}.derivative"
+)
 register_metric("wanda", layer_error, needs=("inputs",), curvature="diagonal", plain=True)
 register_metric("obc", layer_error, needs=("inputs",), curvature="inverse", plain=True)
 register_metric("magnitude", magnitude, plain=True)
 register_metric("random", random, seeded=True)
-_METRICS["group"] = _Entry(
-    lambda seed: Metric(derivative, frozenset({"groups"}), squares_sums=True), f"{__name__}.derivative"
-)
 METRICS = tuple(_METRICS)
-"""The built-in ones, whose names are taken."""
+"""The built-in metrics; their names cannot be registered again."""
 
 
 def metric_named(name: str, seed: int = 0) -> Metric:
-    """A metric by name; ``seed`` matters only to those that draw."""
+    """A metric by name; only seeded metrics use ``seed``."""
     check_metric(name)
     return _METRICS[name].make(seed)
 
 
 def check_metric(name: str, where: str = "metric ") -> None:
-    """Refuse a name that is neither registered nor offered by an installed package."""
+    """Raise if a name is neither registered nor an entry point of an installed package."""
     if name in _METRICS:
         return
     offers = [point for point in entry_points(group=GROUP) if point.name == name]
@@ -230,12 +231,12 @@ def check_metric(name: str, where: str = "metric ") -> None:
 
 
 def known_metrics() -> list[str]:
-    """Built-in, registered and offered by installed packages, in this order."""
+    """Names of all metrics: built-in, registered, then those of installed packages."""
     return list(dict.fromkeys([*_METRICS, *sorted(point.name for point in entry_points(group=GROUP))]))
 
 
 def _load(name: str, offers: list[EntryPoint], where: str) -> None:
-    """Import the one package that offers a metric; it registers itself."""
+    """Import the package that provides a metric, which registers it."""
     packages = [point.dist.name if point.dist is not None else point.value for point in offers]
     if len(offers) > 1:
         raise UserError(f"{where}{name!r}: is offered by several packages ({', '.join(packages)}): remove all but one")

@@ -1,7 +1,7 @@
-"""RMSNorm that divides by the number of living channels.
+"""RMSNorm that divides by the number of alive channels.
 
 Zeroed channels add nothing to the sum of squares, so dividing by the *active* width makes a masked model equal to
-the sliced one. Folding the factor into the gain instead would drift, because Adam is not scale-equivariant.
+the sliced one. Folding the factor into the gain would drift, because Adam is not scale-equivariant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ActiveRMSNorm(nn.Module):
-    """Takes over the gain of a stock RMSNorm; ``active_width`` is a tensor, so compiled graphs survive its change."""
+    """Replaces a stock RMSNorm and uses its gain; ``active_width`` is a tensor, so changing it does not recompile."""
 
     active_width: Tensor
 

@@ -112,13 +112,13 @@ class Pruner(Callback):
         if choices:
             if self.config.second_order:
                 repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.config.damping)
-            self.prunable.kill(choices[-1].rest, trainer.optimizer)
+            self.prunable.prune_to(choices[-1].rest, trainer.optimizer)
             for note in self._strategy.notes(trainer.step):
                 self.ledger.append(note)
             for choice in choices:
                 self.ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
-            self._forget_dead_scores()
+            self._mask_smoothed()
             self._save_milestones()
         self._watch.forget()
         self._maybe_compact(trainer)
@@ -168,9 +168,9 @@ class Pruner(Callback):
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss)
 
-    def _forget_dead_scores(self) -> None:
+    def _mask_smoothed(self) -> None:
         if self._smoothed is not None:
-            self._smoothed.mask(self.prunable.dead)
+            self._smoothed.mask(self.prunable.pruned)
 
     def _save_milestones(self) -> None:
         while self.milestones and self.prunable.num_parameters <= self.milestones[0][1]:
@@ -179,7 +179,7 @@ class Pruner(Callback):
     def _maybe_compact(self, trainer: Trainer) -> None:
         """To round sizes on the way, when enough is pruned."""
         threshold = self.config.compact_threshold
-        if threshold >= 1 or (self.prunable.dead_share < threshold and not self.finished):
+        if threshold >= 1 or (self.prunable.pruned_share < threshold and not self.finished):
             return
         last = self.pacing.last_step
         if not self.finished and last is not None and last - trainer.step < self.config.compact_wait:

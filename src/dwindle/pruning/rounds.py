@@ -27,7 +27,7 @@ _COMPACT_SHARE = 0.1
 
 
 def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> None:
-    """Refuse impossible settings and targets before any weights are read."""
+    """Raise for impossible settings and targets before any weights are read."""
     metric_named(config.effective_metric)
     strategy = make_strategy(anatomy, target, config)
     if config.num_rounds > FEW_ROUNDS:
@@ -63,7 +63,7 @@ def prune_in_rounds(
             events += [prune_event(choice, step=number, tokens=0) for choice in choices]
             num_events += len(choices)
             remove(prunable, choices, found, config)
-            if strategy.compacts_between_rounds and prunable.dead_share >= _COMPACT_SHARE:
+            if strategy.compacts_between_rounds and prunable.pruned_share >= _COMPACT_SHARE:
                 prunable.compact()
     return events
 
@@ -83,7 +83,7 @@ def remove(prunable: Prunable, choices: list[Choice], found: Calibration, config
     if config.second_order:
         assert found.inputs is not None
         repair(prunable, rest, found.inputs, damping=config.damping)
-    prunable.kill(rest)
+    prunable.prune_to(rest)
 
 
 def _pacing(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> Rounds:

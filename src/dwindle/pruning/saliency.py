@@ -1,4 +1,4 @@
-"""How much the loss would grow if a group were removed: element scores of the output projections, summed over groups.
+"""Saliency of groups: element scores of the output projections, summed over each group.
 
 Shapes: O hidden rows of an output projection, I its input columns, H heads, N FFN channels.
 """
@@ -35,11 +35,11 @@ __all__ = [
 
 
 class LayerCurvature(Mapping[str, Tensor]):
-    """f of the layer-wise metrics, one tensor at a time and only when asked for.
+    """f of the layer-wise metrics, by tensor name; computed one tensor at a time, on access.
 
-    A layer-wise score is a change of that layer's output, in the unit of that layer; the stem and the choice between
-    kinds add and compare layers. So every projection's scores are divided by their sum: an element's score is its
-    share of its own projection's total, and no scale of inputs or weights matters.
+    A layer-wise score measures the change of one layer's output, in that layer's scale, but stem scores add layers and
+    the choice between kinds compares them. So every projection's scores are divided by their sum: an element's score
+    is its share of its projection's total, whatever the scale of inputs and weights.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LayerCurvature(Mapping[str, Tensor]):
         parameter: Tensor = self._prunable.model.get_parameter(name)
         weight = local(parameter.detach())
         f_I = weight.new_zeros(weight.shape[1])
-        assert row.module in self._inputs, f"the inputs of {row.module} were not watched"  # get() would hide a KeyError
+        assert row.module in self._inputs, f"inputs of {row.module} were not recorded"  # get() would hide a KeyError
         seen = self._inputs[row.module].at_owner(number, self._exchange)
         if self._exchange.is_mine(number):
             f_I.copy_(self._curvature(seen, row))
@@ -75,10 +75,10 @@ class LayerCurvature(Mapping[str, Tensor]):
         if self._metric.curvature == "diagonal":
             return f_I
         prunable = self._prunable
-        living = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
-        assert living is not None
-        living = living.to(f_I.device)
-        return torch.zeros_like(f_I).index_copy(0, living, 1 / seen.inverse_diagonal(living, self._damping))
+        alive = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
+        assert alive is not None
+        alive = alive.to(f_I.device)
+        return torch.zeros_like(f_I).index_copy(0, alive, 1 / seen.inverse_diagonal(alive, self._damping))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -89,7 +89,7 @@ class LayerCurvature(Mapping[str, Tensor]):
 
 @dataclass(slots=True)
 class Scores:
-    """Sums of element scores, one for each head, channel and hidden index of ``structure``, on the CPU in float64.
+    """Sums of element scores for every head, FFN channel and hidden index of ``structure``, on the CPU in float64.
 
     Pruned parts have an infinite score, so they are never the minimum.
     """
@@ -99,7 +99,7 @@ class Scores:
     ffn: list[Tensor]
     stem: Tensor
     kv: list[Tensor] = field(default_factory=list)
-    """Key/value heads with all their queries, where that is not the sum over the queries (metric ``group``)."""
+    """Saliencies of key/value heads with their queries, if not the sum over the queries (metric ``group``)."""
 
     @property
     def current(self) -> Scores:
@@ -115,13 +115,13 @@ class Scores:
         )
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
-        """The saliency of a key/value head with all its queries, whose own saliencies are given."""
+        """The saliency of a key/value head with all its query heads; ``queries`` are theirs."""
         if not self.kv:
             return sum(queries)
         return float(self.kv[layer][places([kv_head], self.structure.unit("kv", layer))[0]])
 
     def remove(self, group: Group) -> None:
-        """Never choose this group again; the sums of other groups do not change."""
+        """Exclude a group from further choices; the sums of other groups do not change."""
         if group.kind == "stem":
             self.stem[places(group.members[0], self.structure.hidden)] = float("inf")
             return
@@ -129,11 +129,11 @@ class Scores:
         for layer, members in enumerate(group.members):
             values[layer][places(members, self.structure.unit(unit, layer))] = float("inf")
 
-    def mask(self, dead: Mapping[Kind, list[Tensor]]) -> Scores:
+    def mask(self, pruned: Mapping[Kind, list[Tensor]]) -> Scores:
         """Set pruned parts to infinity."""
-        for values, gone in ((self.attn, dead["attn"]), (self.ffn, dead["ffn"]), ([self.stem], dead["stem"])):
-            for value, flags in zip(values, gone, strict=True):
-                value.masked_fill_(flags, float("inf"))
+        for values, flags in ((self.attn, pruned["attn"]), (self.ffn, pruned["ffn"]), ([self.stem], pruned["stem"])):
+            for value, is_pruned in zip(values, flags, strict=True):
+                value.masked_fill_(is_pruned, float("inf"))
         return self
 
     def restricted(self, structure: Structure) -> Scores:
@@ -168,7 +168,7 @@ class Scores:
 def score_model(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Scores:
-    """Scores of the model as it is. Elements of pruned groups are zero and add nothing to the others."""
+    """Scores of the current model; elements of pruned groups are zero and add nothing to other groups."""
     return begin_scores(prunable, gradients, fishers, metric)()
 
 
@@ -180,14 +180,14 @@ def begin_scores(
     *,
     fused: bool = False,
 ) -> Callable[[], Scores]:
-    """Start to compute ``score_model``; calling the result waits for it.
+    """Start computing ``score_model``; calling the result waits for it.
 
-    Only row and column sums are copied from the device; where each process holds some rows of the weights, one small
-    all-reduce completes them, and all processes get the same numbers. A GPU is not idle meanwhile: kernels launched
-    after this call run while the groups are chosen on the host.
+    Only row and column sums are copied from the device. If weights are sharded by rows, one small all-reduce completes
+    the sums, and all processes get the same numbers. The GPU is not idle meanwhile: kernels launched after this call
+    run while the groups are chosen on the host.
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
-    over weights and gradients, instead of eight; for a GPU, other last bits.
+    over weights and gradients instead of eight, for GPUs; results differ by rounding.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": []}
@@ -202,23 +202,23 @@ def begin_scores(
     first, held = row_range(weight)
     torch.sum(torch.stack(rows), 0, out=stem[first : first + held])
     flat = torch.cat([heads, *columns["ffn"], stem])
-    transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one wait
+    transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
 
     def result() -> Scores:
         flat, kv = transfer.result(), list[Tensor]()
-        lengths = [len(part) for kind in KINDS for part in prunable.dead[kind]]
+        lengths = [len(part) for kind in KINDS for part in prunable.pruned[kind]]
         count = prunable.anatomy.num_layers
         if metric.squares_sums:
             kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
             flat = flat.square()
-        parts = list(torch.split(flat.masked_fill_(prunable.dead_flags, float("inf")), lengths))
+        parts = list(torch.split(flat.masked_fill_(prunable.pruned_flags, float("inf")), lengths))
         return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv)
 
     return result
 
 
 def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
-    """Signed sums of query heads, added up over the queries of each key/value head."""
+    """Signed sums over the query heads of each key/value head."""
     found = []
     for layer, values in zip(structure.layers, heads, strict=True):
         where = torch.tensor(places(layer.kv_of_query, layer.kv_heads))
@@ -234,14 +234,14 @@ def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tupl
 
 @cache
 def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """One graph for projections of all sizes; made on first use, because importing the compiler takes a second."""
+    """One graph for projections of all sizes; compiled on first use, because importing the compiler takes a second."""
     return torch.compile(_sums, dynamic=True)
 
 
 class ElementScores:
-    """Fixed element scores of one calibration, summed again exactly as groups are removed (pruning without training).
+    """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
-    ``o`` is kept summed over each head, ``down`` element by element: the size of the FFN outputs, once.
+    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class ElementScores:
             [e.sum(0, dtype=torch.float64) for e in self._heads_OH],
             [e.sum(0, dtype=torch.float64) for e in self._channels_ON],
             torch.stack([e.sum(1, dtype=torch.float64) for e in everything]).sum(0),
-        ).mask(prunable.dead)
+        ).mask(prunable.pruned)
 
     def copy(self) -> ElementScores:
         other = copy(self)
@@ -271,7 +271,7 @@ class ElementScores:
         return other
 
     def remove(self, group: Group) -> None:
-        """Subtract a group from the sums of the others."""
+        """Exclude a group and subtract its elements from the sums of other groups."""
         scores = self.current
         if group.kind == "stem":
             rows = places(group.members[0], self.structure.hidden)
@@ -294,7 +294,7 @@ class ElementScores:
 def _elements(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
 ) -> Iterator[tuple[str, Tensor]]:
-    """(attn or ffn, element scores) of the output projections, layer by layer."""
+    """(``attn`` or ``ffn``, element scores) of every output projection."""
     for kind, weight, gradient, fisher in _operands(prunable, gradients, fishers):
         assert fisher is not None
         yield kind, metric.score(weight, gradient, fisher)
@@ -303,7 +303,7 @@ def _elements(
 def _operands(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(attn or ffn, w, g, f) of the output projections, layer by layer; w stands in for what was not collected."""
+    """(``attn`` or ``ffn``, w, g, f) of every output projection; w replaces what was not collected."""
     for layer in range(prunable.anatomy.num_layers):
         for kind in ("attn", "ffn"):
             name = prunable.anatomy.output_row(layer, kind).name

@@ -1,14 +1,14 @@
-"""The life cycle of the second-order update (EfficientLLM-B): watch inputs, regress, repair what remains.
+"""The second-order update (EfficientLLM-B): record layer inputs, regress, update the remaining weights.
 
-``InputTaps`` listens at the linear layers whose input columns can leave: ``o`` and ``down``, and the readers of every
-norm's output for the stem. ``repair`` then changes the columns that stay, before the others are zeroed.
+``InputTaps`` records the inputs of the linear layers with prunable input columns: ``o`` and ``down``, and for the stem
+the readers of every norm's output. ``repair`` then updates the kept columns, before the others are zeroed.
 
-- Tied embeddings: the head is the embedding table; repairing it would change what every token *enters* with, so a
-  tied head is not repaired (its tensor is not a reader in the anatomy). An untied head is.
-- Norms: they divide by the living width, so when hidden channels leave, what they put out is scaled by a factor c that
-  is nearly the same for all tokens; the gain of every norm in front of readers is divided by it.
-- Adam's moments stay. The gradient of a kept column is (dL/dy)·x_kept; the update is made so that y, and with it
-  dL/dy, hardly changes, and x is not touched at all. So the moments describe the new weights as well as the old.
+- Tied embeddings: updating a tied head would change the input embedding of every token, so it is not updated (its
+  tensor is not a reader in the anatomy). An untied head is.
+- Norms divide by the number of alive channels. Removing hidden channels therefore scales their output by a factor c
+  that is nearly the same for all tokens; the gain of every norm in front of readers is divided by it.
+- Adam's moments are unchanged. The gradient of a kept column is (dL/dy)·x_kept; the update preserves y, and with it
+  dL/dy, as well as possible and does not touch x. So the moments are as valid for the new weights as for the old.
 """
 
 from __future__ import annotations
@@ -27,15 +27,7 @@ from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes
 from dwindle.distributed.shards import gathered, is_idle, local
-from dwindle.pruning.gram import (
-    Gram,
-    Inputs,
-    Regression,
-    Sample,
-    finished,
-    removal_update,
-    spread,
-)
+from dwindle.pruning.gram import Gram, Inputs, Regression, Sample, finished, removal_update, spread
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
 
@@ -43,7 +35,7 @@ Sink = Callable[[str, Tensor], None]
 
 
 def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool) -> tuple[str, ...]:
-    """The kinds of columns whose inputs are needed: those that can leave, and those that the metric scores."""
+    """The kinds of columns whose inputs are needed: the prunable ones, and those that the metric scores."""
     of = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
     units = [of[kind] for kind in groups] if second_order else []
     return tuple(dict.fromkeys([*(("query", "ffn") if "inputs" in metric.needs else ()), *units]))
@@ -51,26 +43,26 @@ def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """One input, and the matrices that read it (their columns leave together)."""
+    """One input, and the matrices that read it (their columns are removed together)."""
 
     key: str
-    """The module that is listened to."""
+    """The module that is hooked."""
     rows: tuple[Row, ...]
     unit: str
     """What the columns count: ``query``, ``ffn`` or ``hidden``."""
     at_output: bool = False
     """Whether the input is that module's output (the head is not always called as a module)."""
     norm: str | None = None
-    """The gain of the norm that makes this input; None where readers see the stream itself (OLMo 2)."""
+    """The gain of the norm that makes this input; None where readers see the residual stream itself (OLMo 2)."""
 
     @property
     def layer(self) -> int | None:
-        """Where its columns are counted: one layer's, or (hidden) those of all."""
+        """The layer that its columns belong to; None for hidden channels, which all layers share."""
         return None if self.unit == "hidden" else self.rows[0].layer
 
 
 def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden")) -> list[Tap]:
-    """Every input of the model that can lose columns, from the anatomy table alone."""
+    """Every input of the model with prunable columns, from the anatomy table alone."""
     readers: dict[tuple[str, str], list[Row]] = {}
     for row in anatomy.rows:
         if row.layer is not None and len(row.axes) == 2 and row.axes[1][0] in units:
@@ -96,33 +88,33 @@ def _norm_before(parent: str, names: set[str]) -> str | None:
 
 
 class InputTaps:
-    """Hands samples of layer inputs to ``sink`` while open.
+    """Passes samples of layer inputs to ``sink`` while open.
 
-    The hooks stay in place for good and look at a plain attribute, and what they see is stored on the module: so
-    they work inside compiled layers, where hooks that come and go would be ignored. They stay open during the
-    backward pass, so that recomputed activations meet the same graph.
+    The hooks are permanent, read a plain attribute and store what they see on the module. So they work inside compiled
+    layers, which ignore hooks that are added or removed later. They remain open during the backward pass, so that
+    recomputed activations use the same graph.
     """
 
     def __init__(self, model: Any, taps: list[Tap], sink: Sink, *, only_in_training: bool = False) -> None:
         self.taps, self.sink, self.only_in_training = taps, sink, only_in_training
         self._left = 0
         self._shares: list[int] = []
-        """Tokens that each of the next passes may give, the next one last."""
+        """Tokens to take from each of the next passes, the next one last."""
         self._is_placeholder = False
-        """A batch of nothing but token 0: an idle process among several takes part with one, and it must not count."""
+        """Whether the batch is the placeholder (token 0) of an idle process, which must not count."""
         backbone: nn.Module = model.model
         self._modules: list[Any] = [model.get_submodule(tap.key) for tap in taps]
         self._handles: list[RemovableHandle] = []
         for tap, module in zip(taps, self._modules, strict=True):
             module.tap_stride = 0
             module.tapped = None
-            listen = module.register_forward_hook(_keep_output) if tap.at_output else None
-            self._handles.append(listen or module.register_forward_pre_hook(_keep_input))
+            handle = module.register_forward_hook(_keep_output) if tap.at_output else None
+            self._handles.append(handle or module.register_forward_pre_hook(_keep_input))
         self._handles.append(backbone.register_forward_pre_hook(self._before, with_kwargs=True))
         self._handles.append(backbone.register_forward_hook(self._after))
 
     def open(self, num_tokens: int, num_passes: int = 1) -> None:
-        """From the next forward pass on, until this many tokens were seen: as many in each of so many passes."""
+        """Take this many tokens from the next forward passes on, evenly over ``num_passes`` passes."""
         self._left = num_tokens
         self._shares = _shares(num_tokens, num_passes)[::-1]
 
@@ -131,7 +123,7 @@ class InputTaps:
         self._set_stride(0)
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks and their attributes from the model."""
         for handle in self._handles:
             handle.remove()
         for module in self._modules:
@@ -143,7 +135,7 @@ class InputTaps:
             module.tapped = None
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tokens are taken at even distances over the batch: its share, or as many as are still wanted."""
+        """Take evenly spaced tokens of the batch: its share, or as many as are still wanted."""
         given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         batch, length = (given or args)[0].shape[:2]
         wanted = 0
@@ -164,7 +156,7 @@ class InputTaps:
 
 
 def _shares(num_tokens: int, num_passes: int) -> list[int]:
-    """Equal ones, so that compiled layers need one graph; of passes that are more than tokens, evenly spread ones."""
+    """Equal shares, so that compiled layers need one graph; with more passes than tokens, evenly spread ones."""
     if num_tokens >= num_passes:
         return [num_tokens // num_passes] * num_passes
     return [num_tokens * (n + 1) // num_passes - num_tokens * n // num_passes for n in range(num_passes)]
@@ -181,15 +173,15 @@ def _keep_output(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _thinned(x_BLN: Tensor, stride: int) -> Tensor:
-    """Every so many tokens, in the precision that the layer computes in."""
+    """Every ``stride``-th token, in the precision that the layer computes in."""
     x_TN = x_BLN.detach().flatten(0, -2)[::stride]
     device = x_TN.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TN.dtype
-    return x_TN.to(dtype, copy=True)  # a view would keep all activations alive
+    return x_TN.to(dtype, copy=True)  # a view would keep all activations in memory
 
 
 class InputStatistics(Mapping[str, Inputs]):
-    """Inputs by tap, as Grams or as samples, whichever is smaller."""
+    """Statistics of the inputs by tap: a Gram or a sample, whichever is smaller."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -215,7 +207,7 @@ class InputStatistics(Mapping[str, Inputs]):
 
 
 class InputWatch:
-    """Watches the inputs of a model in training, for one step at a time; follows it through compactions."""
+    """Records the layer inputs of a model in training, one step at a time, across compactions."""
 
     def __init__(self, units: tuple[str, ...], num_tokens: int) -> None:
         self._units = units
@@ -225,16 +217,16 @@ class InputWatch:
         self._model: object = None
 
     def attach(self, prunable: Prunable) -> None:
-        """To the model as it is now, before its first step: a layer that is already compiled sees no new hooks."""
+        """Hook the current model, before its first step: a layer that is already compiled ignores new hooks."""
         if prunable.model is not self._model:
             taps = taps_of(prunable.anatomy, self._units)
             self._taps = InputTaps(prunable.model, taps, self.inputs.add, only_in_training=True)
             self._model = prunable.model
 
     def listen(self, batches: object) -> None:
-        """In the next step of these batches: tokens from all its micro-batches, or all tokens if that many are wanted.
+        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are wanted.
 
-        Batches that do not say how many micro-batches a step has give what is wanted as early as they can.
+        If the number of micro-batches is not known, tokens are taken from the first passes.
         """
         assert self._taps is not None
         num_passes = 1
@@ -245,7 +237,7 @@ class InputWatch:
         self._taps.open(self._quota, num_passes)
 
     def forget(self) -> None:
-        """After the step: free what was kept."""
+        """Free the recorded inputs after the step."""
         self.inputs.clear()
         if self._taps is not None:
             self._taps.close()
@@ -253,11 +245,11 @@ class InputWatch:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One input that loses columns; the tensors are on the device."""
+    """One input with removed columns; the tensors are on the device."""
 
     number: int
     tap: Tap
-    gone_P: Tensor
+    removed_P: Tensor
     kept_R: Tensor
 
 
@@ -270,11 +262,11 @@ def repair(
     damping: float,
     exchange: Exchange | None = None,
 ) -> None:
-    """Change the columns that stay so that every layer's output moves least when ``keep`` becomes all that is alive.
+    """Update the kept columns so that the outputs of layers change least when the model is pruned to ``keep``.
 
-    Call it before ``Prunable.kill(keep)``. Rows that are dead, or die with the same event, stay or become zero.
+    Call it before ``Prunable.prune_to(keep)``. Rows that are pruned already remain zero.
 
-    All problems are given to the device before the first result is looked at.
+    All problems are launched on the device before the first result is read.
     """
     exchange = exchange or Exchange()
     problems = _problems(prunable, keep)
@@ -286,21 +278,21 @@ def repair(
         seen = inputs[tap.key].at_owner(number, exchange)
         if exchange.is_mine(number):
             if gain is not None:
-                factors[number] = norm_factor(seen.mean_square(), gain, problem.gone_P, len(problem.kept_R))
+                factors[number] = norm_factor(seen.mean_square(), gain, problem.removed_P, len(problem.kept_R))
             if tap.rows:
-                regressions[number] = seen.regression(problem.gone_P, problem.kept_R, damping)
+                regressions[number] = seen.regression(problem.removed_P, problem.kept_R, damping)
     found = dict(zip(regressions, finished(list(regressions.values())), strict=True))
     for problem in problems:
         _apply(prunable, problem, found.get(problem.number), factors.get(problem.number), exchange)
 
 
 def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
-    """Every input that loses columns now; what is known of them on the host is sent to the device at once."""
-    leaving = prunable.anatomy.removed(prunable.alive, keep, prunable.physical)
-    units = tuple(dict.fromkeys(unit for unit, _ in leaving if unit != "kv"))
-    taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in leaving]
+    """Every input that loses columns; their indices are copied to the device in one transfer."""
+    removed = prunable.anatomy.removed(prunable.alive, keep, prunable.physical)
+    units = tuple(dict.fromkeys(unit for unit, _ in removed if unit != "kv"))
+    taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in removed]
     one_each = {(tap.unit, tap.layer): tap for tap in taps}
-    places = {key: columns(prunable, tap, leaving) for key, tap in one_each.items()}
+    places = {key: columns(prunable, tap, removed) for key, tap in one_each.items()}
     device = next(iter(prunable.parameters.values())).device
     there = iter(sent([part for pair in places.values() for part in pair], device))
     on_device = {key: (next(there), next(there)) for key in places}
@@ -310,41 +302,41 @@ def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
 def _apply(
     prunable: Prunable, problem: _Problem, a_PR: Tensor | None, factor: Tensor | None, exchange: Exchange
 ) -> None:
-    """The owner's result, to all readers of the input and to the norm before it."""
-    parameters, tap, gone_P = prunable.parameters, problem.tap, problem.gone_P
+    """Apply the owner's result to all readers of the input and to the norm before it."""
+    parameters, tap, removed_P = prunable.parameters, problem.tap, problem.removed_P
     weights = [local(parameters[row.name]) for row in tap.rows]
     gain = None if tap.norm is None else local(parameters[tap.norm])
     if weights:
         width = weights[0].shape[1]
-        a_PN = weights[0].new_zeros(len(gone_P), width)
+        a_PN = weights[0].new_zeros(len(removed_P), width)
         if a_PR is not None:
             a_PN = spread(a_PR.to(a_PN.dtype), problem.kept_R, width)
         a_PN = exchange.from_owner(problem.number, a_PN)
         for weight in weights:
-            removal_update(weight, gone_P, a_PN)
+            removal_update(weight, removed_P, a_PN)
     if gain is not None:
         factor = gain.new_zeros(()) if factor is None else factor.to(gain.dtype)
         gain.div_(exchange.from_owner(problem.number, factor))
 
 
-def norm_factor(mean_square_N: Tensor, gain_N: Tensor, gone_P: Tensor, num_kept: int) -> Tensor:
-    """c = √((kept/all) / (1 − e)): what dividing by the living width does to a norm's output when channels leave.
+def norm_factor(mean_square_N: Tensor, gain_N: Tensor, removed_P: Tensor, num_kept: int) -> Tensor:
+    """c = √((kept/all) / (1 − e)): the factor by which removing channels scales the output of an ``ActiveRMSNorm``.
 
-    e is their mean share of the squared length of what the norm reads: (x/gain)² averages to 1 over all channels.
+    e is the removed channels' mean share of the squared norm of its input: (x/gain)² averages to 1 over all channels.
     """
-    num_all = num_kept + len(gone_P)
-    gain_P = gain_N[gone_P].to(mean_square_N.dtype)
-    share = torch.where(gain_P == 0, 1.0, mean_square_N[gone_P] / gain_P.square()).sum() / num_all
+    num_all = num_kept + len(removed_P)
+    gain_P = gain_N[removed_P].to(mean_square_N.dtype)
+    share = torch.where(gain_P == 0, 1.0, mean_square_N[removed_P] / gain_P.square()).sum() / num_all
     return (num_kept / num_all / (1 - share.clamp(0.0, 0.9))).sqrt()
 
 
-def columns(prunable: Prunable, tap: Tap, leaving: Removed) -> tuple[Tensor, Tensor]:
-    """Where the columns that leave and that stay lie in the tensors as they are now."""
+def columns(prunable: Prunable, tap: Tap, removed: Removed) -> tuple[Tensor, Tensor]:
+    """Positions of the removed and of the kept columns in the current tensors."""
     kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
-    stays = ~prunable.dead[kinds[tap.unit]][tap.layer or 0]
-    gone = torch.tensor(leaving[tap.unit, tap.layer])
-    stays[gone] = False
+    is_kept = ~prunable.pruned[kinds[tap.unit]][tap.layer or 0]
+    now_removed = torch.tensor(removed[tap.unit, tap.layer])
+    is_kept[now_removed] = False
     stretch = prunable.anatomy.stretch(tap.unit)
-    both = (gone, stays.nonzero()[:, 0])
-    gone_P, kept_R = ((where[:, None] * stretch + torch.arange(stretch)).flatten() for where in both)
-    return gone_P, kept_R
+    both = (now_removed, is_kept.nonzero()[:, 0])
+    removed_P, kept_R = ((where[:, None] * stretch + torch.arange(stretch)).flatten() for where in both)
+    return removed_P, kept_R

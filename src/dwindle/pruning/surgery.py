@@ -1,10 +1,10 @@
-"""Removing groups: logically (zero in place) and physically (compact to new shapes).
+"""Removal of groups: logical (zeroed in place) and physical (compacted to smaller shapes).
 
-Zeroing a group's weights and its Adam moments is a fixed point of training, with two things to see to:
+A group whose weights and Adam moments are zero remains zero under training, provided that
 
-- every RMSNorm divides by the living width (``ActiveRMSNorm``);
-- under grouped-query attention a dead query head whose key/value head still lives attends uniformly, so its columns
-  of ``o`` would receive a gradient although they are zero. ``mask_gradients`` clears those before clipping.
+- every RMSNorm divides by the number of alive channels (``ActiveRMSNorm``);
+- ``mask_gradients`` is called before clipping: under grouped-query attention a pruned query head whose key/value head
+  is alive attends uniformly, so its columns of ``o`` would receive a gradient although they are zero.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
 
 
 class Prunable:
-    """A model under pruning: what it physically holds, and what of that is alive.
+    """A model during pruning: the structure of its tensors (``physical``) and the part that is not pruned (``alive``).
 
-    Both structures are in the source's numbering; ``alive`` is always contained in ``physical``.
+    Both structures use the source's indices; ``physical`` always contains ``alive``.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy | None = None, physical: Structure | None = None) -> None:
@@ -41,7 +41,7 @@ class Prunable:
         self.model: Any = model
         self.physical = self.alive = physical
         self._count = self.anatomy.count(physical).total
-        self.dead_flags, self.dead = _nothing_dead(physical)
+        self.pruned_flags, self.pruned = _nothing_pruned(physical)
         self._norms = _install_norms(model, self.anatomy)
         self._norm_widths: list[float] = []
         self._named: dict[str, nn.Parameter] = {}
@@ -49,50 +49,50 @@ class Prunable:
 
     @property
     def num_parameters(self) -> int:
-        """Living parameters."""
+        """Number of alive parameters."""
         return self._count
 
     @property
-    def dead_share(self) -> float:
-        """The part of the physical parameters that does nothing."""
+    def pruned_share(self) -> float:
+        """Fraction of the physical parameters that is pruned."""
         return 1.0 - self.num_parameters / self.anatomy.count(self.physical).total
 
-    def kill(self, keep: Structure, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Zero everything that is alive now and not in ``keep``: weights, moments and pending gradients."""
+    def prune_to(self, keep: Structure, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Zero in place everything alive that is not in ``keep``: weights, optimizer moments and pending gradients."""
         assert self.alive.contains(keep)
-        leaving = self.anatomy.removed(self.alive, keep, self.physical)
-        doomed: list[Tensor] = []
+        removed = self.anatomy.removed(self.alive, keep, self.physical)
+        pieces: list[Tensor] = []
         with torch.no_grad():
             for row, parameter in self._parameters():
-                views = list(self.anatomy.spans(row, leaving, self.physical))
+                views = list(self.anatomy.spans(row, removed, self.physical))
                 for tensor in _with_state(parameter, optimizer) if views else ():
-                    pieces = (narrowed(tensor, axis, start, length) for axis, start, length in views)
-                    doomed.extend(piece for piece in pieces if piece is not None)
+                    narrow = (narrowed(tensor, axis, start, length) for axis, start, length in views)
+                    pieces.extend(piece for piece in narrow if piece is not None)
                 state = optimizer.state.get(parameter, {}) if views and optimizer is not None else {}
                 if ALIVE_SIZES in state:
                     state[ALIVE_SIZES] = alive_sizes(self.anatomy, row, keep)
-            _zero(doomed)
-        self._bury(keep, leaving)
+            _zero(pieces)
+        self._mark_pruned(keep, removed)
 
     def restore(self, alive: Structure) -> None:
-        """Take note that everything outside ``alive`` is already zero (a checkpoint)."""
-        self._bury(alive, self.anatomy.removed(self.alive, alive, self.physical))
+        """Record that everything outside ``alive`` is already zero, as in a loaded checkpoint."""
+        self._mark_pruned(alive, self.anatomy.removed(self.alive, alive, self.physical))
 
     def prune(self, group: Group, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """One event."""
-        self.kill(self.alive.without(group), optimizer)
+        """Remove one group: one event."""
+        self.prune_to(self.alive.without(group), optimizer)
 
     def mask_gradients(self) -> None:
-        """Clear gradients of columns that must stay zero; call after backward, before clipping."""
+        """Clear the gradients of pruned columns that would get one; call after backward, before clipping."""
         for layer, columns in self._idle_columns.items():
             gradient = self.parameters[self.anatomy.output_row(layer, "attn").name].grad
             if gradient is not None:
                 local(gradient).index_fill_(1, columns, 0.0)
 
     def compacted(self, keep: Structure | None = None) -> nn.Module:
-        """A new plain model (stock modules) of the living parts, or of any structure between alive and physical.
+        """A new model with stock modules: the alive parts, or any structure between alive and physical.
 
-        Of a model that is spread over processes it is made in host memory, tensor by tensor, and all must take part.
+        For a sharded model it is built in host memory, tensor by tensor, and every process must call this.
         """
         keep = keep or self.alive
         assert self.physical.contains(keep) and keep.contains(self.alive)
@@ -111,9 +111,9 @@ class Prunable:
     ) -> torch.optim.Optimizer | None:
         """Rebuild the model at the shapes of ``keep``; the optimizer made by ``rebuild`` gets the sliced moments.
 
-        Each old tensor is released as soon as it is cut, so that two models never exist at the same time. A model
-        that is spread over processes is given to ``rebuild`` without storage, with a function that fetches each
-        tensor: assigning smaller parameters to an FSDP2 module would silently change nothing.
+        Each old tensor is released as soon as it is sliced, so that two models never exist at the same time. For a
+        sharded model, ``rebuild`` gets the new model without storage and a function that fetches each tensor, because
+        assigning smaller parameters to an FSDP2 module silently changes nothing.
         """
         keep, alive, training = keep or self.alive, self.alive, self.model.training
         assert self.physical.contains(keep) and keep.contains(alive)
@@ -138,7 +138,7 @@ class Prunable:
         self._check_shapes()
         if optimizer is None:
             return None
-        assert rebuild is not None, "an optimizer can only move with the model if it can be rebuilt"
+        assert rebuild is not None, "compacting a model with its optimizer needs rebuild"
         moved = rebuild(fresh)
         for name, parameter in fresh.named_parameters():
             if states[name]:
@@ -148,7 +148,7 @@ class Prunable:
     def _compact_sharded(
         self, keep: Structure, optimizer: torch.optim.Optimizer, rebuild: Callable[..., torch.optim.Optimizer]
     ) -> torch.optim.Optimizer:
-        """Gather, slice and spread again, one tensor at a time: weights layer by layer, then both moments."""
+        """Gather, slice and shard again, one tensor at a time: weights layer by layer, then the moments."""
         before, alive, training = self.physical, self.alive, self.model.training
         old = {row.name: parameter for row, parameter in self._parameters()}
         states = {name: optimizer.state.pop(parameter, {}) for name, parameter in old.items()}
@@ -180,7 +180,7 @@ class Prunable:
         return moved
 
     def _check_shapes(self) -> None:
-        """The live parameters have the new shapes: a rebuild that changed nothing must not go unnoticed."""
+        """Assert the new shapes: a rebuild that silently changed nothing must fail."""
         for row, parameter in self._parameters():
             wanted = self.anatomy.shape(row, self.physical)
             assert tuple(parameter.shape) == wanted, f"{row.name}: {tuple(parameter.shape)}, not {wanted}"
@@ -194,24 +194,24 @@ class Prunable:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The live parameters by name, found once for each model: an event must not cost a walk over all modules."""
+        """The current parameters by name, cached because walking all modules at every event is slow."""
         if not self._named:
             self._named = dict(self.model.named_parameters())
         return self._named
 
-    def _bury(self, keep: Structure, leaving: Removed) -> None:
-        """Book-keeping of an event: ``keep`` is what is alive from now on."""
+    def _mark_pruned(self, keep: Structure, removed: Removed) -> None:
+        """Update the flags, the count, the norms and the gradient masks: from now on ``keep`` is alive."""
         kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
-        for (unit, layer), where in leaving.items():
+        for (unit, layer), where in removed.items():
             if unit in kinds:
-                self.dead[kinds[unit]][layer or 0][where] = True
+                self.pruned[kinds[unit]][layer or 0][where] = True
         self.alive = keep
         self._count = self.anatomy.count(keep).total
         self._refresh_norms()
-        self._refresh_idle_columns({layer for unit, layer in leaving if unit == "query" and layer is not None})
+        self._refresh_idle_columns({layer for unit, layer in removed if unit == "query" and layer is not None})
 
     def _refresh_norms(self) -> None:
-        """All norms that changed at once; most events change none."""
+        """Update all norm widths at once; most events change none."""
         widths = [float(self.anatomy.shape(row, self.alive)[0]) for row, _ in self._norms]
         if widths == self._norm_widths:
             return
@@ -225,21 +225,21 @@ class Prunable:
         torch._foreach_add_(buffers, widths)
 
     def refresh(self) -> None:
-        """Take note that the model's tensors were replaced (filled, sharded) since this was made."""
+        """Update what depends on the model's tensors after they were replaced (loaded, sharded)."""
         self._named = {}
         self._norm_widths = []
         self._refresh_norms()
         self._refresh_idle_columns(range(self.anatomy.num_layers))
 
     def _refresh_idle_columns(self, layers: Iterable[int]) -> None:
-        """Where ``mask_gradients`` writes, kept on the device: it does so in every step."""
+        """Update the columns that ``mask_gradients`` clears, on the device because every step uses them."""
         found: dict[int, Tensor] = {}
         stretch = torch.arange(self.anatomy.head_dim)
         for index in layers:
             here, alive = self.physical.layers[index], self.alive.layers[index]
-            living, living_kv = set(alive.query_heads), set(alive.kv_heads)
+            alive_queries, alive_kv = set(alive.query_heads), set(alive.kv_heads)
             pairs = enumerate(zip(here.query_heads, here.kv_of_query, strict=True))
-            idle = [place for place, (query, kv) in pairs if query not in living and kv in living_kv]
+            idle = [place for place, (query, kv) in pairs if query not in alive_queries and kv in alive_kv]
             self._idle_columns.pop(index, None)
             if idle:
                 found[index] = (torch.tensor(idle)[:, None] * self.anatomy.head_dim + stretch).flatten()
@@ -248,10 +248,10 @@ class Prunable:
             self._idle_columns |= zip(found, sent(list(found.values()), device), strict=True)
 
 
-def _nothing_dead(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tensor]]]:
-    """For every head, channel and hidden index that is physically there: whether it is dead.
+def _nothing_pruned(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tensor]]]:
+    """Flags for every physical head, FFN channel and hidden index: whether it is pruned. All are False here.
 
-    First all of them in one tensor (heads of all layers, channels of all layers, hidden), then the parts of it.
+    The first result is one tensor (heads of all layers, FFN channels of all layers, hidden), the second its views.
     """
     heads, ffn = [len(la.query_heads) for la in structure.layers], [len(la.ffn) for la in structure.layers]
     lengths = [*heads, *ffn, len(structure.hidden)]
@@ -261,7 +261,7 @@ def _nothing_dead(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tensor]
 
 
 def _zero(pieces: list[Tensor]) -> None:
-    """Whole rows in one kernel for many tensors; strided columns need a kernel each, and would drag the rows along."""
+    """Zero in place: contiguous rows share one kernel; strided columns need one each and would slow the rows down."""
     dense = [piece for piece in pieces if piece.is_contiguous()]
     strided = [piece for piece in pieces if not piece.is_contiguous()]
     for batch in (dense, strided):

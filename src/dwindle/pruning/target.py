@@ -1,4 +1,4 @@
-"""Targets: what a size (``core.sizes``) means for one model."""
+"""Targets: sizes (``core.sizes``) resolved for one model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dwindle.core.sizes import format_count, parse_size
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that every layer shares."""
+    """Sizes that are equal in all layers."""
 
     hidden: int
     heads: int
@@ -20,7 +20,7 @@ class Shape:
 
     @classmethod
     def of(cls, structure: Structure) -> Shape:
-        """Of a non-uniform structure: the smallest of each."""
+        """The shape of a structure; of layers that differ, the smallest sizes."""
         return cls(
             len(structure.hidden),
             min(len(la.query_heads) for la in structure.layers),
@@ -41,7 +41,7 @@ def sizes_of(structure: Structure) -> Sizes:
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """For people: ``hidden 576, heads 6 to 9, ffn 716``."""
+    """Sizes as text: ``hidden 576, heads 6 to 9, ffn 716``."""
     spans = {name: " to ".join(map(str, size)) if isinstance(size, list) else str(size) for name, size in sizes.items()}
     return ", ".join(f"{name} {span}" for name, span in spans.items())
 
@@ -60,7 +60,7 @@ def is_share(text: str, option: str = "at") -> bool:
 
 
 def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
-    """The target that a size means for a model; shares are of what is kept."""
+    """The target of a size such as ``100M`` or ``60%`` for a model; percentages are of what is kept."""
     size, count = parse_size(text, option), anatomy.count(anatomy.source)
     if size.kind == "shape":
         return _shape_target(size.shape, anatomy, f"{option} {text.strip()}")

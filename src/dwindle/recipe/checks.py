@@ -1,4 +1,4 @@
-"""What the types of a recipe allow but no run could use; a message names the key and the fix."""
+"""Checks of a recipe beyond its types; a message names the key and the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise at the first thing that cannot work; what one table can check alone, its own config has checked."""
+    """Raise at the first value that cannot work; each table's config has already checked what it can check alone."""
     recipe.data.check_values()
     _check_source_and_validation(recipe)
     _check_amounts(recipe)
@@ -103,5 +103,5 @@ def _check_timing(recipe: Recipe) -> None:
     _require(
         prune.warmup_steps < last_event_step,
         "prune.warmup_steps",
-        f"{prune.warmup_steps} leaves no step for events: they end at step {int(last_event_step)}",
+        f"{prune.warmup_steps} leaves no steps for events, which end at step {int(last_event_step)}: lower it",
     )

@@ -339,7 +339,7 @@ class _Work:
             if second_order:
                 assert found.inputs is not None
                 repair(pruned, keep, found.inputs, damping=self.config.damping)
-            pruned.kill(keep)
+            pruned.prune_to(keep)
             loss, tasks = self.measure(pruned.compacted())
             cell = Cell(
                 metric=name,

@@ -1,4 +1,4 @@
-"""What is removed next: coupled groups, the global mixture, layer-adaptive and uniform sizes."""
+"""Which groups are removed next: coupled groups, the global mixture, layer-adaptive or uniform sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dwindle.pruning.target import Target
 
 
 def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Strategy:
-    """The strategy that a configuration names; raises if the target cannot be reached."""
+    """The strategy of a configuration; raises if the target is not reachable."""
     if config.method == "efficientllm":
         chosen: type[Strategy] = GlobalStrategy if config.selection == "global" else CoupledStrategy
     else:

@@ -1,7 +1,7 @@
 """The interface of a strategy: given saliencies and what is alive, which groups are removed next?
 
-One strategy serves both drivers. The training callback (``pruner``) asks it after optimizer steps, the post-training
-loop (``rounds``) after calibrations; ``Pacing`` says how much is due either way.
+Both drivers use the same strategies: the training callback (``pruner``) after optimizer steps, the post-training loop
+(``rounds``) after calibrations. ``Pacing`` says how much is due.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dwindle.pruning.target import Target
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A group to remove, the saliency of each kind's candidate, and what remains."""
+    """A group to remove, the saliency of every kind's candidate, and the remaining structure."""
 
     group: Group
     saliency: dict[Kind, float]
@@ -34,11 +34,11 @@ class Choice:
 
 
 class GroupScores(Protocol):
-    """Saliencies that follow removals: fixed sums (``Scores``) or sums over elements (``ElementScores``)."""
+    """Saliencies that are updated by removals: fixed sums (``Scores``) or sums over elements (``ElementScores``)."""
 
     @property
     def current(self) -> Scores:
-        """The saliency of every head and channel now; removed ones are infinite."""
+        """The current saliency of every head and channel; infinite for removed ones."""
 
     def remove(self, group: Group) -> None: ...
 
@@ -46,14 +46,14 @@ class GroupScores(Protocol):
 
 
 class Strategy(ABC):
-    """Chooses groups until a target, and never stops above it; refuses targets that it cannot reach."""
+    """Chooses groups until the model is at or below the target; raises if the target is not reachable."""
 
     uses_elements: ClassVar[bool] = False
-    """Whether rounds without training sum saliencies again, element by element, after every removal."""
+    """Whether pruning without training updates the sums of saliencies element by element after every removal."""
     compacts_between_rounds: ClassVar[bool] = False
-    """Whether rounds without training rebuild the model on the way, because they are many."""
+    """Whether pruning without training compacts the model between its (many) rounds."""
     watches_layers: ClassVar[bool] = False
-    """Whether forward passes must be observed (``listen``) before groups can be chosen."""
+    """Whether ``listen`` must be called before the forward passes whose results decide the groups."""
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         if config.attention == "regular" and not all(layer.is_regular for layer in anatomy.source.layers):
@@ -66,22 +66,22 @@ class Strategy(ABC):
     ) -> Iterator[Choice]:
         """The groups to remove once ``step`` steps (or rounds) are done, after ``num_events`` earlier events.
 
-        ``scores`` are used up: removals are noted in them.
+        Modifies ``scores``: chosen groups are removed from them.
         """
 
     @abstractmethod
     def event_bounds(self, pacing: Pacing) -> EventRange:
-        """How many events the target takes."""
+        """Bounds on the number of events until the target."""
 
     def is_finished(self, alive: Structure, num_parameters: int) -> bool:
         """Whether nothing more will be removed."""
         return num_parameters <= self.target.num_parameters
 
     def listen(self, model: nn.Module) -> None:  # noqa: B027 (optional)
-        """Groups are chosen after the next passes of this model: observe what will be needed."""
+        """Observe the next forward passes of this model, after which groups are chosen."""
 
     def notes(self, step: int) -> list[dict[str, Any]]:
-        """Further ledger lines about the groups just chosen."""
+        """Additional ledger events about the groups just chosen."""
         return []
 
     def state_dict(self) -> dict[str, Any]:

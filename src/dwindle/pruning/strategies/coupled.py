@@ -34,11 +34,11 @@ from dwindle.pruning.target import Shape, Target
 Values = NDArray[np.float64]
 """Saliencies of the alive query heads of a layer, in their order."""
 HeadPicker = Callable[[Layer, Values, Values], tuple[list[int], float]]
-"""Positions of the query heads that are removed together, and their saliency; from those of queries and KV heads."""
+"""(layer, saliencies of query heads, of key/value heads) to positions of query heads to remove, and their saliency."""
 
 
 class CoupledStrategy(Strategy):
-    """A head (or FFN channel) of every layer at once, or a hidden channel everywhere: all layers keep equal sizes."""
+    """Removes one head (or FFN channel) of every layer, or one hidden channel: all layers keep equal sizes."""
 
     uses_elements: ClassVar[bool] = True
 
@@ -56,8 +56,8 @@ class CoupledStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """With rounding, the final shape follows from the first saliencies on the way to it, so that all kinds land on
-        multiples; intermediate counts (``Pacing.aim``) come before it and keep the multiples reachable.
+        """With ``round_to``, the first saliencies decide the final shape, so that all its widths are multiples;
+        intermediate counts (``Pacing.aim``) come before that and keep the multiples reachable.
         """
         aim, selector = pacing.aim(step), self._selector
         if aim is not None:
@@ -102,7 +102,7 @@ class CoupledStrategy(Strategy):
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _CoupledCandidate:
     group: Group
     saliency: float
     rest: Structure = field(init=False)
@@ -153,11 +153,11 @@ class Selector:
         saliency = {kind: c.saliency for kind, c in candidates.items()}
         return Choice(best.group, saliency, best.rest, best.num_parameters)
 
-    def candidates(self, scores: Scores, alive: Structure) -> dict[Kind, _Candidate]:
+    def candidates(self, scores: Scores, alive: Structure) -> dict[Kind, _CoupledCandidate]:
         """The least salient group of every kind that is above its minimum size."""
-        found: dict[Kind, _Candidate] = {}
+        found: dict[Kind, _CoupledCandidate] = {}
         now = Shape.of(alive)
-        makers: dict[Kind, Callable[[], _Candidate | None]] = {
+        makers: dict[Kind, Callable[[], _CoupledCandidate | None]] = {
             "attn": lambda: self._attn(scores, alive) if now.heads > self.floor.heads else None,
             "ffn": lambda: self._ffn(scores, alive) if now.ffn > self.floor.ffn else None,
             "stem": lambda: self._stem(scores, alive) if now.hidden > self.floor.hidden else None,
@@ -168,28 +168,28 @@ class Selector:
                 found[kind] = candidate
         return found
 
-    def _candidate(self, alive: Structure, group: Group, total: float, elements: int) -> _Candidate:
+    def _candidate(self, alive: Structure, group: Group, total: float, elements: int) -> _CoupledCandidate:
         if self.config.compare == "saved":
             elements = self.anatomy.count(alive).total - self.anatomy.count(alive.without(group)).total
-        return _Candidate(group, total if self.config.compare == "sum" else total / elements)
+        return _CoupledCandidate(group, total if self.config.compare == "sum" else total / elements)
 
-    def _ffn(self, scores: Scores, alive: Structure) -> _Candidate:
+    def _ffn(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         values = [s.numpy() for s in scores.ffn]  # many small arrays: numpy's calls cost a tenth of torch's
         least = [int(v.argmin()) for v in values]
         members = tuple((la.ffn[p],) for la, p in zip(scores.structure.layers, least, strict=True))
         total = sum(float(v[p]) for v, p in zip(values, least, strict=True))
         return self._candidate(alive, Group("ffn", members), total, len(least) * len(alive.hidden))
 
-    def _stem(self, scores: Scores, alive: Structure) -> _Candidate:
+    def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         least = int(scores.stem.argmin())
         inputs = sum(len(la.query_heads) * self.anatomy.head_dim + len(la.ffn) for la in alive.layers)
         group = Group("stem", ((scores.structure.hidden[least],),))
         return self._candidate(alive, group, float(scores.stem[least]), inputs)
 
-    def _attn(self, scores: Scores, alive: Structure) -> _Candidate | None:
+    def _attn(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
         """Cluster: one query of every layer. Regular: one query of every key/value head, or a whole key/value head."""
         pickers = [_one_query] if self.config.attention == "cluster" else self._regular_pickers(alive)
-        best: _Candidate | None = None
+        best: _CoupledCandidate | None = None
         for pick in pickers:
             members, total, heads = [], 0.0, 0
             for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):

@@ -1,7 +1,7 @@
-"""``selection = "global"``: at each event the group with the least mean saliency anywhere, in one layer or the stem.
+"""``selection = "global"``: each event removes the least salient group of the whole model, of one layer or the stem.
 
-EfficientLLM's continuous events with Adapt-Pruner's freedom: layers need not keep equal sizes. Groups are small (one
-FFN channel of one layer), so events are many, and the candidates of a step are sorted once for all of them.
+EfficientLLM's continuous events, but layers need not keep equal sizes (as in Adapt-Pruner). Groups are small (one FFN
+channel of one layer), so events are many, and the candidates of a step are sorted once for all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
 from dwindle.pruning.target import Target
 
 _Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
-"""Saliencies, ascending, and the channels that have them."""
+"""Saliencies, ascending, and their channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class _Candidate:
 
 
 class GlobalStrategy(Strategy):
-    """The least salient group anywhere; holds no state between steps.
+    """Removes the least salient group of the whole model; holds no state between steps.
 
-    With ``round_to`` as many channels of a layer (or hidden channels) are removed together as keep its width a
-    multiple; an odd width of the source is rounded down first of all.
+    With ``round_to``, channels are removed in blocks that keep widths multiples; a source's width that is not a
+    multiple is rounded down before anything else is removed.
     """
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
@@ -63,10 +63,10 @@ class GlobalStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """Least salient first, as long as groups are due and the goal is not reached.
+        """The least salient groups, as long as groups are due and the goal is not reached.
 
         While the candidate of any kind still fits above the goal, only those that fit are compared; the last group is
-        the smallest. So the goal is reached, and undershot by at most that group.
+        the smallest. So the result lands at most one minimal group below the goal.
         """
         aim = pacing.aim(step)
         goal = self.target.num_parameters if aim is None else aim
@@ -124,7 +124,7 @@ class _Pool:
             heapify(self._attention)
 
     def candidates(self, alive: Structure) -> list[_Candidate]:
-        """The least salient group of every kind; as long as some widths are odd, only groups that round them."""
+        """The least salient group of every kind; while some widths are not multiples, only groups that round them."""
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.config.compare == "mean"
         if self._attention:
@@ -174,7 +174,7 @@ class _Pool:
         return min((total / self._size(number, layer, way), number, way, total) for way, total in ways)
 
     def _size(self, number: int, layer: Layer, queries: tuple[int, ...]) -> int:
-        """What the sum over heads is divided by to compare layers, and ways of removing heads."""
+        """The divisor of a sum over heads, for the comparison of layers and of ways to remove heads."""
         if self.config.compare == "mean":
             return len(queries) * self.anatomy.head_dim
         if self.config.compare == "sum":
@@ -183,7 +183,7 @@ class _Pool:
         return count(number, self._hidden, layer) - count(number, self._hidden, layer.without(query_heads=queries))
 
     def _saved(self, alive: Structure, one: _Candidate) -> int:
-        """Parameters that removing a candidate saves."""
+        """Parameters saved by removing a candidate."""
         rest = _without(alive, one)
         if one.kind == "stem":
             return self.anatomy.count(alive).total - self.anatomy.count(rest).total
@@ -194,7 +194,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Block:
-    """Sorted so that what rounds an odd width comes first, then the least salient."""
+    """Channels that are removed together; those that round a width sort first, then the least salient."""
 
     is_round: bool
     saliency: float
@@ -204,12 +204,12 @@ class _Block:
 
 
 class _Blocks:
-    """Channels of layers (or of the stem), least salient first, as many at a time as keep a width a multiple."""
+    """Channels of layers (or of the stem), least salient first, in blocks that keep widths multiples."""
 
-    def __init__(self, living: list[_Ranked], multiple: int, floor: int, mean: bool) -> None:
-        self._living, self._gone = living, [0] * len(living)
+    def __init__(self, alive: list[_Ranked], multiple: int, floor: int, mean: bool) -> None:
+        self._alive, self._num_removed = alive, [0] * len(alive)
         self._multiple, self._floor, self._mean = multiple, floor, mean
-        self._next = [block for layer in range(len(living)) if (block := self._block(layer))]
+        self._next = [block for layer in range(len(alive)) if (block := self._block(layer))]
         heapify(self._next)
 
     @property
@@ -218,19 +218,19 @@ class _Blocks:
 
     @property
     def has_odd(self) -> bool:
-        """Whether the first block rounds an odd width."""
+        """Whether the first block rounds a width that is not a multiple."""
         return bool(self._next) and not self._next[0].is_round
 
     def remove_least_salient(self) -> None:
         block = heappop(self._next)
-        self._gone[block.layer] += len(block.members)
+        self._num_removed[block.layer] += len(block.members)
         if (after := self._block(block.layer)) is not None:
             heappush(self._next, after)
 
     def _block(self, layer: int) -> _Block | None:
         """The next block of a layer; None at its minimum size."""
-        scores, names = self._living[layer]
-        start = self._gone[layer]
+        scores, names = self._alive[layer]
+        start = self._num_removed[layer]
         width = len(scores) - start
         odd = width % self._multiple
         size = odd or self._multiple
@@ -241,12 +241,12 @@ class _Blocks:
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
 
-def _by_score(values: Tensor, names: Sequence[int], living: Sequence[int]) -> _Ranked:
-    """The alive ones by ascending saliency."""
-    names_left = np.asarray(living)
-    scores = values.double().numpy()[np.searchsorted(names, names_left)]
+def _by_score(values: Tensor, names: Sequence[int], alive: Sequence[int]) -> _Ranked:
+    """The alive channels by ascending saliency."""
+    alive_names = np.asarray(alive)
+    scores = values.double().numpy()[np.searchsorted(names, alive_names)]
     order = scores.argsort(kind="stable")
-    return scores[order], names_left[order]
+    return scores[order], alive_names[order]
 
 
 def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
@@ -262,7 +262,7 @@ def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
 
 
 def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
-    """Head layouts of which nothing more can be removed, by sizes: the key/value head that each query reads."""
+    """Head layouts from which nothing more can be removed: the key/value head of each query."""
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
     if "attn" not in config.effective_groups:
         return [layer.kv_of_query]
@@ -279,7 +279,7 @@ def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
 
 
 def check_round_widths(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
-    """Refuse a multiple that some width does not have, or that rounds the source below the target."""
+    """Raise if a width cannot be such a multiple, or if rounding alone takes the source below the target."""
     multiple = config.round_to
     if multiple <= 1:
         return

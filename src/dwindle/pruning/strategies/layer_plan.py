@@ -16,30 +16,30 @@ from dwindle.pruning.saliency import Scores
 
 @dataclass(slots=True)
 class LayerPlan:
-    """Axis 0 are groups of query heads, axis 1 are FFN channels; both least salient first."""
+    """The order of removal in one layer. Axis 0: groups of query heads, axis 1: FFN channels; least salient first."""
 
     layer: Layer
     units: list[tuple[int, ...]]
     channels: list[int]
     scores: tuple[list[float], list[float]]
-    """The mean over the columns of each, so that both axes can be compared; still summed over the hidden rows."""
+    """Saliency per column, so that both axes are comparable; summed over the hidden rows."""
     full: tuple[int, int]
     """Groups of query heads and channels in the source."""
     floor: tuple[int, int]
     thresholds: list[float]
-    """The sparsities at which the next one is removed, ascending."""
+    """The sparsities at which one more group is removed, ascending."""
     axes: list[int]
-    """The axis of what is removed there."""
+    """The axis of the group removed at each threshold."""
 
     @property
     def here(self) -> tuple[int, int]:
         return len(self.units), len(self.channels)
 
     def kept_at(self, sparsity: float) -> tuple[int, int]:
-        """Groups of heads and channels that are kept at this sparsity of the layer."""
-        gone = self.axes[: bisect_right(self.thresholds, sparsity)]
-        channels = sum(gone)
-        return len(self.units) - (len(gone) - channels), len(self.channels) - channels
+        """Numbers of head groups and channels that are kept at a sparsity of the layer."""
+        removed = self.axes[: bisect_right(self.thresholds, sparsity)]
+        channels = sum(removed)
+        return len(self.units) - (len(removed) - channels), len(self.channels) - channels
 
     def cut_to(self, kept: tuple[int, int]) -> Layer:
         """The pruned layer, for counting: its sizes are exact, its channel indices are not."""
@@ -53,7 +53,7 @@ class LayerPlan:
 
 
 def units_of(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
-    """What is removed of the attention at once: a key/value head with its queries, or (cluster) a query head."""
+    """Minimal groups of query heads: all queries of a key/value head, or (cluster) a single one."""
     if config.attention == "cluster":
         return [(query,) for query in layer.query_heads]
     return [layer.queries_of(kv) for kv in layer.kv_heads]
@@ -78,7 +78,7 @@ def plan_layer(
     config: PruneConfig,
     count: Callable[[Layer], int],
 ) -> LayerPlan:
-    """The plan of an alive layer of a source's; ``count`` gives a layer's parameters."""
+    """The plan of ``layer``, the alive part of ``source``; ``count`` gives a layer's parameters."""
     scored, channels = scores.structure.layers[number], scores.ffn[number]
     by_head = dict(zip(scored.query_heads, scores.attn[number].tolist(), strict=True))
     kv_of = dict(zip(layer.query_heads, layer.kv_of_query, strict=True))
@@ -99,7 +99,7 @@ def plan_layer(
 
 
 def _by_ratio(plan: LayerPlan) -> list[tuple[float, int]]:
-    """Each axis loses its n-th group when the sparsity is nearer to n groups than to n − 1."""
+    """(threshold, axis): the n-th group of an axis is removed when the sparsity is nearer to n groups than to n − 1."""
     steps = []
     for axis, (full, here, floor) in enumerate(zip(plan.full, plan.here, plan.floor, strict=True)):
         steps += [((full - left + 0.5) / full, axis) for left in range(here, floor, -1)]
@@ -107,14 +107,14 @@ def _by_ratio(plan: LayerPlan) -> list[tuple[float, int]]:
 
 
 def _by_score(plan: LayerPlan, count: Callable[[Layer], int], full: int) -> list[tuple[float, int]]:
-    """Least salient first, of either axis, each at the sparsity that is nearer to having lost it than not."""
+    """(threshold, axis): least salient first over both axes; a group is removed when half of its size is due."""
     units, channels = (here - floor for here, floor in zip(plan.here, plan.floor, strict=True))  # prunable
     order = torch.tensor(plan.scores[0][:units] + plan.scores[1][:channels], dtype=torch.float64).argsort(stable=True)
     axes = (order >= units).long()
-    left = [count(plan.cut_to((plan.here[0] - gone, plan.here[1]))) for gone in range(units + 1)]
+    left = [count(plan.cut_to((plan.here[0] - removed, plan.here[1]))) for removed in range(units + 1)]
     sizes = torch.zeros(len(order), dtype=torch.float64)
     sizes[axes == 0] = torch.tensor([a - b for a, b in pairwise(left)], dtype=torch.float64)
     if channels:
         sizes[axes == 1] = float(left[0] - count(plan.cut_to((plan.here[0], plan.here[1] - 1))))
-    gone = full - left[0] + sizes.cumsum(0) - sizes / 2
-    return list(zip((gone / full).tolist(), axes.tolist(), strict=True))
+    saved = full - left[0] + sizes.cumsum(0) - sizes / 2
+    return list(zip((saved / full).tolist(), axes.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""Adapt-Pruner and its uniform control: every layer is sized at once, heads and FFN channels; the hidden size stays.
+"""Adapt-Pruner and its uniform control: sizes of heads and FFN channels for each layer; the hidden size is kept.
 
 A layer's sparsity is the pruned fraction of its parameters (with ``balance = "ratio"``, of its key/value groups and of
 its FFN channels alike). In every iteration of Adapt-Pruner it grows by ``step − amplitude · importance``; here the step
-is not given but found by bisection, so that the parameter count lands on its goal (with the paper's fixed step it
-drifts with the amplitude).
+is found by bisection, so that the parameter count reaches its goal (with the paper's fixed step it drifts with the
+amplitude).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer
 from dwindle.pruning.target import Target
 
 MAX_SPARSITY = 0.99
-"""No layer ever loses more than this fraction."""
+"""Maximum pruned fraction of a layer."""
 LAYER_KINDS: tuple[Kind, ...] = ("attn", "ffn")
 
 Sizes = list[tuple[int, int]]
-"""For each layer, groups of query heads and FFN channels that are kept."""
+"""For each layer, the numbers of kept groups of query heads and FFN channels."""
 
 
 class LayerwiseStrategy(Strategy):
-    """What adaptive and uniform sizes share: layer plans, counting, and the two groups of an event."""
+    """Base of the adaptive and the uniform strategy: layer plans, counting, and one group per kind and event."""
 
     compacts_between_rounds: ClassVar[bool] = True
 
@@ -55,13 +55,13 @@ class LayerwiseStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """One group with all heads and one with all channels that bring the model to at most the step's count."""
+        """One group of heads and one of channels, which bring the model to at most the step's count."""
         aim = pacing.aim(step)
         self._before_choice()
         return iter(self.choose_to(scores.current, alive, self.target.num_parameters if aim is None else aim))
 
     def choose_to(self, scores: Scores, alive: Structure, goal: int) -> list[Choice]:
-        """The groups whose removal leaves at most ``goal`` parameters."""
+        """The groups to remove so that at most ``goal`` parameters remain."""
         if self.anatomy.count(alive).total <= goal:
             return []
         plans = self._plans(scores, alive)
@@ -71,7 +71,7 @@ class LayerwiseStrategy(Strategy):
         return choices
 
     def _before_choice(self) -> None:
-        """Collect what was observed since ``listen``."""
+        """Read what was observed since ``listen``."""
 
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
         raise NotImplementedError
@@ -102,7 +102,7 @@ class LayerwiseStrategy(Strategy):
         self.sparsity = [float(share) for share in state["sparsity"]]
 
     def _counters(self) -> list[Callable[[int, Layer], int]]:
-        """For each layer, its parameters at a hidden size and its own sizes."""
+        """For each layer, a function that counts its parameters at a hidden size and its own sizes."""
         return [partial(self.anatomy.count_layer, number) for number in range(self.anatomy.num_layers)]
 
     def _plans(self, scores: Scores, alive: Structure) -> list[LayerPlan]:
@@ -146,7 +146,7 @@ class LayerwiseStrategy(Strategy):
         return choices
 
     def _mean(self, plans: list[LayerPlan], kept: Sizes, kind: Kind, hidden: int) -> float:
-        """The mean saliency of a removed element."""
+        """The mean saliency of the removed elements."""
         axis = LAYER_KINDS.index(kind)
         values: list[float] = []
         for plan, sizes in zip(plans, kept, strict=True):
@@ -192,7 +192,7 @@ class AdaptStrategy(LayerwiseStrategy):
         def sparser(step: float) -> list[float]:
             return grown(self.sparsity, weights, step, amplitude)
 
-        low, high = -amplitude, 1 + amplitude  # nothing is pruned; everything that is prunable
+        low, high = -amplitude, 1 + amplitude  # prunes nothing; prunes everything prunable
         for _ in range(60):
             middle = (low + high) / 2
             fits = self._count(plans, alive, self._kept_at(plans, sparser(middle))) <= goal
@@ -207,16 +207,16 @@ class AdaptStrategy(LayerwiseStrategy):
         self.sparsity = self._next_sparsity
 
     def _land(self, plans: list[LayerPlan], alive: Structure, more: Sizes, less: Sizes, goal: int) -> Sizes:
-        """From the last sizes above the goal, remove what the next sizes lack, least salient first, while it fits.
+        """Go from ``more`` (above the goal) towards ``less``, least salient groups first, as long as they fit.
 
-        What then still exceeds the goal is removed in smallest groups: the least salient channel anywhere.
+        If the count then still exceeds the goal, the least salient channels of any layer are removed.
         """
         kept = list(more)
         steps: list[tuple[float, int, int]] = []
         for number, (plan, big, small) in enumerate(zip(plans, more, less, strict=True)):
             for axis, values in enumerate(plan.scores):
-                gone = len(values) - big[axis]
-                steps += [(values[gone + extra], number, axis) for extra in range(big[axis] - small[axis])]
+                removed = len(values) - big[axis]
+                steps += [(values[removed + extra], number, axis) for extra in range(big[axis] - small[axis])]
         for _, number, axis in sorted(steps):
             smaller = _one_less(kept, number, axis)
             if self._count(plans, alive, smaller) >= goal:
@@ -236,10 +236,10 @@ class AdaptStrategy(LayerwiseStrategy):
 
 
 class UniformStrategy(LayerwiseStrategy):
-    """LLM-Pruner's control: the same number of heads and of channels in every layer.
+    """LLM-Pruner's uniform sizes, the control: the same numbers of heads and channels in every layer.
 
-    Of the pairs of sizes that fit the goal, the one that removes least saliency (with ``balance = "ratio"``, the one
-    with the most equal shares); lands less than one group of every layer below the goal.
+    Of the pairs of sizes that fit the goal, it takes the one that removes the least saliency (with
+    ``balance = "ratio"``, the one with the most equal shares); lands less than one group of every layer below it.
     """
 
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
@@ -264,7 +264,7 @@ class UniformStrategy(LayerwiseStrategy):
         ]
 
     def _harm(self, plans: list[LayerPlan], kept: tuple[int, int]) -> float:
-        """What decides between pairs of sizes."""
+        """The cost of a pair of sizes; the lowest wins."""
         if self.config.balance == "ratio":
             full = plans[0].full
             return abs(kept[0] / full[0] - kept[1] / full[1])
@@ -277,13 +277,13 @@ class UniformStrategy(LayerwiseStrategy):
 
 
 def grown(sparsity: Sequence[float], importance: Sequence[float], step: float, amplitude: float) -> list[float]:
-    """The layers' sparsities after an iteration: they never shrink, and never exceed ``MAX_SPARSITY``."""
+    """The layers' sparsities after an iteration: they never decrease, and never exceed ``MAX_SPARSITY``."""
     pairs = zip(sparsity, importance, strict=True)
     return [min(max(s + step - amplitude * i, s), MAX_SPARSITY) for s, i in pairs]
 
 
 def level_scores(structure: Structure) -> Scores:
-    """Equal saliency for everything, for questions that depend on sizes alone."""
+    """Zero saliency everywhere, for results that depend on sizes alone."""
     heads = [torch.zeros(len(la.query_heads)) for la in structure.layers]
     channels = [torch.zeros(len(la.ffn)) for la in structure.layers]
     return Scores(structure, heads, channels, torch.zeros(len(structure.hidden)))
