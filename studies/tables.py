@@ -30,6 +30,10 @@ SHORT_TOKENS = 17_000_000
 TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 
 
+TEXT_COLUMNS = ("marketing", "mixed.valid", "mixed.test")
+"""Texts that a study reports beside its validation text and WikiText-2."""
+
+
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [list(head), ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
@@ -132,6 +136,21 @@ def loss_rows(data: Any) -> list[list[str]]:
             cells[1] = f"**{cells[1]}**"
         rows.append([first["size"] or "100%", title(first, common), f"{first['tokens']:,}", numbers, *cells])
     return rows
+
+
+def texts(data: Any) -> str:
+    """A training study with several reported texts: one column for each, and the tasks without BoolQ."""
+    columns = ["textbooks", *TEXT_COLUMNS, "wikitext2"]
+    heads = [named(data, ["textbooks"])[0], *TEXT_COLUMNS, "WikiText-2"]
+    rows = []
+    for seeds in grouped(data):
+        first = seeds[0]
+        count = f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M"
+        cells = [spread([row[text] for row in seeds]) for text in columns]
+        measured = [without_boolq(row) for row in seeds if "tasks" in row]
+        cells.append(percent(measured) if measured else "")
+        rows.append([first["size"] or "100%", first["title"], seed_numbers(seeds), count, *cells])
+    return markdown(["size", "method", "seeds", "parameters", *heads, "six tasks, %"], rows)
 
 
 def margins(data: Any, control: str = "one-shot") -> str:
@@ -441,6 +460,7 @@ def latency(data: Any) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": losses,
     "same-teacher": same_teacher,
+    "texts": texts,
     "margins": margins,
     "margins-distilled": margins_distilled,
     "choices": choices,

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks import choices, metrics, recipe
+from test_ranks import recipe
 
 from dwindle.pruning.ledger import read_ledger
 from dwindle.run.pretrain import pretrain
 from dwindle.training.loss import _loss_and_gradient, chunked_cross_entropy
+from runs import choices, metrics
 from tiny import tiny_directory
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from processes import run_ranks
-from test_ranks import metrics, recipe
+from test_ranks import recipe
 
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
 from dwindle.training.config import DistillConfig
+from runs import metrics
 from tiny import tiny_directory
 
 

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from test_ranks import assert_same, recipe
+from test_ranks import recipe
 
 from dwindle.core.config import write_toml
 from dwindle.core.run_directory import RunDirectory
 from dwindle.run.pretrain import pretrain, resume
+from runs import assert_same
 from tiny import tiny_directory
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from processes import run_ranks
-from test_ranks import assert_same, recipe
+from test_ranks import recipe
 
 from dwindle.run.pretrain import pretrain
+from runs import assert_same
 from tiny import tiny_directory
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -33,7 +34,7 @@ def test_two_sharded_ranks_give_layers_the_sizes_of_one_process(name: str, tmp_p
 
 def _importance_agrees(two: Path, alone: Path) -> None:
     """The last digits of the measured importance differ, so those lines are compared apart from the others."""
-    from test_ranks import choices, metrics
+    from runs import choices, metrics
 
     ours, theirs = choices(two), choices(alone)
     assert [event["event"] for event in ours] == [event["event"] for event in theirs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -20,19 +19,16 @@ import dwindle.run.pretrain
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.config import DataConfig
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.world import World, joined
-from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe
 from dwindle.report.run import open_run
 from dwindle.report.tables import cost_of
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.config import ModelConfig
 from dwindle.training import checkpoint_writer as checkpointwriter
-from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
 from dwindle.training.loop import Trainer
+from runs import COMPACT_OFTEN, assert_same, metrics, tiny_recipe
 from tiny import tiny_directory
 
 STEPS = 50
@@ -40,19 +36,17 @@ STEPS = 50
 
 def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
     """7 sequences a step, which no number of ranks divides; widths that 3 ranks do not divide either."""
-    often = {"compact_threshold": 0.15, "compact_multiple": 4, "compact_wait": 0}
-    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, **often}
-    settings |= {"smoothing": 0.3, "attention": "cluster", "milestones": ["70%"]} | (prune or {})
-    options = {"tokens": STEPS * 168, "tokens_per_step": 168, "micro_batch": 2, "lr": 3e-3, "parallel": parallel}
-    return Recipe(
-        source=ModelConfig(model=str(place / "model"), device="cpu"),
-        data=DataConfig(
-            train=["pydoc:train"], valid=["pydoc:valid"], seq_len=24, valid_tokens=264, cache_dir=str(place / "cache")
-        ),
-        training=TrainingConfig(**options | training),
-        prune=PretrainPruneConfig(**settings),
-        validation=ValidationConfig(every=20),
-        checkpoint=CheckpointConfig(every=10, keep_last=9),
+    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, **COMPACT_OFTEN, "compact_threshold": 0.15}
+    settings |= {"smoothing": 0.3, "attention": "cluster", "milestones": ["70%"]}
+    return tiny_recipe(
+        place,
+        steps=STEPS,
+        sequences=7,
+        data={"valid": ["pydoc:valid"], "valid_tokens": 264},
+        training={"micro_batch": 2, "parallel": parallel} | training,
+        prune=settings | (prune or {}),
+        validation={"every": 20},
+        checkpoint={"every": 10, "keep_last": 9},
     )
 
 
@@ -73,30 +67,6 @@ def alone(place: Path) -> Path:
     assert len(removed) >= 10 and set(removed) == {"attn", "ffn", "stem"}
     assert sum(event["event"] == "compact" for event in ledger) >= 2
     return run
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def choices(run: Path) -> list[dict[str, Any]]:
-    """The ledger but for the last digits of scores, and for the settings of the first line."""
-    return [{k: v for k, v in event.items() if k != "saliency"} for event in read_ledger(run)[1:]]
-
-
-def assert_same(run: Path, alone: Path, tolerance: float = 1e-5) -> None:
-    ours, theirs = metrics(run), metrics(alone)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for key in ("loss", "valid_loss", "grad_norm"):
-        values = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in b]
-        assert [a for a, _ in values] == pytest.approx([b for _, b in values], abs=tolerance, rel=tolerance), key
-    assert choices(run) == choices(alone)
-    for folder in ("model", "milestones/70%"):
-        assert (run / folder / "structure.json").read_bytes() == (alone / folder / "structure.json").read_bytes()
-        weights, expected = (load_file(r / folder / "model.safetensors") for r in (run, alone))
-        assert weights.keys() == expected.keys()
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], atol=2e-3, rtol=0)  # Adam amplifies small gradients
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from processes import run_ranks
 from safetensors.torch import load_file
-from test_ranks import choices, metrics, recipe
+from test_ranks import recipe
 
 from dwindle.run.pretrain import pretrain
+from runs import choices, metrics
 from tiny import tiny_directory
 
 OPTIONS: dict[str, dict[str, Any]] = {

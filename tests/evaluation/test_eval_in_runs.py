@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ from eval_sets import DOCUMENTS, write_sets
 
 import dwindle
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.config import DataConfig
 from dwindle.evaluation import callback
-from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.config import ModelConfig
-from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
+from runs import metrics, tiny_recipe
 from tiny import tiny_directory
 
 NUM_STEPS = 8
@@ -35,19 +31,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, **validation: Any) -> Recipe:
     settings = {"every": 3, "tasks": TASKS, "data": [str(place / "sets")], "limit": 2, "batch": 3} | validation
-    return Recipe(
-        source=ModelConfig(model=str(place / "model"), device="cpu"),
-        data=DataConfig(train=["pydoc:train"], seq_len=16, cache_dir=str(place / "cache")),
-        training=TrainingConfig(tokens=NUM_STEPS * 32, tokens_per_step=32, lr=3e-3),
-        prune=PretrainPruneConfig(target="70%", horizon=0.6),
-        validation=ValidationConfig(**settings),
-        checkpoint=CheckpointConfig(every=2, keep_last=9),
+    return tiny_recipe(
+        place,
+        steps=NUM_STEPS,
+        sequences=2,
+        seq_len=16,
+        prune={"target": "70%", "horizon": 0.6},
+        validation=settings,
+        checkpoint={"every": 2, "keep_last": 9},
     )
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dwindle.anatomy.structure import Structure
-from dwindle.data.config import DataConfig
 from dwindle.pruning.calibration import calibrate
-from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
+from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.gram import Gram, damping_for
 from dwindle.pruning.ledger import read_ledger
 from dwindle.pruning.saliency import metric_named
@@ -23,8 +22,7 @@ from dwindle.pruning.second_order import InputStatistics, InputTaps, norm_factor
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.config import ModelConfig
-from dwindle.training.config import CheckpointConfig, TrainingConfig
+from runs import COMPACT_OFTEN, tiny_recipe
 from tiny import FAMILIES, random_group, tiny_directory, tiny_model, tokens
 
 KINDS = ("attn", "ffn", "stem")
@@ -358,14 +356,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe(place: Path, **prune: Any) -> Recipe:
-    often = {"compact_threshold": 0.1, "compact_multiple": 4, "compact_wait": 0}
-    settings: dict[str, Any] = {"target": "60%", "horizon": 0.6, **often}
-    return Recipe(
-        source=ModelConfig(model=str(place / "model"), device="cpu"),
-        data=DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache")),
-        training=TrainingConfig(tokens=24 * 192, tokens_per_step=192, micro_batch=4, lr=3e-3),
-        prune=PretrainPruneConfig(**settings | prune),
-        checkpoint=CheckpointConfig(every=5, keep_last=10),
+    return tiny_recipe(
+        place,
+        steps=24,
+        training={"micro_batch": 4},
+        prune={"target": "60%", "horizon": 0.6, **COMPACT_OFTEN} | prune,
+        checkpoint={"every": 5, "keep_last": 10},
     )
 
 

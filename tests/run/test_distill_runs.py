@@ -17,14 +17,12 @@ import dwindle
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan, teacher_dtype
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.config import ModelConfig
-from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig
+from runs import COMPACT_OFTEN, tiny_recipe
 from tiny import tiny_directory
 
 
@@ -37,15 +35,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, *, distill: dict[str, Any] | None = None, steps: int = 12, **source: Any) -> Recipe:
     """12 steps of 4 × 24 tokens with events and compactions in the first 8."""
-    data = DataConfig(train=["pydoc:train"], seq_len=24, cache_dir=str(place / "cache"))
-    prune = PretrainPruneConfig(target="70%", horizon=0.7, compact_threshold=0.1, compact_multiple=4, compact_wait=0)
-    return Recipe(
-        source=ModelConfig(**{"model": str(place / "model"), "device": "cpu"} | source),
-        data=data,
-        training=TrainingConfig(tokens=steps * 96, tokens_per_step=96, micro_batch=3, lr=3e-3),
-        prune=prune,
-        distill=DistillConfig(**distill or {}),
-        checkpoint=CheckpointConfig(every=5, keep_last=9),
+    return tiny_recipe(
+        place,
+        steps=steps,
+        sequences=4,
+        source=source,
+        training={"micro_batch": 3},
+        prune={"target": "70%", "horizon": 0.7, **COMPACT_OFTEN},
+        distill=distill or {},
+        checkpoint={"every": 5, "keep_last": 9},
     )
 
 

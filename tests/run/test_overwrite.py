@@ -12,14 +12,12 @@ import pytest
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.config import DataConfig
-from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import begin_run, pretrain, resume
-from dwindle.sources.config import ModelConfig
 from dwindle.training.callbacks import Callback
-from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
+from dwindle.training.config import CheckpointConfig, DistillConfig, ValidationConfig
 from dwindle.training.loop import TrainingDiverged
+from runs import tiny_recipe
 from tiny import tiny_directory
 
 
@@ -32,12 +30,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, *, train: str = "pydoc:train", **training: Any) -> Recipe:
     """Two steps of a plain loop."""
-    return Recipe(
-        source=ModelConfig(model=str(place / "model"), device="cpu"),
-        data=DataConfig(train=[train], valid=["pydoc:valid"], seq_len=24, valid_tokens=480),
-        training=TrainingConfig(**{"tokens": 2 * 192, "tokens_per_step": 192, "micro_batch": 4} | training),
-        prune=PretrainPruneConfig(enabled=False),
-    )
+    data = {"train": [train], "valid": ["pydoc:valid"], "valid_tokens": 480, "cache_dir": None}
+    return tiny_recipe(place, steps=2, data=data, training={"micro_batch": 4} | training, prune={"enabled": False})
 
 
 def names(folder: Path) -> list[str]:

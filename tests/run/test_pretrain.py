@@ -7,9 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import time
-import traceback
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -25,14 +22,11 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.core import files
 from dwindle.core.errors import UserError
-from dwindle.data.config import DataConfig
-from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.config import ModelConfig
-from dwindle.training.checkpoint import latest_checkpoint
-from dwindle.training.config import CheckpointConfig, TrainingConfig, ValidationConfig
+from dwindle.training.config import TrainingConfig
+from runs import COMPACT_OFTEN, assert_same_run, die_at, events, go_on, kill, metrics, start, tiny_recipe, wait
 from tiny import tiny_directory
 
 
@@ -45,30 +39,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
     """48 steps of 8 × 24 tokens on a tiny model, to half its size."""
-    often = {"compact_threshold": 0.1, "compact_multiple": 4, "compact_wait": 0}
-    settings: dict[str, Any] = {"target": "50%", "horizon": 0.7, **often}
-    return Recipe(
-        source=ModelConfig(model=str(place / "model"), device="cpu"),
-        data=DataConfig(
-            train=["pydoc:train"], valid=["pydoc:valid"], seq_len=24, valid_tokens=480, cache_dir=str(place / "cache")
-        ),
-        training=TrainingConfig(
-            **{"tokens": 48 * 192, "tokens_per_step": 192, "micro_batch": 4, "lr": 3e-3} | training
-        ),
-        prune=PretrainPruneConfig(**settings | (prune or {})),
-        validation=ValidationConfig(every=8),
-        checkpoint=CheckpointConfig(every=5),
+    return tiny_recipe(
+        place,
+        steps=48,
+        data={"valid": ["pydoc:valid"], "valid_tokens": 480},
+        training={"micro_batch": 4} | training,
+        prune={"target": "50%", "horizon": 0.7, **COMPACT_OFTEN} | (prune or {}),
+        validation={"every": 8},
+        checkpoint={"every": 5},
     )
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """All lines without what depends on the clock."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
-
-
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_ledger(run) if event["event"] == kind]
 
 
 def test_a_run_and_what_it_leaves(place: Path) -> None:
@@ -259,63 +238,6 @@ def test_without_pruning_it_is_a_plain_loop(place: Path) -> None:
 # Killing ------------------------------------------------------------------------------------------------------
 
 
-def start(task: Callable[[], object]) -> int:
-    """A real process that runs the task; it exits with 0 when it is done."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, 1)
-        task()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def wait(child: int, seconds: float) -> int | None:
-    """The exit status, or None if it still runs after that time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.002)
-    return None
-
-
-def kill(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def go_on(settings: Recipe, run: Path) -> None:
-    if (run / "recipe.toml").exists():
-        resume(run)
-    else:
-        pretrain(settings, run)
-
-
-def die_at(owner: Any, name: str, count: int, *, before: bool = False) -> None:
-    """From now on, in this process: SIGKILL at the count-th call of a function."""
-    original, calls = getattr(owner, name), 0
-
-    def fatal(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if before and calls == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if calls == count:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, fatal)
-
-
 def fatal_places() -> list[tuple[str, Callable[[], None]]]:
     from dwindle.pruning.pruner import Pruner
     from dwindle.pruning.surgery import Prunable
@@ -331,20 +253,6 @@ def fatal_places() -> list[tuple[str, Callable[[], None]]]:
         ("right after a checkpoint", lambda: die_at(callbacks, "write_checkpoint", 2)),
         ("while the model is written", lambda: die_at(files, "_put_in_place", 2, before=True)),
     ]
-
-
-def assert_same_run(run: Path, reference: Path) -> None:
-    """Weights, moments, generators, ledger and metrics, to the byte."""
-    for folder in ("model", "milestones/70%"):
-        for file in ("model.safetensors", "structure.json", "config.json", "ledger.jsonl"):
-            assert (run / folder / file).read_bytes() == (reference / folder / file).read_bytes(), f"{folder}/{file}"
-    ours, theirs = latest_checkpoint(run), latest_checkpoint(reference)
-    assert ours.name == theirs.name
-    for path in theirs.glob("*.safetensors"):
-        assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
-    assert (run / "ledger.jsonl").read_bytes() == (reference / "ledger.jsonl").read_bytes()
-    assert metrics(run) == metrics(reference)
-    assert not [path for path in run.rglob(".*") if path.name != ".lock"], "leftovers"
 
 
 def test_killed_while_it_begins(place: Path) -> None:

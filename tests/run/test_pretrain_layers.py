@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pretrain import assert_same_run, die_at, events, go_on, metrics, recipe, start, wait
+from test_pretrain import recipe
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -28,6 +28,7 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain
+from runs import assert_same_run, die_at, events, go_on, metrics, start, wait
 from tiny import tiny_directory
 
 ADAPT: dict[str, Any] = {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "70%"}

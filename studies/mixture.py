@@ -1,0 +1,70 @@
+"""Cuts a training mixture and its held-out texts out of a folder of corpora, as JSON lines to tokenize.
+
+    python studies/mixture.py CORPUS --out mixture
+    for text in mixture/*.jsonl; do
+        dwindle tokenize $text --model smollm2-135m --out tokens/$(basename $text .jsonl); done
+
+CORPUS holds the ``.train.jsonl.xz`` files named below, ``textbooks.valid.jsonl.xz`` (two books, of which psychology is
+chosen on and marketing reported) and ``mixed.valid`` / ``mixed.test``. Documents are shuffled with seed 0 and taken
+until a number of characters is reached, about 17.6M tokens of SmolLM2 in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import lzma
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PARTS = {
+    "wikipedia": (["wikipedia-0", "wikipedia-1", "wikipedia-2"], 38_700_000),
+    "textbooks": (["textbooks", "textbooks2"], 17_390_000),
+    "elife": (["elife"], 9_450_000),
+    "standardebooks": (["standardebooks"], 6_160_000),
+    "mdn": (["mdn"], 6_300_000),
+}
+"""Files of each source, and the characters to take."""
+
+
+def documents(path: Path) -> Iterator[dict[str, str]]:
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def write(path: Path, texts: Iterable[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def until(texts: list[str], characters: int) -> Iterator[str]:
+    """Texts in order until they reach so many characters."""
+    taken = 0
+    for text in texts:
+        if taken >= characters:
+            return
+        taken += len(text)
+        yield text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, (files, characters) in PARTS.items():
+        texts = [d["text"] for file in files for d in documents(args.corpus / f"{file}.train.jsonl.xz")]
+        random.Random(0).shuffle(texts)
+        write(args.out / f"{name}.jsonl", until(texts, characters))
+    books: dict[str, list[str]] = {"psychology": [], "marketing": []}
+    for document in documents(args.corpus / "textbooks.valid.jsonl.xz"):
+        books["psychology" if "psychology" in document["book"] else "marketing"].append(document["text"])
+    for name, texts in books.items():
+        write(args.out / f"{name}.jsonl", texts)
+    for name in ("mixed.valid", "mixed.test"):
+        write(args.out / f"{name}.jsonl", (d["text"] for d in documents(args.corpus / f"{name}.jsonl.xz")))
+
+
+if __name__ == "__main__":
+    main()
