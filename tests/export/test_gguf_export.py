@@ -141,12 +141,19 @@ def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: 
     ("structure", "said"),
     [
         ("odd", "and hidden 31 and FFN 38 in all layers are not multiples of it: "),
-        ("layers", "and FFN 37 to 40 in 2 of 3 layers are not multiples of it: "),
+        ("layers", "and FFN 37 to 40 in 2 of 3 layers and heads 4 to 6 of size 4 are not multiples of it: "),
     ],
 )
 def test_odd_sizes_are_said_in_one_sentence(structure: str, said: str, tmp_path: Path) -> None:
     found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type_="q8_0", verify=False)
     assert said in found.warnings[0]
+
+
+def test_heads_alone_may_be_odd(tmp_path: Path) -> None:
+    """Nothing pads heads, so no option is named; the file is complete."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
+    found = export(tiny_loaded("mistral", **sizes, head_dim=8), "gguf", tmp_path / "m.gguf", type_="q8_0", verify=False)
+    assert found.warnings[0].endswith("and heads 6 of size 8 is not a multiple of it: 3 tensors are stored as f16")
 
 
 def write_a_strong_layer(path: Path, model: Any, *args: Any, **options: Any) -> gguf_writer.Written:

@@ -111,7 +111,8 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
     from dwindle.export.exporting import odd_sizes
     from dwindle.sources.loading import load_config
 
-    if odd := odd_sizes(Anatomy.of_config(load_config(str(model))).source):
+    sizes = odd_sizes(Anatomy.of_config(load_config(str(model))))
+    if odd := [size for size in sizes if not size.startswith("heads")]:  # heads cannot be rounded
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"
         padding = "padding by `dwindle export --round 32`"
         ways = padding if remedy is None else f"{remedy}, or {padding},"

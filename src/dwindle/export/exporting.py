@@ -20,7 +20,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
-from dwindle.core.sizes import at_least, format_bytes
+from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -276,11 +276,12 @@ class _Export:
         return None if run is None else run.recipe.read_text(encoding="utf-8", errors="replace")
 
     def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
-        odd = odd_sizes(Anatomy.of(model).source)
+        block, odd = gguf_writer.BLOCK, odd_sizes(Anatomy.of(model))
         are = "are not multiples" if len(odd) > 1 or " to " in odd[0] else "is not a multiple"
+        fix = "" if all(size.startswith("heads") for size in odd) else f"; --round {block} pads widths with zeros"
         return (
-            f"{self.type} stores rows in blocks of {gguf_writer.BLOCK}, and {' and '.join(odd)} {are} of it: "
-            f"{len(written.fallbacks)} tensors are stored as f16; --round {gguf_writer.BLOCK} pads the sizes with zeros"
+            f"{self.type} stores rows in blocks of {block}, and {' and '.join(odd)} {are} of it: "
+            f"{len(written.fallbacks)} tensors are stored as f16{fix}"
         )
 
     def _result(
@@ -290,8 +291,9 @@ class _Export:
         return Exported(self.target, to, architecture, type_, size, count, resized, verified)
 
 
-def odd_sizes(structure: Structure) -> list[str]:
-    """Sizes that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
+def odd_sizes(anatomy: Anatomy) -> list[str]:
+    """Row lengths that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
+    structure = anatomy.source
     widths = [len(layer.ffn) for layer in structure.layers]
     odd = [width for width in widths if width % gguf_writer.BLOCK]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % gguf_writer.BLOCK else []
@@ -299,6 +301,9 @@ def odd_sizes(structure: Structure) -> list[str]:
         span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
         layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
         found.append(f"FFN {span} in {layers}")
+    heads = {len(layer.query_heads) for layer in structure.layers}
+    if uneven := sorted(n for n in heads if n * anatomy.head_dim % gguf_writer.BLOCK):
+        found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
 
 
