@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -47,15 +50,16 @@ def prune_in_rounds(
     strategy, pacing = make_strategy(anatomy, target, config), _pacing(anatomy, target, config)
     events, num_events = [source_event(source, anatomy, config.record())], 0
     passes = 1 if windows is None else len(windows)
-    with Bar("pruning", config.num_rounds * passes) as bar:
+    with Bar("pruning", config.num_rounds * passes) if config.num_rounds > 1 else nullcontext() as bar:
         for number in range(1, config.num_rounds + 1):
             metric = metric_named(config.effective_metric, seed=config.seed * 1000 + number)
             if strategy.watches_layers:
                 strategy.listen(prunable.model)
             found = calibrate(prunable, windows, metric, config, always=strategy.watches_layers, bar=bar)
             scores = group_scores(strategy, prunable, found, metric)
-            choices = list(strategy.choose(scores, prunable.alive, pacing, number, num_events))
-            if found.loss is None:  # otherwise calibration advances the bar
+            chosen = strategy.choose(scores, prunable.alive, pacing, number, num_events)
+            choices = list(_with_bar(chosen, prunable.num_parameters, pacing.end_count) if bar is None else chosen)
+            if bar is not None and found.loss is None:  # otherwise calibration advances the bar
                 bar.advance(passes)
             if not choices:
                 continue
@@ -66,6 +70,15 @@ def prune_in_rounds(
             if strategy.compacts_between_rounds and prunable.pruned_share >= _COMPACT_SHARE:
                 prunable.compact()
     return events
+
+
+def _with_bar(choices: Iterator[Choice], count: int, goal: int) -> Iterator[Choice]:
+    """Progress in parameters: the number of groups is not known before they are chosen."""
+    with Bar("selecting groups", max(count - goal, 1)) as bar:
+        for choice in choices:
+            bar.advance(count - choice.num_parameters)
+            count = choice.num_parameters
+            yield choice
 
 
 def group_scores(strategy: Strategy, prunable: Prunable, found: Calibration, metric: Metric) -> GroupScores:
