@@ -179,7 +179,7 @@ def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
 def test_sizes_that_quantised_files_do_not_like_are_told(shell: Shell) -> None:
     code, _, err = shell("prune", "model", "--to", "hidden=31,ffn=38", "--sequences", "4", "--out", "odd-sizes")
     assert code == 0
-    assert "note: hidden 31 and FFN 38 in all layers: not in blocks of 32, so most rows of a quantised GGUF" in err
+    assert "note: hidden 31 and FFN 38 in all layers: not in blocks of 32, so most rows of a quantized GGUF" in err
     assert err.rstrip().endswith("--round-to 32, or padding by `dwindle export --round 32`, avoids it")
     code, _, err = shell("prune", "model", "--to", "ffn=32", "--sequences", "4", "--out", "even-sizes")
     assert code == 0 and "note:" not in err

@@ -244,8 +244,8 @@ def fatal_places() -> list[tuple[str, Callable[[], None]]]:
     from dwindle.training import callbacks, checkpoint
 
     return [
-        ("between an event and its checkpoint", lambda: die_at(Prunable, "kill", 2)),
-        ("between an event and its ledger line", lambda: die_at(Prunable, "kill", 4)),
+        ("between an event and its checkpoint", lambda: die_at(Prunable, "prune_to", 2)),
+        ("between an event and its ledger line", lambda: die_at(Prunable, "prune_to", 4)),
         ("right after a compaction", lambda: die_at(Pruner, "compact", 1)),
         ("inside a compaction", lambda: die_at(Prunable, "compact", 2, before=True)),
         ("while a checkpoint is written", lambda: die_at(files.os, "fsync", 3)),
