@@ -3,14 +3,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
+FAST := $(addprefix tests/,core anatomy data recipe pruning training quantization project)
+BASE ?= HEAD
 
-.PHONY: demo test lint types install clean
+.PHONY: demo check test golden lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 	$(BIN)/dwindle demo --overwrite
 
+check: lint types  ## lint, types and the fast tests, in two minutes
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(FAST)
+
 test: lint types  ## everything that CI checks
 	$(BIN)/python -m pytest -n 2
+
+golden: $(VENV)/.installed  ## compare this tree bit for bit with another commit: make golden BASE=HEAD~1
+	rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)
+	$(BIN)/python tests/golden/record.py --src build/base/src --out build/golden.json
+	$(BIN)/python tests/golden/record.py --against build/golden.json
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

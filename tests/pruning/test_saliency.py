@@ -179,6 +179,7 @@ def correlations(seed: int) -> dict[str, float]:
     return result
 
 
+@pytest.mark.slow
 def test_taylor_predicts_the_damage_of_removal() -> None:
     found = [correlations(seed) for seed in range(10)]
     mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}

@@ -96,6 +96,7 @@ every = 0
 """
 
 
+@pytest.mark.slow
 def test_pruning_costs_no_memory(tmp_path: Path) -> None:
     """Peak of a run with events and compactions against the same run without, above the imports; 14M parameters."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4}

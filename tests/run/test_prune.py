@@ -150,7 +150,7 @@ def test_a_multiple_that_cannot_fit_is_refused_before_the_weights_are_read(
 
 @pytest.mark.parametrize("how", [{}, {"selection": "global"}, {"method": "adapt"}])
 def test_rounds_in_which_nothing_could_be_removed_are_refused(source: Path, how: dict[str, Any]) -> None:
-    with pytest.raises(dwindle.UserError, match=r"rounds 100,000: this target takes at most \d+ events, .*: give at") as said:
+    with pytest.raises(dwindle.UserError, match=r"rounds 100,000: this target takes at most \d+ events") as said:
         dwindle.prune(source, "80%", rounds=100_000, **how)
     most = int(str(said.value).rpartition(" ")[2])
     assert dwindle.prune(source, "80%", rounds=most, metric="magnitude", sequences=2, seq_len=16, **how).ledger

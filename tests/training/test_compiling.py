@@ -48,6 +48,7 @@ def use(model: torch.nn.Module) -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 def test_layers_of_one_shape_and_many_groups_of_heads() -> None:
     """Each of 24 layers needs graphs of its own, again at every width: the limit of dynamo must not be reached."""
     groups = [[a, b, c, 16 - a - b - c] for a, b, c in itertools.product((1, 2, 3, 4), (1, 2, 3), (1, 2))]

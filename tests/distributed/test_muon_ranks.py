@@ -1,0 +1,60 @@
+"""Muon and group saliency in whole runs: ranks compute what one process computes, and a killed run resumes to the bit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+
+from dwindle.pruning.surgery import Prunable
+from dwindle.recipe.recipe import Recipe
+from dwindle.run.pretrain import pretrain
+from runs import COMPACT_OFTEN, assert_same, assert_same_run, die_at, go_on, start, tiny_recipe, wait
+from tiny import tiny_directory
+
+
+def recipe(place: Path, parallel: str = "auto", **prune: object) -> Recipe:
+    """20 steps of 7 sequences, which no number of ranks divides."""
+    settings = {"target": "60%", "horizon": 0.7, "metric": "group", "smoothing": 0.5, "milestones": ["70%"]}
+    return tiny_recipe(
+        place,
+        steps=20,
+        sequences=7,
+        data={"valid": ["pydoc:valid"], "valid_tokens": 264},
+        training={"micro_batch": 2, "parallel": parallel, "optimizer": "muon"},
+        prune=settings | COMPACT_OFTEN | prune,
+        validation={"every": 10},
+        checkpoint={"every": 5, "keep_last": 9},
+    )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("muon")
+    tiny_directory(place / "model")
+    tiny_directory(place / "fused" / "model", "phi3")
+    return place
+
+
+@pytest.mark.parametrize("family", [".", "fused"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_equal_one_process(place: Path, parallel: str, family: str) -> None:
+    here = place / family
+    if not (here / "alone").exists():
+        run_ranks(1, lambda rank: pretrain(recipe(here), here / "alone"))
+    run_ranks(2, lambda rank: pretrain(recipe(here, parallel), here / parallel))
+    assert_same(here / parallel, here / "alone", tolerance=1e-4)
+
+
+@pytest.mark.parametrize("selection", ["coupled", "global"])
+def test_killed_and_resumed_equals_uninterrupted(place: Path, selection: str) -> None:
+    settings = recipe(place, selection=selection, compare="saved")
+    reference, run = place / f"whole-{selection}", place / f"killed-{selection}"
+    assert wait(start(lambda: pretrain(settings, reference)), 120) == 0
+    for count in (6, 2):
+        child = start(lambda n=count: (die_at(Prunable, "prune_to", n), go_on(settings, run)))  # type: ignore[misc]
+        assert os.WIFSIGNALED(wait(child, 120) or 0)
+    assert wait(start(lambda: go_on(settings, run)), 120) == 0
+    assert_same_run(run, reference)
