@@ -1,4 +1,4 @@
-"""Muon and group saliency in whole runs: ranks compute what one process computes, and a killed run resumes to the bit."""
+"""Muon and group saliency in whole runs: ranks compute what one process does, a killed run resumes to the bit."""
 
 from __future__ import annotations
 

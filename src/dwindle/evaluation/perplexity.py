@@ -57,7 +57,7 @@ def load_text(path: str, *, name: str = "", limit: int | None = None, text_field
         if limit is not None and len(documents) >= limit:
             break
         documents.append(text)
-    return TextData(name or text_names([path])[path], "whole documents", documents, documents, path)
+    return TextData(name or text_names([path])[path], "whole documents as they are", documents, documents, path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
