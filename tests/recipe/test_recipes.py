@@ -187,6 +187,7 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         ),
         (["prune.groups=[]"], "prune.groups: nothing is prunable: name at least one of attn, ffn, stem"),
         (["prune.smoothing=1"], "prune.smoothing: 1 must be at least 0 and below 1"),
+        (["prune.fisher=adam", "training.optimizer=muon"], 'prune.fisher: "adam" needs AdamW'),
         (["prune.compact_threshold=0"], "prune.compact_threshold: 0 must be above 0 and at most 1"),
         (["prune.compact_wait=-1"], "prune.compact_wait: -1 must be at least 0"),
         (["prune.min_heads=0"], "prune.min_heads: 0 must be at least 1"),

@@ -79,6 +79,8 @@ def _check_prune(recipe: Recipe) -> None:
         name = f'method "{prune.method}"' if prune.keeps_hidden_size else 'selection "global"'
         has_shape = target.kind == "shape"
         _require(not has_shape, "prune.target", f"{name} gives every layer its own sizes: give a size such as 60%")
+    has_moments = recipe.training.optimizer == "adamw" or prune.fisher == "step"
+    _require(has_moments, "prune.fisher", '"adam" needs AdamW: Muon keeps no second moment of the layers: set "step"')
     _check_timing(recipe)
     for text in prune.milestones:
         milestone = parse_size(text, "prune.milestones")
