@@ -79,7 +79,10 @@ def test_a_knob_is_a_key_an_option_and_an_argument(
     assert key.default == written and default_of(PretrainPruneConfig, name) == default
 
     option = options[name]
-    assert option.opts == [f"--{name.replace('_', '-')}"] and one_line(option.help) == meaning
+    assert option.opts == [f"--{name.replace('_', '-')}"]
+    said = one_line(option.help)
+    assert said.partition(" One of ")[0] == meaning  # choices that the meaning does not name follow it
+    assert all(choice in said for choice in re.findall(r'"(\w+)"', key.values))
     if isinstance(default, bool):
         assert option.default is default
     else:  # the option is parsed like an override, so the declaration's default applies where it is not given

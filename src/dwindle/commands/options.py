@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from dwindle.core.config import Config, default_of, from_dict, value_from_text
+from dwindle.core.config import Config, default_of, describe_type, from_dict, value_from_text
 from dwindle.pruning.config import PruneConfig
 
 
@@ -48,10 +49,15 @@ def _option(cls: type[Config], name: str) -> inspect.Parameter:
     field, default = cls.model_fields[name], default_of(cls, name)
     flag = f"--{name.replace('_', '-')}"
     is_bool = isinstance(default, bool)
+    meaning, values = " ".join((field.description or "").split()), describe_type(field.annotation)
+    choices = re.findall(r'"([^"]+)"', values)
+    if not all(re.search(rf"\b{choice}\b", meaning) for choice in choices):
+        meaning += f" One of {', '.join(choices)}."
     info = typer.Option(
         flag,
-        help=" ".join((field.description or "").split()),
+        help=meaning,
         show_default=False if default is None or is_bool else str(default),
+        metavar={"whole number": "<int>", "number": "<float>"}.get(values),
         rich_help_panel="Pruning" if name in PruneConfig.model_fields else "Settings",
     )
     kind: Any = bool if is_bool else str | None
