@@ -126,7 +126,7 @@ def layer(ffn: list[int], kv_of_query: list[int] | None = None) -> dict[str, Any
 
 
 def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
-    settings = {"iterations": 5, "amplitude": 0.02, "distance": "cosine", "balance": "score"}
+    settings = {"rounds": 5, "amplitude": 0.02, "distance": "cosine", "balance": "score"}
     card = adapted([layer([0, 1, 2]), layer([1])], method="adapt", metric="taylor1", **settings)
     assert (
         "The model has layers with different numbers of FFN channels, so its code is in `modeling_dwindle.py`" in card

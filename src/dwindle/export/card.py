@@ -22,7 +22,11 @@ from dwindle.sources.aliases import alias_of
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
-SETTINGS = ("method", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds")
+SETTINGS = (
+    "method", "selection", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds",
+    "interleaves", "amplitude", "distance", "balance",
+)  # fmt: skip
+"""Of what a ledger records: the settings that a reader of the card may want; a method records only its own."""
 
 REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 
@@ -210,7 +214,7 @@ def _how_made(
     """Settings and recipe; for a replay only the settings of the selection, as no training or repair took place."""
     options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
     options = options if isinstance(options, Mapping) else {}
-    chosen = {key: options[key] for key in (*SETTINGS, *_own_settings(options)) if key in options}
+    chosen = {key: options[key] for key in SETTINGS if key in options}
     if replayed:
         chosen.pop("second_order", None)
     lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
@@ -244,14 +248,6 @@ def _teacher(recipe: str, source: str) -> str:
     return (
         f"distilled from {who}, weight {_words(settings['weight'])}, "
         f"temperature {_words(settings.get('temperature', 1.0))}{few}"
-    )
-
-
-def _own_settings(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings that apply to one method only; a run records its method as ``chooser``."""
-    method = options.get("method") or options.get("chooser")
-    return {"adapt": ("iterations", "amplitude", "distance", "balance"), "uniform": ("iterations", "balance")}.get(
-        str(method), ("selection",)
     )
 
 

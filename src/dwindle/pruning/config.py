@@ -28,6 +28,7 @@ _METHODS_OF: dict[str, tuple[str, ...]] = {
     "amplitude": ("adapt",),
     "distance": ("adapt",),
     "balance": ("adapt", "uniform"),
+    "interleaves": ("adapt", "uniform"),
 }
 """Settings that only some methods use."""
 
@@ -112,9 +113,9 @@ class PruneConfig(Config):
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
         except UserError as error:  # pydantic adds the section to a ValueError alone
             raise ValueError(str(error)) from None
-        usual = {name: field.default for name, field in PruneConfig.model_fields.items()}
+        fields = type(self).model_fields
         for name, methods in _METHODS_OF.items():
-            if method not in methods and getattr(self, name) != usual[name]:
+            if name in fields and method not in methods and getattr(self, name) != fields[name].default:
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         return self
@@ -171,8 +172,6 @@ class PretrainPruneConfig(PruneConfig):
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
-        if not self.keeps_hidden_size and self.interleaves != type(self).model_fields["interleaves"].default:
-            raise ValueError("interleaves: is a setting of method adapt or uniform: remove it, or set the method")
         if self.horizon is not None and self.ratio is not None:
             raise ValueError("horizon: give either horizon or ratio, not both (…=none unsets one)")
         _ = self.steps_ratio

@@ -27,7 +27,6 @@ _ASIDE = {
     "prune.compact_threshold",
     "prune.compact_multiple",
     "prune.compact_wait",
-    "prune.chooser",
 }
 
 
