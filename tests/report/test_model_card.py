@@ -10,6 +10,7 @@ import pytest
 from made_runs import make_run
 
 from dwindle.export.card import model_card, origin_of, without_paths
+from dwindle.pruning.config import PostTrainingConfig
 
 
 def parts(run: Path) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
     assert "| key/value heads per layer | 1 | 1 |" in card
     for key, value in settings.items():
         assert f"- {key}: {value}" in card
-    card = adapted([layer([0], [0, 0, 1]), layer([0])], method="uniform", **settings)
+    card = adapted([layer([0], [0, 0, 1]), layer([0])], **PostTrainingConfig(method="uniform").record())
     assert "has query groups of different sizes within a layer and layers with different numbers of heads, so" in card
     assert "- balance: score" in card and "amplitude" not in card
 
