@@ -241,7 +241,10 @@ def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: 
         (UNIFORM | {"horizon": 0.5}, "prune.horizon: method uniform prunes in prune.interleaves stages"),
         (UNIFORM | {"target": "45%"}, "smallest model that method uniform can reach"),
         (GLOBAL | {"amplitude": 0.5}, "prune.amplitude: is a setting of method adapt, not efficientllm"),
-        (GLOBAL | {"interleaves": 4}, "prune.interleaves: is a setting of method adapt or uniform: remove it"),
+        (
+            GLOBAL | {"interleaves": 4},
+            "prune.interleaves: is a setting of method adapt or uniform, not efficientllm: remove it",
+        ),
         (ADAPT | {"target": "hidden=16"}, "prune.target"),
         (ADAPT | {"target": "45%"}, "smallest model that method adapt can reach"),
         (ADAPT | {"round_to": 8}, "prune.round_to: is a setting of method efficientllm, not adapt"),
