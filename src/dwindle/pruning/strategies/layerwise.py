@@ -8,6 +8,7 @@ amplitude).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -73,8 +74,9 @@ class LayerwiseStrategy(Strategy):
     def _before_choice(self) -> None:
         """Read what was observed since ``listen``."""
 
+    @abstractmethod
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
-        raise NotImplementedError
+        """The sizes that every layer keeps so that at most ``goal`` parameters remain."""
 
     def _after_choice(self, choices: list[Choice]) -> None:
         """Update the sparsities."""
