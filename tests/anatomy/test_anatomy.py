@@ -91,5 +91,20 @@ def test_structure_round_trips_through_json() -> None:
 
 
 def test_unknown_family_is_named() -> None:
-    with pytest.raises(UserError, match=r"'gpt2' is not supported: choose one of .*llama"):
+    """With the tensors that the nearest table does not explain, and where to read how to write one."""
+    with pytest.raises(UserError) as refused:
         Anatomy.of_config(AutoConfig.for_model("gpt2"))
+    assert "'gpt2' is not supported: the nearest table (" in str(refused.value)
+    assert "no row for transformer.wte.weight, transformer.wpe.weight, transformer.h.N.ln_1.weight" in str(
+        refused.value
+    )
+    assert "write a table (docs/families.md) or choose one of" in str(refused.value)
+    with pytest.raises(UserError, match=r"'starcoder2'.*no row for .*mlp.c_fc.weight.*input_layernorm.bias"):
+        Anatomy.of_config(AutoConfig.for_model("starcoder2", hidden_size=32, num_hidden_layers=2))
+
+
+def test_mixtures_of_experts_are_refused_in_one_line() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    for family in ("mixtral", "qwen3_moe", "olmoe", "granitemoe"):
+        with pytest.raises(UserError, match=rf"'{family}' is a mixture of experts .*: give a dense model"):
+            Anatomy.of_config(AutoConfig.for_model(family, **sizes))

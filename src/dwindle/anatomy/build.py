@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.families import CUSTOM_PREFIX, family_of
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.anatomy.structure import Structure, head_dim_of
 
-_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_name_or_path", "model_type")
+_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "ffn_key", "_name_or_path", "model_type")
 
 
 def config_for(config: Any, structure: Structure) -> Any:
@@ -22,18 +22,22 @@ def config_for(config: Any, structure: Structure) -> Any:
     number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
     """
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    first = structure.layers[0]
+    table, widest = family_of(family), max(structure.layers, key=lambda la: len(la.query_heads))
     values: dict[str, Any] = {k: v for k, v in config.to_dict().items() if k not in _DROP}
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
-        "num_attention_heads": max(len(la.query_heads) for la in structure.layers),
-        "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
-        "intermediate_size": max(len(la.ffn) for la in structure.layers),
+        table.ffn_key: max(len(la.ffn) for la in structure.layers),
+        **table.written,
     }
+    if widest.query_heads:
+        values |= {
+            "num_attention_heads": len(widest.query_heads),
+            "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
+        }
     if not structure.is_uniform:
         return _custom_config(family, values, structure)
-    if family == "llama" and len(structure.hidden) % len(first.query_heads):
+    if family == "llama" and len(structure.hidden) % len(widest.query_heads):
         if values["attention_bias"] or values["mlp_bias"]:
             return _custom_config(family, values, structure)
         known = set(MistralConfig().to_dict())
@@ -44,7 +48,7 @@ def config_for(config: Any, structure: Structure) -> Any:
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
     shapes = [{"intermediate_size": len(la.ffn), "queries_per_kv": list(la.queries_per_kv)} for la in structure.layers]
     config_class, model_class = classes_for(CUSTOM_PREFIX + family)
-    config = config_class(**values, layer_shapes=shapes)
+    config = config_class(**values, layer_shapes=shapes, ffn_key=family_of(family).ffn_key)
     config.auto_map = {
         "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
         "AutoModelForCausalLM": f"modeling_dwindle.{model_class.__name__}",
@@ -91,9 +95,17 @@ def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()  # type: ignore[operator]
-    backbone: Any = model.model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(sample.device)
+    renew_rotation(model, config, sample.device)
     missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
     return model.eval()
+
+
+def renew_rotation(model: Any, config: Any, device: Any = "cpu") -> None:
+    """Recompute the rotary tables, which are not stored with the weights; a model may have none, or several."""
+    backbone = model.model
+    if getattr(backbone, "rotary_emb", None) is not None:
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(device)
+    for number, rotary in enumerate(getattr(backbone, "rotary_embs", ())):  # one for each base
+        backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)

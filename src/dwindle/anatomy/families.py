@@ -1,39 +1,18 @@
-"""The supported model families, each one table.
+"""The supported model families, each one table, and the way from a model type to its table.
 
-A row gives, for one tensor, the unit of every axis:
-
-    vocab    tokens (never pruned)
-    hidden   hidden channels, shared by the whole model
-    query    query heads x head size
-    kv       key/value heads x head size
-    ffn      intermediate channels of this layer
-    dim      the head size itself (never pruned)
-
-``a+b`` means that the axis is a concatenation (fused projections). Rows for tensors that a given model does not have
-(biases, an untied head) are ignored; a tensor without a row is an error, so that no tensor is missed when groups are
-pruned. To add a family, add a table here and a line in the parity test.
+``family.py`` explains the rows. To add a family, add a table here and a line in the parity test. A family from outside
+the package is the same table in a TOML or JSON file (``family_files.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from os import PathLike
+from typing import Any
 
+from dwindle.anatomy.family import CUSTOM_PREFIX, Family, FamilyFile
+from dwindle.anatomy.family_files import package_family, packaged_families, read_family, table_of
 from dwindle.core.errors import UserError
-
-CUSTOM_PREFIX = "dwindle_"
-"""Prefix of the model types that dwindle writes: ``dwindle_llama`` has the tensors of ``llama``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One table: tensors outside the layers, and tensors of a layer (names below ``model.layers.N.``)."""
-
-    stem: Mapping[str, str]
-    layer: Mapping[str, str]
-    gain_in_float32: bool = False
-    """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
-
 
 _STEM = {
     "model.embed_tokens.weight": "vocab hidden",
@@ -105,12 +84,40 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI3,  # fused projections
 }
 
+_registered: dict[str, FamilyFile] = {}
 
-def family_of(model_type: str, source: str = "") -> Family:
-    """The table for a configuration's ``model_type``; ``source`` names its origin in the error message."""
-    family = FAMILIES.get(model_type.removeprefix(CUSTOM_PREFIX))
-    if family is None:
-        where = f"source {source}: " if source else ""
-        known = ", ".join(sorted(FAMILIES))
-        raise UserError(f"{where}model type {model_type!r} is not supported: choose one of {known}")
+
+def register_family(table: str | PathLike[str] | Mapping[str, Any] | FamilyFile) -> FamilyFile:
+    """Make a table known in this process: a file, or its contents. A later one of the same model type replaces it."""
+    where = f"{table}: " if isinstance(table, str | PathLike) else ""
+    found = read_family(table) if isinstance(table, str | PathLike) else table_of(table)
+    if found.model_type in FAMILIES:
+        raise UserError(f"{where}model_type: {found.model_type!r} is a built-in family: its table cannot be replaced")
+    _registered[found.model_type] = found
+    return found
+
+
+def find_family(model_type: str) -> Family | None:
+    """The table of a ``model_type``: built-in, registered, or of an installed package; None if there is none."""
+    name = model_type.removeprefix(CUSTOM_PREFIX)
+    if name not in FAMILIES and name not in _registered and (packaged := package_family(name)) is not None:
+        register_family(packaged)
+    return FAMILIES.get(name) or _registered.get(name)
+
+
+def known_families() -> list[str]:
+    """Model types of all tables: built-in, registered and those of installed packages."""
+    return sorted({*FAMILIES, *_registered, *packaged_families()})
+
+
+def outside_family(model_type: str) -> FamilyFile | None:
+    """The table that must accompany a model of this type; None for built-in and unknown families."""
+    find_family(model_type)
+    return _registered.get(model_type.removeprefix(CUSTOM_PREFIX))
+
+
+def family_of(model_type: str) -> Family:
+    """The table of a ``model_type`` that is known to have one."""
+    family = find_family(model_type)
+    assert family is not None, model_type
     return family

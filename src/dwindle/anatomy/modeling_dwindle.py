@@ -7,11 +7,13 @@ tensors keep their names, and everything except the key/value gather is the stoc
 
 ``config.layer_shapes[l]`` is ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``: the first two query heads
 of layer l read key/value head 0, the next one head 1, and so on. The cache holds key/value heads before the gather.
+``config.ffn_key`` is the family's own name of ``intermediate_size``.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from functools import cache
 from typing import Any
 
@@ -25,17 +27,13 @@ PREFIX = "dwindle_"
 ATTENTION = "dwindle_cluster"
 
 
-def layer_shapes(config: Any) -> list[dict[str, Any]]:
-    """The sizes of every layer, also for stock configurations."""
+def queries_per_kv(config: Any) -> list[list[int]]:
+    """For every layer the number of query heads of each key/value head, also for stock configurations."""
     shapes: list[dict[str, Any]] | None = getattr(config, "layer_shapes", None)
     if shapes is not None:
-        return shapes
-    kv_heads = config.num_key_value_heads or config.num_attention_heads
-    per_kv = [config.num_attention_heads // kv_heads] * kv_heads
-    return [
-        {"intermediate_size": config.intermediate_size, "queries_per_kv": per_kv}
-        for _ in range(config.num_hidden_layers)
-    ]
+        return [shape["queries_per_kv"] for shape in shapes]
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return [[config.num_attention_heads // kv_heads] * kv_heads] * config.num_hidden_layers
 
 
 def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
@@ -48,10 +46,14 @@ def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
 
 def cluster_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
+    """Gathers keys and values, then the family's own attention: sdpa, or its eager code (sinks, capped scores)."""
     per_kv: list[int] = module.queries_per_kv  # type: ignore[assignment]
     key, value = gather_heads(key, per_kv), gather_heads(value, per_kv)
-    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    attend: Any = sdpa_attention_forward
+    if module.is_eager:
+        attend = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    attended: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
     return attended
 
 
@@ -59,20 +61,23 @@ AttentionInterface.register(ATTENTION, cluster_attention)
 
 
 def _resize_layers(model: Any) -> None:
-    """Replace every decoder layer by one of its own size."""
+    """Replace every decoder layer by one of its own size; layers without heads keep their other block whole."""
     layers: nn.ModuleList = model.model.layers
-    for index, shape in enumerate(layer_shapes(model.config)):
+    for index, shape in enumerate(model.config.layer_shapes):
         config = copy.copy(model.config)
         # not setattr, which would run the checks of the stock configuration on these sizes
-        config.__dict__.update(
-            intermediate_size=shape["intermediate_size"],
-            num_attention_heads=sum(shape["queries_per_kv"]),
-            num_key_value_heads=len(shape["queries_per_kv"]),
-            _attn_implementation_internal=ATTENTION,
-        )
+        config.__dict__[model.config.ffn_key] = shape["intermediate_size"]
+        if heads := shape["queries_per_kv"]:
+            config.__dict__.update(
+                num_attention_heads=sum(heads),
+                num_key_value_heads=len(heads),
+                _attn_implementation_internal=ATTENTION,
+            )
         layer: Any = type(layers[index])(config, index)
-        layer.self_attn.queries_per_kv = list(shape["queries_per_kv"])
-        layer.self_attn.num_key_value_groups = 1
+        if heads:
+            layer.self_attn.queries_per_kv = list(heads)
+            layer.self_attn.num_key_value_groups = 1
+            layer.self_attn.is_eager = model.config._attn_implementation == "eager"
         layers[index] = layer
 
 
@@ -92,8 +97,9 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
         (base_config,),
         {
             "__module__": __name__,
-            "__annotations__": {"layer_shapes": "list | None"},
+            "__annotations__": {"layer_shapes": "list | None", "ffn_key": "str"},
             "layer_shapes": None,
+            "ffn_key": "intermediate_size",
             "model_type": PREFIX + family,
             "validate_architecture": validate_architecture,
         },

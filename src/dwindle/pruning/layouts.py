@@ -39,7 +39,7 @@ def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
     shape = target.shape
     if shape is None:
         return target.num_parameters
-    found = layouts_of(anatomy.source, config, shape.heads)
+    found = layouts_of(anatomy.source, config.for_family(anatomy.family), shape.heads)
     return max(anatomy.count(with_sizes(anatomy.source, shape, la.kv_count(most_kv))).total for la in found)
 
 

@@ -66,7 +66,8 @@ def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden"
     readers: dict[tuple[str, str], list[Row]] = {}
     for row in anatomy.rows:
         if row.layer is not None and len(row.axes) == 2 and row.axes[1][0] in units:
-            parent = row.module.rpartition(".")[0]
+            writes = row.axes == (("hidden",), ("hidden",))  # its inputs are inside the block, not the residual stream
+            parent = row.module if writes else row.module.rpartition(".")[0]
             readers.setdefault((parent, row.axes[1][0]), []).append(row)
     names = {row.name for row in anatomy.rows}
     taps = [

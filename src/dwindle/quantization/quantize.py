@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy.build import build_on_meta
+from dwindle.anatomy.build import build_on_meta, renew_rotation
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
@@ -291,8 +291,7 @@ def load(source: str | PathLike[str]) -> Loaded:
     missing = [name for name in missing if "rotary_emb" not in name]
     if missing or unexpected:
         raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not fit the model: quantize it again")
-    backbone = model.model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config)
+    renew_rotation(model, model.config)
     return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
 
 

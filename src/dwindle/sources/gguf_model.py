@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from dwindle.anatomy.build import config_for
-from dwindle.anatomy.modeling_dwindle import layer_shapes
+from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
@@ -222,7 +222,7 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     unknown = sorted(name for name, target in renamed.items() if target is None)
     if unknown:
         raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
-    per_kv = [shape["queries_per_kv"] for shape in layer_shapes(config)]
+    per_kv = queries_per_kv(config)
     heads = {"attn_q": [sum(counts) for counts in per_kv], "attn_k": [len(counts) for counts in per_kv]}
     result: dict[str, torch.Tensor] = {}
     for name, target in track(renamed.items(), f"reading {file.path.name}", len(renamed)):

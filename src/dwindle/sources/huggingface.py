@@ -18,12 +18,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dwindle.anatomy.families import register_family
+from dwindle.anatomy.family_files import NAMES, file_beside
 from dwindle.core.errors import UserError, first_line
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
-_CONFIG_FILES = ["config.json", "generation_config.json"]
+_CONFIG_FILES = ["config.json", "generation_config.json", *NAMES]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
 _SAFETENSORS_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -102,6 +104,8 @@ def _hub_reason(error: Exception) -> str:
 def read_config(folder: Path, where: str) -> PreTrainedConfig:
     """The configuration of a directory, stock or ours."""
     raw = _raw_config(folder, where)
+    if (table := file_beside(folder)) is not None:
+        register_family(table)
     with quiet_transformers():
         try:
             if _is_ours(raw):
