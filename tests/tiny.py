@@ -21,6 +21,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "phi3": {},
+    "granite_swa": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.3,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 10000.0, 500000.0],
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 40,
+        "tie_word_embeddings": True,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_bias": True,
+        "mamba_n_heads": 4,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 60,
+        "block_multiple_of": 8,
+        "conv_bias": True,
+    },
 }
 
 

@@ -73,6 +73,52 @@ _PHI3 = Family(
     },
 )
 
+_GRANITE_SWA = Family(stem=_STEM, layer={**_LLAMA.layer, "self_attn.sinks": "head"})
+
+_GRANITE_HYBRID = Family(
+    stem=_STEM,
+    layer={
+        **_NORMS,
+        **_ATTENTION,
+        "shared_mlp.input_linear.weight": "ffn+ffn hidden",
+        "shared_mlp.output_linear.weight": "hidden ffn",
+    },
+    ffn_key="shared_intermediate_size",
+    # sizes of layers that a supported model does not have, but that its configuration checks against the hidden size
+    written={"mamba_n_heads": 1, "mamba_d_head": "auto"},
+    tiny={"mamba_n_heads": 1, "mamba_d_head": "auto"},
+)
+
+_LFM2 = Family(
+    stem={
+        "model.embed_tokens.weight": "vocab hidden",
+        "lm_head.weight": "vocab hidden",
+        "model.embedding_norm.weight": "hidden",
+    },
+    layer={
+        "operator_norm.weight": "hidden",
+        "ffn_norm.weight": "hidden",
+        "self_attn.q_proj.weight": "query hidden",
+        "self_attn.k_proj.weight": "kv hidden",
+        "self_attn.v_proj.weight": "kv hidden",
+        "self_attn.out_proj.weight": "hidden query",
+        "self_attn.q_layernorm.weight": "dim",
+        "self_attn.k_layernorm.weight": "dim",
+        # the channels of a convolution are as many as hidden channels, and are removed with them
+        "conv.in_proj.weight": "hidden+hidden+hidden hidden",
+        "conv.in_proj.bias": "hidden+hidden+hidden",
+        "conv.conv.weight": "hidden dim dim",
+        "conv.conv.bias": "hidden",
+        "conv.out_proj.weight": "hidden hidden",
+        "conv.out_proj.bias": "hidden",
+        "feed_forward.w1.weight": "ffn hidden",
+        "feed_forward.w3.weight": "ffn hidden",
+        "feed_forward.w2.weight": "hidden ffn",
+    },
+    written={"block_auto_adjust_ff_dim": False},
+    tiny={"block_multiple_of": 8},
+)
+
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
     "mistral": _LLAMA,
@@ -82,6 +128,9 @@ FAMILIES: dict[str, Family] = {
     "olmo2": _OLMO2,  # norms after the blocks, q/k norms over all heads
     "granite": _LLAMA,
     "phi3": _PHI3,  # fused projections
+    "granite_swa": _GRANITE_SWA,  # sliding windows, a sink for every query head
+    "granitemoehybrid": _GRANITE_HYBRID,  # dense Granite 4: no experts, attention layers only
+    "lfm2": _LFM2,  # convolutions between attention layers
 }
 
 _registered: dict[str, FamilyFile] = {}

@@ -11,6 +11,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,12 @@ def check_config(config: Any, source: str) -> FamilyCheck:
         "FFN": len(anatomy.source.layers[0].ffn),
     }
     found = FamilyCheck(source, config.model_type, sizes)
+    found.checks += _compared("nothing", "with and without our norms", EXACT, partial(_norms_difference, config))
     for name, way in ways(anatomy).items():
         for optimizer in OPTIMIZERS:
-            found.checks += _checked(name, f"zeroed and sliced, {optimizer}", EXACT, config, way, optimizer)
-        found.checks += _checked(name, "stock transformers, float32", STOCK, config, way)
+            trained = partial(_training_difference, config, way, optimizer)
+            found.checks += _compared(name, f"zeroed and sliced, {optimizer}", EXACT, trained)
+        found.checks += _compared(name, "stock transformers, float32", STOCK, partial(_stock_difference, config, way))
     return found
 
 
@@ -176,9 +179,8 @@ def _regular_heads(structure: Structure, rng: random.Random) -> Iterator[Group]:
         structure = structure.without(first)
         yield first
     if max(len(la.kv_heads) for la in structure.layers) > 1:
-        yield Group(
-            "attn", tuple(la.queries_of(rng.choice(la.kv_heads)) if la.kv_heads else () for la in structure.layers)
-        )
+        drawn = (la.queries_of(rng.choice(la.kv_heads)) if la.kv_heads else () for la in structure.layers)
+        yield Group("attn", tuple(drawn))
 
 
 def _repeated(kind: str, count: int, structure: Structure, rng: random.Random) -> Iterator[Group]:
@@ -224,15 +226,20 @@ def _unequal(groups: list[str], structure: Structure, rng: random.Random) -> Ite
         yield from _repeated("stem", 2, structure, rng)
 
 
-def _checked(name: str, compared: str, allowed: float, config: Any, way: Way, optimizer: str = "") -> list[Check]:
+def _compared(way: str, compared: str, allowed: float, difference: Callable[[], float | None]) -> list[Check]:
     """One check; none where the comparison does not apply (no stock model has such shapes)."""
     try:
-        if not optimizer:
-            difference = _stock_difference(config, way)
-            return [] if difference is None else [Check(name, compared, difference, allowed)]
-        return [Check(name, compared, _training_difference(config, way, optimizer), allowed)]
+        found = difference()
+        return [] if found is None else [Check(way, compared, found, allowed)]
     except Exception as error:  # a wrong table fails in many ways; all of them are results here
-        return [Check(name, compared, None, allowed, f"{type(error).__name__}: {first_line(error)}")]
+        return [Check(way, compared, None, allowed, f"{type(error).__name__}: {first_line(error)}")]
+
+
+def _norms_difference(config: Any) -> float:
+    """Our norms, which divide by the number of alive channels, against the family's own, in float32."""
+    model = random_model(config, dtype=torch.float32)
+    before = _logits(model)
+    return _difference(before, _logits(Prunable(model).model))
 
 
 def _training_difference(config: Any, way: Way, optimizer: str) -> float:
@@ -293,13 +300,8 @@ def _stock_difference(config: Any, way: Way) -> float | None:
 def _check_generation(model: Any) -> None:
     """Greedy generation with a cache gives the likeliest tokens of whole passes."""
     prompt = _tokens(2, 7, seed=3)
-    made = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=_NUM_GENERATED,
-        do_sample=False,
-        eos_token_id=None,
-    )
+    options = {"max_new_tokens": _NUM_GENERATED, "do_sample": False, "eos_token_id": None}
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     whole = model(input_ids=made, use_cache=False).logits[:, prompt.shape[1] - 1 : -1].argmax(-1)
     if not torch.equal(whole, made[:, prompt.shape[1] :]):
         raise ValueError("generation with a cache differs from whole passes")
@@ -315,7 +317,7 @@ def _train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, see
         prunable.mask_gradients()
         torch.nn.utils.clip_grad_norm_(prunable.model.parameters(), 0.5)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     return losses
 
 
