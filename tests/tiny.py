@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dwindle.anatomy.structure import Group, Structure
 
 VOCAB = 61
 
-# One line per family in the parity tests; the options switch on every optional tensor of the family.
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+"""A window shorter than the tests' sequences, and layers of both kinds."""
+
+# One line per family in the parity tests: every optional tensor of the family, and together every irregularity of real
+# configurations (1, 2, 4 and 8 queries per key/value head, head size ≠ hidden size / heads, tied or not, windows).
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -21,6 +26,65 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "phi3": {},
+    "olmo3": {
+        **WINDOWED,
+        "attention_bias": True,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.2,
+            }
+        },
+    },
+    "exaone4": {**WINDOWED, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "ministral3": {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "seed_oss": {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+    },
+    "ernie4_5": {"head_dim": 8, "num_key_value_heads": 1, "use_bias": True},
+    "hunyuan_v1_dense": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+    },
+    "glm4": {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": {"partial_rotary_factor": 0.25}},
+    "arcee": {
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 20.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+        },
+    },
 }
 
 
@@ -46,6 +110,17 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(hash_name(name) + seed))
             parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
     return model.to(dtype).eval()
+
+
+class Float64Throughout(TorchFunctionMode):
+    """Stock code computes norms and some rotations in float32, whose rounding would hide what float64 shows."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.float, torch.Tensor.to) and args[0].dtype == torch.float64:
+            asked = torch.float32 if func is torch.Tensor.float else next(iter(args[1:]), None)
+            if asked is torch.float32:
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def hash_name(name: str) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from dwindle.pruning.surgery import Prunable
 from dwindle.training.config import TrainingConfig
 from dwindle.training.optim import build_optimizer
-from tiny import tokens
+from tiny import Float64Throughout, tokens
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -23,7 +23,8 @@ def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed
     losses = []
     for step in range(steps):
         batch = tokens(2, 12, seed=seed + step)
-        loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
+        with Float64Throughout():
+            loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         prunable.mask_gradients()

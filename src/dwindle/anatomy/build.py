@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.families import CUSTOM_PREFIX, family_of
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.anatomy.structure import Structure, head_dim_of
 
@@ -18,7 +19,7 @@ _DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_
 def config_for(config: Any, structure: Structure) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration.
 
-    Uniform structures get a stock configuration. ``LlamaConfig`` rejects hidden sizes that are not a multiple of the
+    Uniform structures get a stock configuration. Some of these reject hidden sizes that are not a multiple of the
     number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
     """
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
@@ -33,12 +34,12 @@ def config_for(config: Any, structure: Structure) -> Any:
     }
     if not structure.is_uniform:
         return _custom_config(family, values, structure)
-    if family == "llama" and len(structure.hidden) % len(first.query_heads):
-        if values["attention_bias"] or values["mlp_bias"]:
+    if family_of(family).needs_whole_heads and len(structure.hidden) % len(first.query_heads):
+        if family != "llama" or values["attention_bias"] or values["mlp_bias"]:
             return _custom_config(family, values, structure)
         known = set(MistralConfig().to_dict())
         return MistralConfig(**{k: v for k, v in values.items() if k in known} | {"sliding_window": None})
-    return _stock_class(family)(**values)
+    return CONFIG_MAPPING[family](**values)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
@@ -51,12 +52,6 @@ def _custom_config(family: str, values: dict[str, Any], structure: Structure) ->
     }
     config.architectures = [model_class.__name__]
     return config
-
-
-def _stock_class(family: str) -> Any:
-    from transformers import AutoConfig
-
-    return type(AutoConfig.for_model(family))
 
 
 def is_custom(config: Any) -> bool:

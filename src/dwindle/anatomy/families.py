@@ -17,7 +17,7 @@ pruned. To add a family, add a table here and a line in the parity test.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dwindle.core.errors import UserError
 
@@ -33,6 +33,8 @@ class Family:
     layer: Mapping[str, str]
     gain_in_float32: bool = False
     """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
+    needs_whole_heads: bool = False
+    """Whether the stock configuration refuses a hidden size that is not a multiple of the number of query heads."""
 
 
 _STEM = {
@@ -64,6 +66,7 @@ _FFN = {
 }
 
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
+_STRICT_LLAMA = replace(_LLAMA, needs_whole_heads=True)
 
 _QWEN3 = Family(
     stem=_STEM,
@@ -94,15 +97,45 @@ _PHI3 = Family(
     },
 )
 
+_EXAONE4 = Family(
+    stem=_STEM,
+    layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+)
+
+_HUNYUAN = Family(
+    stem=_STEM,
+    layer={**_LLAMA.layer, "self_attn.query_layernorm.weight": "dim", "self_attn.key_layernorm.weight": "dim"},
+)
+
+_GLM4 = Family(
+    stem=_STEM,
+    layer={
+        **_NORMS,
+        "post_self_attn_layernorm.weight": "hidden",
+        "post_mlp_layernorm.weight": "hidden",
+        **_ATTENTION,
+        "mlp.gate_up_proj.weight": "ffn+ffn hidden",
+        "mlp.down_proj.weight": "hidden ffn",
+    },
+)
+
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
+    "llama": _STRICT_LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
     "mistral": _LLAMA,
     "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
     "qwen3": _QWEN3,  # per-head norms of the head size
     "smollm3": _LLAMA,
     "olmo2": _OLMO2,  # norms after the blocks, q/k norms over all heads
     "granite": _LLAMA,
-    "phi3": _PHI3,  # fused projections
+    "phi3": _PHI3,  # fused projections; Phi-4-mini
+    "olmo3": _OLMO2,  # OLMo 2 with sliding-window layers
+    "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
+    "ministral3": _LLAMA,
+    "seed_oss": _LLAMA,
+    "ernie4_5": _LLAMA,  # interleaved rotation
+    "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
+    "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
+    "arcee": _STRICT_LLAMA,  # no gate
 }
 
 
