@@ -62,8 +62,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "attention_out_bias": True,
         "mlp_bias": True,
-        "attention_dropout": 0.0,
-        "residual_dropout": 0.0,
     },
     "ernie4_5": {"head_dim": 8, "num_key_value_heads": 1, "use_bias": True},
     "hunyuan_v1_dense": {
@@ -83,6 +81,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "factor": 20.0,
             "original_max_position_embeddings": 8,
             "mscale": 1.0,
+        },
+    },
+    "gemma3_text": {
+        **WINDOWED,
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
 }
@@ -108,7 +116,8 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(hash_name(name) + seed))
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+            is_gain = name.endswith("norm.weight") and not family.startswith("gemma")
+            parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
     return model.to(dtype).eval()
 
 

@@ -222,13 +222,13 @@ class Anatomy:
 
 def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
     """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
-    from dwindle.anatomy.build import build, config_for
+    from dwindle.anatomy.build import build, config_for, stock_form
 
     tensors = {
         name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
         for name, parameter in model.named_parameters()
     }
-    smaller = build(config_for(model.config, keep), tensors)
+    smaller = stock_form(build(config_for(model.config, keep), tensors))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation

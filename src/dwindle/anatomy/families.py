@@ -17,7 +17,7 @@ pruned. To add a family, add a table here and a line in the parity test.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dwindle.core.errors import UserError
 
@@ -33,6 +33,16 @@ class Family:
     layer: Mapping[str, str]
     gain_in_float32: bool = False
     """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
+    gain_offset: float = 0.0
+    """RMSNorm multiplies by ``gain_offset + weight`` (1 in Gemma)."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size (Gemma)."""
+    norm_before: Mapping[str, str] = field(
+        default_factory=lambda: {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+    )
+    """The norm in front of the projections of each block; empty where they read the residual stream itself."""
+    head_norms: bool = False
+    """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
     needs_whole_heads: bool = False
     """Whether the stock configuration refuses a hidden size that is not a multiple of the number of query heads."""
 
@@ -71,6 +81,7 @@ _STRICT_LLAMA = replace(_LLAMA, needs_whole_heads=True)
 _QWEN3 = Family(
     stem=_STEM,
     layer={**_LLAMA.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    head_norms=True,
 )
 
 _OLMO2 = Family(
@@ -84,6 +95,8 @@ _OLMO2 = Family(
         **_FFN,
     },
     gain_in_float32=True,
+    norm_before={},
+    head_norms=True,
 )
 
 _PHI3 = Family(
@@ -100,11 +113,14 @@ _PHI3 = Family(
 _EXAONE4 = Family(
     stem=_STEM,
     layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    norm_before={},
+    head_norms=True,
 )
 
 _HUNYUAN = Family(
     stem=_STEM,
     layer={**_LLAMA.layer, "self_attn.query_layernorm.weight": "dim", "self_attn.key_layernorm.weight": "dim"},
+    head_norms=True,
 )
 
 _GLM4 = Family(
@@ -117,6 +133,21 @@ _GLM4 = Family(
         "mlp.gate_up_proj.weight": "ffn+ffn hidden",
         "mlp.down_proj.weight": "hidden ffn",
     },
+)
+
+_GEMMA3 = Family(
+    stem=_STEM,
+    layer={
+        **_QWEN3.layer,
+        "pre_feedforward_layernorm.weight": "hidden",
+        "post_feedforward_layernorm.weight": "hidden",
+    },
+    gain_in_float32=True,
+    gain_offset=1.0,
+    scales_embedding=True,
+    norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+    head_norms=True,
+    needs_whole_heads=True,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -136,6 +167,7 @@ FAMILIES: dict[str, Family] = {
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
     "arcee": _STRICT_LLAMA,  # no gate
+    "gemma3_text": _GEMMA3,  # norms before and after the blocks, per-head norms, scaled embeddings
 }
 
 

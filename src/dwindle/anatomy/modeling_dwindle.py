@@ -109,6 +109,10 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
     def __init__(self: Any, config: Any) -> None:
         base_model.__init__(self, config)
         _resize_layers(self)
+        if getattr(config, "embed_scale", None) is not None:  # the factor of Gemma's embeddings before pruning
+            embedding = self.model.embed_tokens
+            embedding.scalar_embed_scale = config.embed_scale
+            embedding.embed_scale = torch.tensor(config.embed_scale)
         self.post_init()
 
     model_class = type(
