@@ -23,7 +23,7 @@ from dwindle.sources.loading import load
 from edge_models import tiny_loaded
 from tiny import FAMILIES, tokens
 
-EXACT = [family for family in FAMILIES if family != "olmo2"]
+EXACT = [family for family in FAMILIES if not family.startswith("olmo")]
 
 
 def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:

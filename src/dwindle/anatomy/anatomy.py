@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy.families import Family
+from dwindle.anatomy.family import Family
 from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
 from dwindle.anatomy.structure import Layer, Structure, head_dim_of
@@ -250,13 +250,13 @@ class Anatomy:
 
 def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
     """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
-    from dwindle.anatomy.build import build, config_for
+    from dwindle.anatomy.build import build, config_for, stock_form
 
     tensors = {
         name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
         for name, parameter in model.named_parameters()
     }
-    smaller = build(config_for(model.config, keep), tensors)
+    smaller = stock_form(build(config_for(model.config, keep), tensors))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation

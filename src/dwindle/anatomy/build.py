@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dwindle.anatomy.families import CUSTOM_PREFIX, family_of
+from dwindle.anatomy.families import family_of
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.anatomy.structure import Structure, head_dim_of
 
@@ -18,7 +21,7 @@ _DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "f
 def config_for(config: Any, structure: Structure) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration.
 
-    Uniform structures get a stock configuration. ``LlamaConfig`` rejects hidden sizes that are not a multiple of the
+    Uniform structures get a stock configuration. Some of these reject hidden sizes that are not a multiple of the
     number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
     """
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
@@ -35,14 +38,58 @@ def config_for(config: Any, structure: Structure) -> Any:
             "num_attention_heads": len(widest.query_heads),
             "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
         }
-    if not structure.is_uniform:
+    if table.scales_embedding:
+        values["embed_scale"] = _embed_scale(config)
+    if not structure.is_uniform or not _has_own_scale(values):
         return _custom_config(family, values, structure)
-    if family == "llama" and len(structure.hidden) % len(widest.query_heads):
-        if values["attention_bias"] or values["mlp_bias"]:
+    if table.needs_whole_heads and len(structure.hidden) % len(widest.query_heads):
+        if family != "llama" or values["attention_bias"] or values["mlp_bias"]:
             return _custom_config(family, values, structure)
         known = set(MistralConfig().to_dict())
         return MistralConfig(**{k: v for k, v in values.items() if k in known} | {"sliding_window": None})
-    return _stock_class(family)(**values)
+    return CONFIG_MAPPING[family](**values)
+
+
+def _embed_scale(config: Any) -> float:
+    """Gemma's factor of the embeddings: that of the source, whatever has been pruned since."""
+    kept: float | None = getattr(config, "embed_scale", None)
+    return float(config.hidden_size) ** 0.5 if kept is None else kept
+
+
+def _has_own_scale(values: dict[str, Any]) -> bool:
+    """Whether a stock model of this hidden size has this factor; then it need not be stated."""
+    own = "embed_scale" not in values or values["embed_scale"] == float(values["hidden_size"]) ** 0.5
+    if own:
+        values.pop("embed_scale", None)
+    return own
+
+
+def stock_form(model: nn.Module) -> nn.Module:
+    """The same function as a stock model, if only the factor of the embeddings (Gemma's) stands in the way.
+
+    The embeddings absorb it, and the final norm its inverse if they are tied. Not while training: Adam is not
+    scale-equivariant, so a model with absorbed factors trains differently.
+    """
+    from dwindle.anatomy.anatomy import Anatomy
+
+    config: Any = model.config
+    scale = getattr(config, "embed_scale", None)
+    if scale is None:
+        return model
+    values = {k: v for k, v in config.to_dict().items() if k not in (*_DROP, "embed_scale")}
+    family, structure = config.model_type.removeprefix(CUSTOM_PREFIX), Anatomy.of(model).source
+    if not structure.is_uniform or len(structure.hidden) % len(structure.layers[0].query_heads):
+        return model
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    factor, offset = scale / len(structure.hidden) ** 0.5, family_of(family).gain_offset
+
+    def absorb(name: str, change: Callable[[Tensor], Tensor]) -> None:
+        tensors[name] = change(tensors[name].double()).to(tensors[name].dtype)
+
+    absorb("model.embed_tokens.weight", lambda weight: weight * factor)
+    if config.tie_word_embeddings:
+        absorb("model.norm.weight", lambda gain: (offset + gain) / factor - offset)
+    return build(CONFIG_MAPPING[family](**values), tensors)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
@@ -55,12 +102,6 @@ def _custom_config(family: str, values: dict[str, Any], structure: Structure) ->
     }
     config.architectures = [model_class.__name__]
     return config
-
-
-def _stock_class(family: str) -> Any:
-    from transformers import AutoConfig
-
-    return type(AutoConfig.for_model(family))
 
 
 def is_custom(config: Any) -> bool:
@@ -89,23 +130,26 @@ def build_random(config: Any, seed: int) -> nn.Module:
     return model.eval()
 
 
+def restore_buffers(model: Any, device: torch.device | str) -> None:
+    """Compute the buffers that no file stores: rotary frequencies and Gemma's factor of the embeddings."""
+    backbone = model.model
+    if getattr(backbone, "rotary_emb", None) is not None:  # a model may have none, or one for each base
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config).to(device)
+    for number, rotary in enumerate(getattr(backbone, "rotary_embs", ())):
+        backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)
+    embedding = backbone.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
+
+
 def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     """The model with the given tensors as parameters (no copy)."""
     model = build_on_meta(config)
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()  # type: ignore[operator]
-    renew_rotation(model, config, sample.device)
+    restore_buffers(model, sample.device)
     missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
     return model.eval()
-
-
-def renew_rotation(model: Any, config: Any, device: Any = "cpu") -> None:
-    """Recompute the rotary tables, which are not stored with the weights; a model may have none, or several."""
-    backbone = model.model
-    if getattr(backbone, "rotary_emb", None) is not None:
-        backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(device)
-    for number, rotary in enumerate(getattr(backbone, "rotary_embs", ())):  # one for each base
-        backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)

@@ -43,10 +43,12 @@ _FFN = {
 }
 
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
+_STRICT_LLAMA = _LLAMA.model_copy(update={"needs_whole_heads": True})
 
 _QWEN3 = Family(
     stem=_STEM,
     layer={**_LLAMA.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    head_norms=True,
 )
 
 _OLMO2 = Family(
@@ -60,6 +62,8 @@ _OLMO2 = Family(
         **_FFN,
     },
     gain_in_float32=True,
+    norm_before={},
+    head_norms=True,
 )
 
 _PHI3 = Family(
@@ -73,6 +77,46 @@ _PHI3 = Family(
     },
 )
 
+_EXAONE4 = Family(
+    stem=_STEM,
+    layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
+    norm_before={},
+    head_norms=True,
+)
+
+_HUNYUAN = Family(
+    stem=_STEM,
+    layer={**_LLAMA.layer, "self_attn.query_layernorm.weight": "dim", "self_attn.key_layernorm.weight": "dim"},
+    head_norms=True,
+)
+
+_GLM4 = Family(
+    stem=_STEM,
+    layer={
+        **_NORMS,
+        "post_self_attn_layernorm.weight": "hidden",
+        "post_mlp_layernorm.weight": "hidden",
+        **_ATTENTION,
+        "mlp.gate_up_proj.weight": "ffn+ffn hidden",
+        "mlp.down_proj.weight": "hidden ffn",
+    },
+)
+
+_GEMMA3 = Family(
+    stem=_STEM,
+    layer={
+        **_QWEN3.layer,
+        "pre_feedforward_layernorm.weight": "hidden",
+        "post_feedforward_layernorm.weight": "hidden",
+    },
+    gain_in_float32=True,
+    gain_offset=1.0,
+    scales_embedding=True,
+    norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+    head_norms=True,
+    needs_whole_heads=True,
+)
+
 _GRANITE_SWA = Family(stem=_STEM, layer={**_LLAMA.layer, "self_attn.sinks": "head"})
 
 _GRANITE_HYBRID = Family(
@@ -83,6 +127,7 @@ _GRANITE_HYBRID = Family(
         "shared_mlp.input_linear.weight": "ffn+ffn hidden",
         "shared_mlp.output_linear.weight": "hidden ffn",
     },
+    norm_before={"self_attn": "input_layernorm", "shared_mlp": "post_attention_layernorm"},
     ffn_key="shared_intermediate_size",
     # sizes of layers that a supported model does not have, but that its configuration checks against the hidden size
     written={"mamba_n_heads": 1, "mamba_d_head": "auto"},
@@ -115,21 +160,75 @@ _LFM2 = Family(
         "feed_forward.w3.weight": "ffn hidden",
         "feed_forward.w2.weight": "hidden ffn",
     },
+    norm_before={"self_attn": "operator_norm", "conv": "operator_norm", "feed_forward": "ffn_norm"},
+    head_norms=True,
     written={"block_auto_adjust_ff_dim": False},
     tiny={"block_multiple_of": 8},
 )
 
+_QWEN35 = Family(
+    stem=_STEM,
+    layer={
+        **_NORMS,
+        **_FFN,
+        "self_attn.q_proj.weight": "dim hidden",
+        "self_attn.q_proj.bias": "dim",
+        "self_attn.k_proj.weight": "dim hidden",
+        "self_attn.k_proj.bias": "dim",
+        "self_attn.v_proj.weight": "dim hidden",
+        "self_attn.v_proj.bias": "dim",
+        "self_attn.o_proj.weight": "hidden dim",
+        "self_attn.o_proj.bias": "hidden",
+        "self_attn.q_norm.weight": "dim",
+        "self_attn.k_norm.weight": "dim",
+        "linear_attn.in_proj_qkv.weight": "dim hidden",
+        "linear_attn.in_proj_z.weight": "dim hidden",
+        "linear_attn.in_proj_b.weight": "dim hidden",
+        "linear_attn.in_proj_a.weight": "dim hidden",
+        "linear_attn.conv1d.weight": "dim dim dim",
+        "linear_attn.dt_bias": "dim",
+        "linear_attn.A_log": "dim",
+        "linear_attn.norm.weight": "dim",
+        "linear_attn.out_proj.weight": "hidden dim",
+    },
+    gain_in_float32=True,
+    gain_offset=1.0,
+    norm_before={
+        "self_attn": "input_layernorm",
+        "linear_attn": "input_layernorm",
+        "mlp": "post_attention_layernorm",
+    },
+    head_norms=True,
+    groups=["ffn", "stem"],
+    tiny={
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+)
+
 FAMILIES: dict[str, Family] = {
-    "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
+    "llama": _STRICT_LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
     "mistral": _LLAMA,
     "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
     "qwen3": _QWEN3,  # per-head norms of the head size
     "smollm3": _LLAMA,
     "olmo2": _OLMO2,  # norms after the blocks, q/k norms over all heads
     "granite": _LLAMA,
-    "phi3": _PHI3,  # fused projections
+    "phi3": _PHI3,  # fused projections; Phi-4-mini
+    "olmo3": _OLMO2,  # OLMo 2 with sliding-window layers
+    "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
+    "ministral3": _LLAMA,
+    "seed_oss": _LLAMA,
+    "ernie4_5": _LLAMA,  # interleaved rotation
+    "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
+    "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
+    "arcee": _STRICT_LLAMA,  # no gate
+    "gemma3_text": _GEMMA3,  # norms before and after the blocks, per-head norms, scaled embeddings
     "granite_swa": _GRANITE_SWA,  # sliding windows, a sink for every query head
     "granitemoehybrid": _GRANITE_HYBRID,  # dense Granite 4: no experts, attention layers only
+    "qwen3_5_text": _QWEN35,  # gated linear attention between attention layers, both kept whole
     "lfm2": _LFM2,  # convolutions between attention layers
 }
 

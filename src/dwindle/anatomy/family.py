@@ -39,6 +39,18 @@ class Family(Config):
     """Tensors of a layer, by the name below ``model.layers.N.``."""
     gain_in_float32: bool = False
     """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
+    gain_offset: float = 0.0
+    """RMSNorm multiplies by ``gain_offset + weight`` (1 in Gemma)."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size (Gemma)."""
+    norm_before: dict[str, str] = Field(
+        default_factory=lambda: {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+    )
+    """The norm in front of the projections of each block; empty where they read the residual stream itself."""
+    head_norms: bool = False
+    """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
+    needs_whole_heads: bool = False
+    """Whether the stock configuration refuses a hidden size that is not a multiple of the number of query heads."""
     groups: list[Kind] = Field(default_factory=lambda: list(KINDS))
     """Kinds of group that can be pruned; axes that no group removes are kept whole."""
     ffn_key: str = "intermediate_size"

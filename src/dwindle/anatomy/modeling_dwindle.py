@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 PREFIX = "dwindle_"
 ATTENTION = "dwindle_cluster"
@@ -81,13 +82,18 @@ def _resize_layers(model: Any) -> None:
         layers[index] = layer
 
 
+def _title(family: str) -> str:
+    """``seed_oss`` in a class name: ``SeedOss``"""
+    return "".join(part.capitalize() for part in family.split("_"))
+
+
 @cache
 def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
     """The configuration and model class of ``dwindle_<family>``."""
     family = model_type.removeprefix(PREFIX)
-    base_config = type(AutoConfig.for_model(family))
+    base_config = CONFIG_MAPPING[family]
     base_model = AutoModelForCausalLM._model_mapping[base_config]
-    title = "".join(part.capitalize() for part in family.split("_"))
+    title = _title(family)
 
     def validate_architecture(self: Any) -> None:
         """Layer sizes come from ``layer_shapes``; the head size is always explicit."""
@@ -109,6 +115,10 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
     def __init__(self: Any, config: Any) -> None:
         base_model.__init__(self, config)
         _resize_layers(self)
+        if getattr(config, "embed_scale", None) is not None:  # the factor of Gemma's embeddings before pruning
+            embedding = self.model.embed_tokens
+            embedding.scalar_embed_scale = config.embed_scale
+            embedding.embed_scale = torch.tensor(config.embed_scale)
         self.post_init()
 
     model_class = type(
@@ -123,5 +133,8 @@ def __getattr__(name: str) -> Any:
     """``DwindleLlamaConfig``, ``DwindleLlamaForCausalLM``, …: created on access, for ``auto_map``."""
     for suffix, which in (("Config", 0), ("ForCausalLM", 1)):
         if name.startswith("Dwindle") and name.endswith(suffix):
-            return classes_for(PREFIX + name.removeprefix("Dwindle").removesuffix(suffix).lower())[which]
+            title = name.removeprefix("Dwindle").removesuffix(suffix)
+            family = next((family for family in CONFIG_MAPPING if _title(family) == title), None)
+            if family is not None:
+                return classes_for(PREFIX + family)[which]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from dwindle.anatomy.families import FAMILIES, Family, find_family, known_families
+from dwindle.anatomy.families import FAMILIES, find_family, known_families
+from dwindle.anatomy.family import Family
 from dwindle.anatomy.family_files import DOCUMENTATION
 from dwindle.core.errors import UserError
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from dwindle.anatomy.families import family_of
@@ -64,8 +65,22 @@ def random_model(config: Any, *, dtype: torch.dtype = torch.float64, seed: int =
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1000 * seed + number))
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
+            is_gain = name.endswith("norm.weight") and not family_of(config.model_type).gain_offset
+            parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
     return model.to(dtype).eval()
+
+
+class Float64Throughout(TorchFunctionMode):
+    """Stock code computes norms, softmax and some rotations in float32, whose rounding would hide small differences."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:2] == (torch.float32,)):
+                return args[0]
+            if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def _layers_of_each_kind(values: dict[str, Any], num_layers: int) -> list[int]:

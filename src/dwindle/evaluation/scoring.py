@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
+from dwindle.anatomy.families import FAMILIES
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.evaluation.encoding import Pair, Tokens

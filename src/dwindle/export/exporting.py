@@ -25,7 +25,7 @@ from dwindle.export import gguf_writer, verification
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
-from dwindle.export.resize import Resized, refuse_custom, resize
+from dwindle.export.resize import Resized, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
@@ -159,8 +159,6 @@ class _Export:
 
     def hf(self) -> Exported:
         resized, model = self._directory_model()
-        if self.stock:
-            refuse_custom(model, self.loaded.source)
         dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
         reference = model
         if self.type != "auto":

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar

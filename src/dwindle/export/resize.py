@@ -2,7 +2,8 @@
 
 A query head with zero weights and zero output columns adds nothing, nor does a zero FFN channel; a key/value head may
 be repeated. A zero hidden channel changes only the divisor of RMSNorm, which the gain and epsilon compensate: with m of
-m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give the same result.
+m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give the same result. Norms of queries and keys have the same
+epsilon, so what they read is multiplied by ``√(m/m')``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Row
-from dwindle.anatomy.build import build, config_for, is_custom
+from dwindle.anatomy.build import build, config_for, stock_form
+from dwindle.anatomy.families import family_of
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 
@@ -84,7 +87,8 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     anatomy = Anatomy.of(model)
     before = anatomy.source
     plans = _plans(before, uniform=uniform, round_to=round_to)
-    hidden = _padded(max(len(before.hidden), min_hidden), round_to, present=len(before.hidden))
+    multiple = math.lcm(round_to, _hidden_multiple(model.config, len(plans[0].query)) if uniform else 1)
+    hidden = _padded(max(len(before.hidden), min_hidden), multiple, present=len(before.hidden))
     after = Structure.full(
         hidden=len(hidden),
         ffn=[len(plan.ffn) for plan in plans],
@@ -99,13 +103,20 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
+def _hidden_multiple(config: Any, num_heads: int) -> int:
+    """Of what the hidden size must be a multiple, so that a stock configuration accepts it."""
+    family = config.model_type.removeprefix(CUSTOM_PREFIX)
+    is_mistral = family == "llama" and not (config.attention_bias or config.mlp_bias)
+    return num_heads if family_of(family).needs_whole_heads and not is_mistral else 1
+
+
 def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
     """Steps as text: added heads or equalized layers are "made stock", everything else is padding."""
     pairs = list(zip(plans, before.layers, strict=True))
     heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
     equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers})
     wider = len(hidden) > len(before.hidden) or any(len(p.ffn) > len(la.ffn) for p, la in pairs)
-    padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to heads × head size"
+    padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to a multiple of the heads"
     only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
     return (*(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
@@ -113,29 +124,24 @@ def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, .
 def _enlarged(
     model: Any, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], after: Structure
 ) -> nn.Module:
-    share = len(anatomy.source.hidden) / len(hidden)
+    share, family = len(anatomy.source.hidden) / len(hidden), anatomy.family
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         row = anatomy[name]
         tensor = _spread(row, parameter.detach(), anatomy, plans, hidden)
-        if row.is_norm and row.axes == (("hidden",),) and share != 1:
-            tensor = (tensor.double() * math.sqrt(share)).to(tensor.dtype)
+        is_gain = row.is_norm and row.axes == (("hidden",),)
+        is_normed = family.head_norms and row.module.endswith((".q_proj", ".k_proj"))
+        if share != 1 and (is_gain or is_normed):
+            offset = family.gain_offset if is_gain else 0.0
+            tensor = ((tensor.double() + offset) * math.sqrt(share) - offset).to(tensor.dtype)
         tensors[name] = tensor
     config = config_for(model.config, after)
-    config.rms_norm_eps = model.config.rms_norm_eps * share
-    larger = build(config, tensors)
+    name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
+    setattr(config, name, getattr(model.config, name) * share)
+    larger = stock_form(build(config, tensors))
     if getattr(model, "generation_config", None) is not None:
         larger.generation_config = model.generation_config
     return larger
-
-
-def refuse_custom(model: Any, where: str) -> None:
-    """Raise if the model needs our modelling file although ``--stock`` was given."""
-    if is_custom(model.config):
-        raise UserError(
-            f"--stock: {where} has biases and a hidden size that is not a multiple of its heads, which no stock "
-            "configuration supports: pass --round 64 as well"
-        )
 
 
 def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[PaddedLayer]:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy.build import build_on_meta, renew_rotation
+from dwindle.anatomy.build import build_on_meta, restore_buffers
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
@@ -191,7 +191,8 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
     embedding = smaller.model.embed_tokens.weight
     dtype = embedding.dtype
     values, scale = quantize_rows(embedding.float())
-    smaller.model.embed_tokens = Embedding8(values, scale, dtype)
+    factor = getattr(smaller.model.embed_tokens, "scalar_embed_scale", 1.0)
+    smaller.model.embed_tokens = Embedding8(values, scale, dtype, factor)
     if not tied:
         values, scale = quantize_rows(head.weight.float())
     bias = None if head.bias is None else head.bias.detach()
@@ -291,7 +292,7 @@ def load(source: str | PathLike[str]) -> Loaded:
     missing = [name for name in missing if "rotary_emb" not in name]
     if missing or unexpected:
         raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not fit the model: quantize it again")
-    renew_rotation(model, model.config)
+    restore_buffers(model, "cpu")
     return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
 
 
@@ -312,7 +313,8 @@ def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tenso
             _replace(model, name, Linear4(weight, scale, low, bias, in_features=width, group=group))
     dtype = getattr(torch, str(raw.get("dtype") or "float32"))
     name = "model.embed_tokens"
-    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype)
+    factor = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype, factor)
     return model
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Group as Lines
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.families import register_family
-from dwindle.anatomy.shrink import VOCAB, random_model, tiny_config
+from dwindle.anatomy.shrink import VOCAB, Float64Throughout, random_model, tiny_config
 from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.core.errors import UserError, first_line
 from dwindle.export.huggingface import save_model
@@ -41,7 +41,7 @@ EXACT = 1e-10
 """Largest difference of a logit, loss or weight between zeroed and sliced models, in float64."""
 STOCK = 1e-5
 """Largest difference of a logit, relative to the largest one, between the model in float64 and stock float32."""
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
 _WARM_UP_STEPS = 3
 _NUM_GENERATED = 4
 
@@ -159,8 +159,8 @@ def ways(anatomy: Anatomy) -> dict[str, Way]:
     if "ffn" in groups:
         found["FFN channels"] = lambda structure, rng: _repeated("ffn", 5, structure, rng)
     if "stem" in groups:
-        found["hidden channels"] = lambda structure, rng: _repeated("stem", 4, structure, rng)
-    found["all groups, equal layers"] = lambda structure, rng: _everything(groups, structure, rng)
+        found["hidden channels"] = lambda structure, rng: _hidden(anatomy, structure, rng)
+    found["all groups, equal layers"] = lambda structure, rng: _everything(anatomy, structure, rng)
     found["all groups, unequal layers"] = lambda structure, rng: _unequal(groups, structure, rng)
     return found
 
@@ -202,11 +202,23 @@ def _one_each(kind: str, structure: Structure, rng: random.Random) -> Group:
     return Group("attn" if kind == "attn" else "ffn", tuple(map(drawn, structure.layers)))
 
 
-def _everything(groups: list[str], structure: Structure, rng: random.Random) -> Iterator[Group]:
+def _hidden(anatomy: Anatomy, structure: Structure, rng: random.Random) -> Iterator[Group]:
+    """A few hidden channels; as many as a stock configuration of the family accepts."""
+    count, heads = 4, len(structure.layers[0].query_heads)
+    if anatomy.family.needs_whole_heads:
+        count = len(structure.hidden) % heads or heads
+    return _repeated("stem", count, structure, rng)
+
+
+def _everything(anatomy: Anatomy, structure: Structure, rng: random.Random) -> Iterator[Group]:
     """All kinds, in a mixed order; the layers stay equal and regular."""
-    for kind in ("stem", "attn", "ffn", "stem", "ffn"):
-        made = _regular_heads(structure, rng) if kind == "attn" else _repeated(kind, 1, structure, rng)
-        for group in made if kind in groups else ():
+    for kind in ("ffn", "attn", "ffn", "stem", "ffn"):
+        if kind not in family_groups(anatomy):
+            continue
+        made = _repeated("ffn", 1, structure, rng)
+        if kind != "ffn":
+            made = _regular_heads(structure, rng) if kind == "attn" else _hidden(anatomy, structure, rng)
+        for group in list(made):
             structure = structure.without(group)
             yield group
 
@@ -242,7 +254,7 @@ def _norms_difference(config: Any) -> float:
     return _difference(before, _logits(Prunable(model).model))
 
 
-def _training_difference(config: Any, way: Way, optimizer: str) -> float:
+def _training_difference(config: Any, way: Way, optimizer: Literal["adamw", "muon"]) -> float:
     """The largest difference of logits, losses and weights between the zeroed and the sliced model."""
     settings = TrainingConfig(tokens=1, lr=1e-2, weight_decay=0.1, optimizer=optimizer)
 
@@ -311,7 +323,8 @@ def _train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, see
     losses = []
     for step in range(steps):
         batch = _tokens(2, 12, seed=seed + step)
-        loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
+        with Float64Throughout():
+            loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         prunable.mask_gradients()
@@ -323,7 +336,8 @@ def _train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, see
 
 @torch.no_grad()
 def _logits(model: Any) -> Tensor:
-    logits: Tensor = model(input_ids=_tokens(2, 16, seed=7), use_cache=False).logits
+    with Float64Throughout():
+        logits: Tensor = model(input_ids=_tokens(2, 16, seed=7), use_cache=False).logits
     return logits
 
 

@@ -25,6 +25,7 @@ from dwindle.sources.common import check_floating, check_loaded, config_reason, 
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
+_DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 _CONFIG_FILES = ["config.json", "generation_config.json", *NAMES]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
@@ -102,7 +103,15 @@ def _hub_reason(error: Exception) -> str:
 
 
 def read_config(folder: Path, where: str) -> PreTrainedConfig:
-    """The configuration of a directory, stock or ours."""
+    """The configuration of a directory, stock or ours; without dropout, with which no two trainings are alike."""
+    config = _read_config(folder, where)
+    for name in _DROPOUTS:
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _read_config(folder: Path, where: str) -> PreTrainedConfig:
     raw = _raw_config(folder, where)
     if (table := file_beside(folder)) is not None:
         register_family(table)
