@@ -117,15 +117,17 @@ def check_family(model: str | PathLike[str], *, family: str | PathLike[str] | No
     if family is not None:
         register_family(family)
     config = load_config(path.parent if path.name == "config.json" and path.is_file() else model)
-    Anatomy.of_config(config)  # refuses unknown families and tensors without a row
-    try:
-        small = tiny_config(config)
-    except Exception as error:  # whatever the configuration class says
-        raise UserError(
-            f"model {model}: no tiny model of its configuration can be made ({first_line(error)}): "
-            "set the sizes that it needs in the table's `tiny`"
-        ) from error
-    return check_config(small, str(model))
+    with quiet_transformers():
+        Anatomy.of_config(config)  # refuses unknown families and tensors without a row
+        try:
+            small = tiny_config(config)
+            random_model(small)
+        except Exception as error:  # whatever the configuration or the model says
+            raise UserError(
+                f"model {model}: no tiny model of its configuration can be made ({first_line(error)}): "
+                "set the sizes that it needs in the table's `tiny`"
+            ) from error
+        return check_config(small, str(model))
 
 
 def check_config(config: Any, source: str) -> FamilyCheck:
@@ -244,7 +246,9 @@ def _compared(way: str, compared: str, allowed: float, difference: Callable[[], 
         found = difference()
         return [] if found is None else [Check(way, compared, found, allowed)]
     except Exception as error:  # a wrong table fails in many ways; all of them are results here
-        return [Check(way, compared, None, allowed, f"{type(error).__name__}: {first_line(error)}")]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        named = next((line for line in lines if line.startswith("size mismatch for")), lines[0])  # load_state_dict
+        return [Check(way, compared, None, allowed, named)]
 
 
 def _norms_difference(config: Any) -> float:
