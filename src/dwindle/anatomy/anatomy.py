@@ -80,6 +80,9 @@ class Anatomy:
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
         self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
         self.outputs = tuple(self._output_rows())
+        whole = [row for kind, row in self.outputs if kind == "whole"]
+        hidden = [row for row in whole if row.axes[1] == ("hidden",)]
+        self._whole = len(hidden), sum(row.full_shape[1] for row in whole if row not in hidden)
         self._output_of = {(row.layer, kind): row for kind, row in self.outputs}
         for row in self.rows:
             if self.shape(row, self.source) != row.full_shape:
@@ -242,6 +245,12 @@ class Anatomy:
             if where is not None and len(where) != tensor.shape[axis]:
                 tensor = tensor.index_select(axis, where.to(tensor.device))
         return tensor
+
+    def num_output_columns(self, structure: Structure) -> int:
+        """Input columns of all projections into the residual stream: the elements that a hidden channel has there."""
+        hidden, fixed = self._whole
+        layers = sum(len(layer.query_heads) * self.head_dim + len(layer.ffn) for layer in structure.layers)
+        return layers + hidden * len(structure.hidden) + fixed
 
     def output_row(self, layer: int, kind: str) -> Row:
         """The output projection of a layer: ``o`` for heads, ``down`` for FFN channels."""

@@ -124,6 +124,11 @@ class Structure:
         widths = {len(la.ffn) for la in self.layers}
         return len(heads) <= 1 and len(widths) == 1 and all(la.is_regular for la in self.layers)
 
+    @property
+    def with_heads(self) -> Layer:
+        """The first layer that has heads; the first one if none has."""
+        return next((layer for layer in self.layers if layer.query_heads), self.layers[0])
+
     def without(self, group: Group) -> Structure:
         """The structure after removing one group."""
         if group.kind == "stem":

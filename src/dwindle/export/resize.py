@@ -150,7 +150,7 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[Padded
     if not uniform:
         sizes = [_smallest([layer]) for layer in counts]
     else:
-        sizes = [_smallest(counts)] * len(counts)
+        sizes = [_smallest([layer for layer in counts if layer])] * len(counts)
         widths = [max(widths)] * len(widths)
     return [
         _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, present=len(la.ffn)))
@@ -160,6 +160,8 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[Padded
 
 def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
     """(queries per key/value head, key/value heads) that fit all of these layers with the fewest weights."""
+    if not any(layers):
+        return 1, 0
 
     def size(per_kv: int) -> tuple[int, int, int]:
         kv_heads = max(sum(math.ceil(n / per_kv) for n in layer) for layer in layers)
@@ -179,7 +181,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             query += [*members, *[NOTHING] * (per_kv - len(members))]
             kv.append(head)
         first += count
-    missing = kv_heads - len(kv)
+    missing = kv_heads - len(kv) if counts else 0  # a layer without heads gets none
     return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 

@@ -220,7 +220,7 @@ def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
     """Signed sums over the query heads of each key/value head."""
     found = []
     for layer, values in zip(structure.layers, heads, strict=True):
-        where = torch.tensor(places(layer.kv_of_query, layer.kv_heads))
+        where = torch.tensor(places(layer.kv_of_query, layer.kv_heads), dtype=torch.long)
         found.append(values.new_zeros(len(layer.kv_heads)).index_add(0, where, values))
     return found
 
