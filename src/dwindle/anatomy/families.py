@@ -17,7 +17,7 @@ pruned. To add a family, add a table here and a line in the parity test.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dwindle.core.errors import UserError
 
@@ -43,8 +43,6 @@ class Family:
     """The norm in front of the projections of each block; empty where they read the residual stream itself."""
     head_norms: bool = False
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
-    needs_whole_heads: bool = False
-    """Whether the stock configuration refuses a hidden size that is not a multiple of the number of query heads."""
 
 
 _STEM = {
@@ -76,7 +74,6 @@ _FFN = {
 }
 
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
-_STRICT_LLAMA = replace(_LLAMA, needs_whole_heads=True)
 
 _QWEN3 = Family(
     stem=_STEM,
@@ -147,11 +144,10 @@ _GEMMA3 = Family(
     scales_embedding=True,
     norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
     head_norms=True,
-    needs_whole_heads=True,
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": _STRICT_LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
+    "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
     "mistral": _LLAMA,
     "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
     "qwen3": _QWEN3,  # per-head norms of the head size
@@ -166,7 +162,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": _LLAMA,  # interleaved rotation
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
-    "arcee": _STRICT_LLAMA,  # no gate
+    "arcee": _LLAMA,  # no gate
     "gemma3_text": _GEMMA3,  # norms before and after the blocks, per-head norms, scaled embeddings
 }
 

@@ -90,7 +90,7 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
     base_model = AutoModelForCausalLM._model_mapping[base_config]
     title = _title(family)
 
-    def validate_architecture(self: Any) -> None:
+    def accept(self: Any) -> None:
         """Layer sizes come from ``layer_shapes``; the head size is always explicit."""
 
     config_class = type(
@@ -101,7 +101,8 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
             "__annotations__": {"layer_shapes": "list | None"},
             "layer_shapes": None,
             "model_type": PREFIX + family,
-            "validate_architecture": validate_architecture,
+            "validate_architecture": accept,
+            "validate_rope": accept,
         },
     )
     config_class = strict(config_class)
