@@ -113,8 +113,8 @@ _GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
-# Published models: (family, what their config.json sets apart from sizes). Head sizes, heads and windows are shrunk, their
-# ratios kept where three layers of eight heads allow it.
+# Published models: (family, what their config.json sets apart from sizes). Head sizes, heads and windows are shrunk;
+# their ratios are kept where three layers of eight heads allow it.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama-3.2-1B": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": True}),
     "Llama-3.2-1B-untied": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": False}),

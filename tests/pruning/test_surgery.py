@@ -16,6 +16,7 @@ from dwindle.export.huggingface import save_model
 from dwindle.pruning.surgery import Prunable
 from tiny import FAMILIES, PUBLISHED, Float64Throughout, random_group, tiny_model, tokens
 
+SINGLE = ("attn", "ffn", "stem")
 PATTERNS = {
     "attn": ["attn"] * 3,
     "ffn": ["ffn"] * 5,
@@ -44,7 +45,7 @@ def warmed_up(family: str, make: Any = adamw, **options: Any) -> tuple[Prunable,
 
 
 @pytest.mark.parametrize("make", [adamw, muon])
-@pytest.mark.parametrize("pattern", [p if p in ("all", "unequal") else pytest.param(p, marks=pytest.mark.slow) for p in PATTERNS])
+@pytest.mark.parametrize("pattern", ["all", "unequal", *(pytest.param(p, marks=pytest.mark.slow) for p in SINGLE)])
 @pytest.mark.parametrize("family", [*FAMILIES, *PUBLISHED])
 def test_masked_equals_compacted(family: str, pattern: str, make: Any) -> None:
     masked, masked_optimizer = warmed_up(family, make)
