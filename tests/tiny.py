@@ -131,8 +131,70 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+_LLAMA_3_2 = {
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+# Published models: (family, what their config.json sets apart from sizes). Head sizes, heads and windows are shrunk;
+# their ratios are kept where three layers of eight heads allow it.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": True}),
+    "Llama-3.2-1B-untied": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": False}),
+    "Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}}),
+    "Qwen3-1.7B": ("qwen3", {"head_dim": 4, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}}),
+    "Phi-4-mini": (
+        "phi3",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "sliding_window": 256,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 1.5, 2.5],
+            },
+        },
+    ),
+    "Gemma-3-270M": (
+        "gemma3_text",
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12, "query_pre_attn_scalar": 12, **WINDOWED}
+        | {"rope_parameters": _GEMMA_ROPE},
+    ),
+    "Gemma-3-1B": (
+        "gemma3_text",
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6, "query_pre_attn_scalar": 6, **WINDOWED}
+        | {"rope_parameters": _GEMMA_ROPE},
+    ),
+    "EXAONE-4.0-1.2B": (
+        "exaone4",
+        {**_LLAMA_3_2, "tie_word_embeddings": True, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+}
+
+
 def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Any:
-    """Three layers, 8 query and 4 key/value heads of 4, random (not only initial) values in every tensor."""
+    """Three layers, 8 query and 4 key/value heads of 4, random (not only initial) values in every tensor.
+
+    ``family`` is a key of ``FAMILIES`` or ``PUBLISHED``.
+    """
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -145,7 +207,8 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
         "eos_token_id": 2,
         "max_position_embeddings": 128,
     }
-    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **options})
+    family, special = PUBLISHED.get(family) or (family, FAMILIES.get(family, {}))
+    config = AutoConfig.for_model(family, **{**sizes, **special, **options})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -25,7 +25,7 @@ def pruned(family: str, style: str) -> tuple[Any, Structure]:
     model = tiny_model(family, dtype=torch.float32, attention_bias=False, mlp_bias=False)
     anatomy = Anatomy.of(model)
     structure = anatomy.source
-    must_divide = anatomy.family.needs_whole_heads and family != "llama"
+    must_divide = family in ("arcee", "gemma3_text")
     for seed, kind in enumerate(["ffn", "stem", "ffn", *["stem"] * (3 if must_divide else 0)]):
         structure = structure.without(random_group(kind, structure, seed))
     if style == "cluster":

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,12 +22,25 @@ _DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "f
 def config_for(config: Any, structure: Structure) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration.
 
-    Uniform structures get a stock configuration. Some of these reject hidden sizes that are not a multiple of the
-    number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
+    Uniform structures get a stock configuration, if there is one for these sizes.
     """
+    family, values = config.model_type.removeprefix(CUSTOM_PREFIX), _values(config, structure)
+    own_scale = float(len(structure.hidden)) ** 0.5
+    if family_of(family).scales_embedding and (scale := _embed_scale(config)) != own_scale:
+        return _custom_config(family, values | {"embed_scale": scale}, structure)
+    stock = stock_config(family, values) if structure.is_uniform else None
+    return _custom_config(family, values, structure) if stock is None else stock
+
+
+def has_stock_config(config: Any, structure: Structure) -> bool:
+    """Whether transformers has a configuration for a model of this family and structure."""
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    table, widest = family_of(family), max(structure.layers, key=lambda la: len(la.query_heads))
-    values: dict[str, Any] = {k: v for k, v in config.to_dict().items() if k not in _DROP}
+    return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
+
+
+def _values(config: Any, structure: Structure) -> dict[str, Any]:
+    table, widest = family_of(config.model_type), max(structure.layers, key=lambda layer: len(layer.query_heads))
+    values = {k: v for k, v in config.to_dict().items() if k not in (*_DROP, "embed_scale")}
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
@@ -34,34 +48,31 @@ def config_for(config: Any, structure: Structure) -> Any:
         **table.written,
     }
     if widest.query_heads:
-        values |= {
-            "num_attention_heads": len(widest.query_heads),
-            "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
-        }
-    if table.scales_embedding:
-        values["embed_scale"] = _embed_scale(config)
-    if not structure.is_uniform or not _has_own_scale(values):
-        return _custom_config(family, values, structure)
-    if table.needs_whole_heads and len(structure.hidden) % len(widest.query_heads):
+        values["num_attention_heads"] = len(widest.query_heads)
+        values["num_key_value_heads"] = max(len(la.kv_heads) for la in structure.layers)
+    return values
+
+
+def stock_config(family: str, values: dict[str, Any]) -> Any:
+    """The stock configuration with these values; None if transformers does not accept them.
+
+    Llama, Arcee and Gemma reject hidden sizes that are not a multiple of the number of heads, Phi-3 its rotary tables
+    if hidden size / heads is not the head size. A Llama without biases is exactly a Mistral without a sliding window,
+    so that is used instead.
+    """
+    try:
+        return CONFIG_MAPPING[family](**values)
+    except StrictDataclassClassValidationError:
         if family != "llama" or values["attention_bias"] or values["mlp_bias"]:
-            return _custom_config(family, values, structure)
+            return None
         known = set(MistralConfig().to_dict())
         return MistralConfig(**{k: v for k, v in values.items() if k in known} | {"sliding_window": None})
-    return CONFIG_MAPPING[family](**values)
 
 
 def _embed_scale(config: Any) -> float:
     """Gemma's factor of the embeddings: that of the source, whatever has been pruned since."""
     kept: float | None = getattr(config, "embed_scale", None)
     return float(config.hidden_size) ** 0.5 if kept is None else kept
-
-
-def _has_own_scale(values: dict[str, Any]) -> bool:
-    """Whether a stock model of this hidden size has this factor; then it need not be stated."""
-    own = "embed_scale" not in values or values["embed_scale"] == float(values["hidden_size"]) ** 0.5
-    if own:
-        values.pop("embed_scale", None)
-    return own
 
 
 def stock_form(model: nn.Module) -> nn.Module:
@@ -74,14 +85,12 @@ def stock_form(model: nn.Module) -> nn.Module:
 
     config: Any = model.config
     scale = getattr(config, "embed_scale", None)
-    if scale is None:
+    if scale is None or not has_stock_config(config, structure := Anatomy.of(model).source):
         return model
-    values = {k: v for k, v in config.to_dict().items() if k not in (*_DROP, "embed_scale")}
-    family, structure = config.model_type.removeprefix(CUSTOM_PREFIX), Anatomy.of(model).source
-    if not structure.is_uniform or len(structure.hidden) % len(structure.layers[0].query_heads):
-        return model
+    family = config.model_type.removeprefix(CUSTOM_PREFIX)
+    stock = stock_config(family, _values(config, structure))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    factor, offset = scale / len(structure.hidden) ** 0.5, family_of(family).gain_offset
+    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(family).gain_offset
 
     def absorb(name: str, change: Callable[[Tensor], Tensor]) -> None:
         tensors[name] = change(tensors[name].double()).to(tensors[name].dtype)
@@ -89,7 +98,7 @@ def stock_form(model: nn.Module) -> nn.Module:
     absorb("model.embed_tokens.weight", lambda weight: weight * factor)
     if config.tie_word_embeddings:
         absorb("model.norm.weight", lambda gain: (offset + gain) / factor - offset)
-    return build(CONFIG_MAPPING[family](**values), tensors)
+    return build(stock, tensors)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:

@@ -43,7 +43,6 @@ _FFN = {
 }
 
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
-_STRICT_LLAMA = _LLAMA.model_copy(update={"needs_whole_heads": True})
 
 _QWEN3 = Family(
     stem=_STEM,
@@ -114,7 +113,6 @@ _GEMMA3 = Family(
     scales_embedding=True,
     norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
     head_norms=True,
-    needs_whole_heads=True,
 )
 
 _GRANITE_SWA = Family(stem=_STEM, layer={**_LLAMA.layer, "self_attn.sinks": "head"})
@@ -209,7 +207,7 @@ _QWEN35 = Family(
 )
 
 FAMILIES: dict[str, Family] = {
-    "llama": _STRICT_LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
+    "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
     "mistral": _LLAMA,
     "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
     "qwen3": _QWEN3,  # per-head norms of the head size
@@ -224,7 +222,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": _LLAMA,  # interleaved rotation
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
-    "arcee": _STRICT_LLAMA,  # no gate
+    "arcee": _LLAMA,  # no gate
     "gemma3_text": _GEMMA3,  # norms before and after the blocks, per-head norms, scaled embeddings
     "granite_swa": _GRANITE_SWA,  # sliding windows, a sink for every query head
     "granitemoehybrid": _GRANITE_HYBRID,  # dense Granite 4: no experts, attention layers only

@@ -49,8 +49,6 @@ class Family(Config):
     """The norm in front of the projections of each block; empty where they read the residual stream itself."""
     head_norms: bool = False
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
-    needs_whole_heads: bool = False
-    """Whether the stock configuration refuses a hidden size that is not a multiple of the number of query heads."""
     groups: list[Kind] = Field(default_factory=lambda: list(KINDS))
     """Kinds of group that can be pruned; axes that no group removes are kept whole."""
     ffn_key: str = "intermediate_size"

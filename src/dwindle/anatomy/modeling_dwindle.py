@@ -95,7 +95,7 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
     base_model = AutoModelForCausalLM._model_mapping[base_config]
     title = _title(family)
 
-    def validate_architecture(self: Any) -> None:
+    def accept(self: Any) -> None:
         """Layer sizes come from ``layer_shapes``; the head size is always explicit."""
 
     config_class = type(
@@ -107,7 +107,8 @@ def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
             "layer_shapes": None,
             "ffn_key": "intermediate_size",
             "model_type": PREFIX + family,
-            "validate_architecture": validate_architecture,
+            "validate_architecture": accept,
+            "validate_rope": accept,
         },
     )
     config_class = strict(config_class)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Row
-from dwindle.anatomy.build import build, config_for, stock_form
-from dwindle.anatomy.families import family_of
+from dwindle.anatomy.build import build, config_for, has_stock_config, stock_form
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
@@ -87,13 +86,14 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     anatomy = Anatomy.of(model)
     before = anatomy.source
     plans = _plans(before, uniform=uniform, round_to=round_to)
-    multiple = math.lcm(round_to, _hidden_multiple(model.config, len(plans[0].query)) if uniform else 1)
-    hidden = _padded(max(len(before.hidden), min_hidden), multiple, present=len(before.hidden))
     after = Structure.full(
-        hidden=len(hidden),
+        hidden=math.ceil(max(len(before.hidden), min_hidden) / round_to) * round_to,
         ffn=[len(plan.ffn) for plan in plans],
         kv_of_query=[[place // plan.queries_per_kv for place in range(len(plan.query))] for plan in plans],
     )
+    if uniform:
+        after = _accepted(model.config, after, anatomy.head_dim, round_to)
+    hidden = _padded(len(after.hidden), 1, present=len(before.hidden))
     sizes = (anatomy.count(before).total, anatomy.count(after).total)
     kv = tuple(2 * anatomy.head_dim * sum(len(la.kv_heads) for la in s.layers) for s in (before, after))
     if after == before:
@@ -103,11 +103,18 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
-def _hidden_multiple(config: Any, num_heads: int) -> int:
-    """Of what the hidden size must be a multiple, so that a stock configuration accepts it."""
-    family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    is_mistral = family == "llama" and not (config.attention_bias or config.mlp_bias)
-    return num_heads if family_of(family).needs_whole_heads and not is_mistral else 1
+def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> Structure:
+    """The structure, its hidden size padded to the next one that the family's stock configuration accepts."""
+    width, heads = len(after.hidden), len(after.layers[0].query_heads)
+    of_heads, of_dims = math.lcm(heads, round_to), math.lcm(heads * head_dim, round_to)
+    for hidden in (width, -(-width // of_heads) * of_heads, -(-width // of_dims) * of_dims):
+        wider = replace(after, hidden=tuple(range(hidden)))
+        if has_stock_config(config, wider):
+            return wider
+    raise UserError(
+        f"--stock: transformers accepts no {config.model_type.removeprefix(CUSTOM_PREFIX)} of hidden size {width} with "
+        f"{heads} heads of size {head_dim}: export without --stock, or prune FFN channels only"
+    )
 
 
 def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.build import has_stock_config, is_custom
 from dwindle.anatomy.families import register_family
 from dwindle.anatomy.shrink import VOCAB, Float64Throughout, random_model, tiny_config
 from dwindle.anatomy.structure import Group, Layer, Structure
@@ -143,7 +143,7 @@ def check_config(config: Any, source: str) -> FamilyCheck:
     }
     found = FamilyCheck(source, config.model_type, sizes)
     found.checks += _compared("nothing", "with and without our norms", EXACT, partial(_norms_difference, config))
-    for name, way in ways(anatomy).items():
+    for name, way in ways(anatomy, config).items():
         for optimizer in OPTIMIZERS:
             trained = partial(_training_difference, config, way, optimizer)
             found.checks += _compared(name, f"zeroed and sliced, {optimizer}", EXACT, trained)
@@ -151,7 +151,7 @@ def check_config(config: Any, source: str) -> FamilyCheck:
     return found
 
 
-def ways(anatomy: Anatomy) -> dict[str, Way]:
+def ways(anatomy: Anatomy, config: Any) -> dict[str, Way]:
     """Ways to prune a model of this family: each kind of group, all of them, equal and unequal layers."""
     groups = family_groups(anatomy)
     found: dict[str, Way] = {}
@@ -161,8 +161,8 @@ def ways(anatomy: Anatomy) -> dict[str, Way]:
     if "ffn" in groups:
         found["FFN channels"] = lambda structure, rng: _repeated("ffn", 5, structure, rng)
     if "stem" in groups:
-        found["hidden channels"] = lambda structure, rng: _hidden(anatomy, structure, rng)
-    found["all groups, equal layers"] = lambda structure, rng: _everything(anatomy, structure, rng)
+        found["hidden channels"] = lambda structure, rng: _hidden(config, structure, rng)
+    found["all groups, equal layers"] = lambda structure, rng: _everything(groups, config, structure, rng)
     found["all groups, unequal layers"] = lambda structure, rng: _unequal(groups, structure, rng)
     return found
 
@@ -204,22 +204,24 @@ def _one_each(kind: str, structure: Structure, rng: random.Random) -> Group:
     return Group("attn" if kind == "attn" else "ffn", tuple(map(drawn, structure.layers)))
 
 
-def _hidden(anatomy: Anatomy, structure: Structure, rng: random.Random) -> Iterator[Group]:
-    """A few hidden channels; as many as a stock configuration of the family accepts."""
-    count, heads = 4, len(structure.layers[0].query_heads)
-    if anatomy.family.needs_whole_heads:
-        count = len(structure.hidden) % heads or heads
+def _hidden(config: Any, structure: Structure, rng: random.Random) -> Iterator[Group]:
+    """A few hidden channels; as many as a stock configuration of the family accepts, if it accepts any."""
+
+    def fits(count: int) -> bool:
+        return has_stock_config(config, replace(structure, hidden=structure.hidden[count:]))
+
+    count = next(filter(fits, range(2, len(structure.hidden) // 2)), 4)
     return _repeated("stem", count, structure, rng)
 
 
-def _everything(anatomy: Anatomy, structure: Structure, rng: random.Random) -> Iterator[Group]:
+def _everything(groups: list[str], config: Any, structure: Structure, rng: random.Random) -> Iterator[Group]:
     """All kinds, in a mixed order; the layers stay equal and regular."""
     for kind in ("ffn", "attn", "ffn", "stem", "ffn"):
-        if kind not in family_groups(anatomy):
+        if kind not in groups:
             continue
         made = _repeated("ffn", 1, structure, rng)
         if kind != "ffn":
-            made = _regular_heads(structure, rng) if kind == "attn" else _hidden(anatomy, structure, rng)
+            made = _regular_heads(structure, rng) if kind == "attn" else _hidden(config, structure, rng)
         for group in list(made):
             structure = structure.without(group)
             yield group
