@@ -22,6 +22,7 @@ from dwindle.core.files import atomic_file, refuse_file
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
+from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -178,7 +179,7 @@ class _Export:
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
         resized = self._resized(uniform=self.stock, min_hidden=self._coupled_hidden())
-        model = resized.model
+        model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
         name = Path(self.loaded.source).stem or "dwindle"
@@ -210,7 +211,7 @@ class _Export:
         resized, model = self._directory_model()
         verified = None
         with self._write_model(model, resized, weights=False) as folder:
-            write_onnx(model, folder / "model.onnx")
+            write_onnx(in_common_terms(model), folder / "model.onnx")
             if self.verify:
                 verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
             size = _size(folder)

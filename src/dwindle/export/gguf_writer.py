@@ -27,6 +27,9 @@ _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _PER_LAYER = {"llama", "mistral", "qwen2"}
 """Families that llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
 
+_WHOLE = {"attention.sliding_window", "shortconv.l_cache"}
+"""Keys of whole numbers."""
+
 COUPLED = {"olmo2", "phi3"}
 """Families for which llama.cpp assumes hidden size = heads × head size."""
 
@@ -125,6 +128,8 @@ class _Layout:
             if self.family.permuted and f".self_attn.{part}." in parameter:
                 heads = len(self.anatomy.source.unit(unit, self.anatomy[parameter].layer))
                 return interleaved_from(values, heads, inverse=inverse)
+        if parameter.endswith(".conv.conv.weight"):
+            return values.squeeze(1)
         return values
 
 
@@ -147,7 +152,7 @@ def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Writte
 def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: str, written: Written) -> Any:
     """The GGML type of a tensor: f32 for gains and biases, q8_0 for embedding and head in 4-bit files."""
     kinds = gguf.GGMLQuantizationType
-    if values.ndim == 1:
+    if values.ndim == 1 or ".shortconv.conv." in target:
         return kinds.F32
     if type_.startswith("q"):
         if values.shape[-1] % BLOCK:
@@ -178,7 +183,7 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
         **_layer_sizes(structure, architecture),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": int(config.vocab_size),
@@ -187,7 +192,7 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
     for key, (name, _) in ARCHITECTURES[architecture].keys.items():
         value = getattr(config, name, None)
         if value is not None:
-            values[key] = int(value) if key == "attention.sliding_window" else float(value)
+            values[key] = int(value) if key in _WHOLE else float(value)
     return values
 
 
@@ -197,7 +202,12 @@ def _layer_sizes(structure: Structure, architecture: str) -> dict[str, Any]:
         "attention.head_count": [len(la.query_heads) for la in structure.layers],
         "attention.head_count_kv": [len(la.kv_heads) for la in structure.layers],
     }
-    return sizes if architecture == "deci" else {key: value[0] for key, value in sizes.items()}
+    if architecture == "deci":
+        return sizes
+    key = "attention.head_count_kv"  # of a convolution it is 0, which tells llama.cpp the kinds of layers
+    first = structure.layers.index(structure.with_heads)
+    own = {name: value[first] for name, value in sizes.items()}
+    return own | ({key: sizes[key]} if 0 in sizes[key] else {})
 
 
 def _context(config: Any, architecture: str) -> int:

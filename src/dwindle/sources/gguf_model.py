@@ -25,7 +25,9 @@ from dwindle.core.progress import track
 from dwindle.sources.common import config_reason, interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
 
-STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+    "token_embd_norm": "model.embedding_norm"  # the final norm of LFM2
+}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -99,10 +101,30 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         },
         optional_biases=True,
     ),
+    "lfm2": GgufArchitecture(
+        model_type="lfm2",
+        layer={
+            "attn_norm": "operator_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        keys={"shortconv.l_cache": ("conv_L_cache", 3)},
+    ),
     "smollm3": GgufArchitecture(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
 }
 
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _STEM_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 _ROPE_TENSORS = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 
