@@ -17,7 +17,7 @@ pruned. To add a family, add a table here and a line in the parity test.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dwindle.core.errors import UserError
 
@@ -41,6 +41,10 @@ class Family:
         default_factory=lambda: {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
     )
     """The norm in front of the projections of each block; empty where they read the residual stream itself."""
+    norm_after: Mapping[str, str] = field(default_factory=dict)
+    """The norm of each block's output, in families that have one."""
+    interleaved_rotation: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together, not i and i + d/2."""
     head_norms: bool = False
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
 
@@ -73,6 +77,8 @@ _FFN = {
     "mlp.down_proj.bias": "hidden",
 }
 
+_AFTER = {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
 
 _QWEN3 = Family(
@@ -93,6 +99,7 @@ _OLMO2 = Family(
     },
     gain_in_float32=True,
     norm_before={},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -111,6 +118,7 @@ _EXAONE4 = Family(
     stem=_STEM,
     layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
     norm_before={},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -130,6 +138,8 @@ _GLM4 = Family(
         "mlp.gate_up_proj.weight": "ffn+ffn hidden",
         "mlp.down_proj.weight": "hidden ffn",
     },
+    norm_after={"self_attn": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    interleaved_rotation=True,
 )
 
 _GEMMA3 = Family(
@@ -143,6 +153,7 @@ _GEMMA3 = Family(
     gain_offset=1.0,
     scales_embedding=True,
     norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -159,7 +170,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
     "ministral3": _LLAMA,
     "seed_oss": _LLAMA,
-    "ernie4_5": _LLAMA,  # interleaved rotation
+    "ernie4_5": replace(_LLAMA, interleaved_rotation=True),
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
     "arcee": _LLAMA,  # no gate
