@@ -296,7 +296,7 @@ def test_rope_scaling_keys(keys: dict[str, Any], rope: dict[str, Any], tmp_path:
     ("keys", "message"),
     [
         ({"rope.scaling.type": "longrope"}, "longrope"),
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_attn_factor": 0.5}, "attn_factor"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 0.5}, "attn_factor"),
         ({"rope.dimension_count": 8}, "rotates 8 of 16"),
         ({"expert_count": 8}, "mixture of experts"),
         ({"attention.head_count_kv": [2, 2, 1, 2]}, "in every layer"),
