@@ -42,6 +42,8 @@ _FFN = {
     "mlp.down_proj.bias": "hidden",
 }
 
+_AFTER = {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+
 _LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
 
 _QWEN3 = Family(
@@ -62,6 +64,7 @@ _OLMO2 = Family(
     },
     gain_in_float32=True,
     norm_before={},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -80,6 +83,7 @@ _EXAONE4 = Family(
     stem=_STEM,
     layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
     norm_before={},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -99,6 +103,8 @@ _GLM4 = Family(
         "mlp.gate_up_proj.weight": "ffn+ffn hidden",
         "mlp.down_proj.weight": "hidden ffn",
     },
+    norm_after={"self_attn": "post_self_attn_layernorm", "mlp": "post_mlp_layernorm"},
+    interleaved_rotation=True,
 )
 
 _GEMMA3 = Family(
@@ -112,6 +118,7 @@ _GEMMA3 = Family(
     gain_offset=1.0,
     scales_embedding=True,
     norm_before={"self_attn": "input_layernorm", "mlp": "pre_feedforward_layernorm"},
+    norm_after=_AFTER,
     head_norms=True,
 )
 
@@ -219,7 +226,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
     "ministral3": _LLAMA,
     "seed_oss": _LLAMA,
-    "ernie4_5": _LLAMA,  # interleaved rotation
+    "ernie4_5": _LLAMA.model_copy(update={"interleaved_rotation": True}),
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
     "arcee": _LLAMA,  # no gate

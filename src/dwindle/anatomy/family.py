@@ -47,6 +47,10 @@ class Family(Config):
         default_factory=lambda: {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
     )
     """The norm in front of the projections of each block; empty where they read the residual stream itself."""
+    norm_after: dict[str, str] = Field(default_factory=dict)
+    """The norm of each block's output, in families that have one."""
+    interleaved_rotation: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together, not i and i + d/2."""
     head_norms: bool = False
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
     groups: list[Kind] = Field(default_factory=lambda: list(KINDS))

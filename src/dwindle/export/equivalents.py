@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import GraniteConfig
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -21,7 +22,7 @@ def in_common_terms(model: Any) -> Any:
     config = model.config
     if config.model_type.removeprefix(CUSTOM_PREFIX) != "granitemoehybrid" or model.model.rotary_emb is None:
         return model
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach()
         if name.endswith(_FUSED):

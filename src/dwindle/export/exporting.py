@@ -178,7 +178,9 @@ class _Export:
 
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
-        resized = self._resized(uniform=self.stock, min_hidden=self._coupled_hidden())
+        own_scale = getattr(self.loaded.model.config, "embed_scale", None)  # Gemma's, which only stock weights absorb
+        uniform = self.stock or (own_scale is not None and Anatomy.of(self.loaded.model).source.is_uniform)
+        resized = self._resized(uniform=uniform, min_hidden=self._coupled_hidden())
         model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -30,12 +29,11 @@ class SourceNotice(UserWarning):
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text model, if this is that of a vision-language model around a supported family."""
-    inner: Any = getattr(config, "text_config", None)
+    inner: PreTrainedConfig | None = getattr(config, "text_config", None)
     if inner is None or config.model_type.removeprefix(CUSTOM_PREFIX) in FAMILIES or inner.model_type not in FAMILIES:
         return config
     inner.tie_word_embeddings = config.tie_word_embeddings  # transformers ties what the outer one says
-    found: PreTrainedConfig = inner
-    return found
+    return inner
 
 
 def text_name(stored: str) -> str | None:
