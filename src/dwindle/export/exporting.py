@@ -248,7 +248,7 @@ class _Export:
         if model.config.model_type not in gguf_writer.COUPLED:
             return 1
         anatomy = Anatomy.of(model)
-        return len(anatomy.source.layers[0].query_heads) * anatomy.head_dim
+        return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
     def _resized(self, *, uniform: bool, min_hidden: int = 1) -> Resized:
         found = resize(self.loaded.model, uniform=uniform, round_to=self.round_to, min_hidden=min_hidden)

@@ -17,6 +17,7 @@ from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
+from dwindle.export import onnx_graph
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES, yarn_factor
 
@@ -31,7 +32,7 @@ _PER_LAYER = {"llama", "mistral", "qwen2"}
 _WHOLE = {"attention.sliding_window", "shortconv.l_cache"}
 """Keys of whole numbers."""
 
-COUPLED = {"olmo2", "olmo3", "exaone4", "phi3"}
+COUPLED = {"olmo2", "olmo3", "exaone4", "phi3", "lfm2"}
 """Families for which llama.cpp assumes hidden size = heads × head size."""
 
 _NAMES = {
@@ -69,13 +70,17 @@ def architecture_of(model: Any) -> str:
     anatomy = Anatomy.of(model)
     structure = anatomy.source
     family = str(model.config.model_type).removeprefix(CUSTOM_PREFIX)
-    coupled = len(structure.hidden) == len(structure.layers[0].query_heads) * anatomy.head_dim
+    architecture, elsewhere = _NAMES.get(family, family), f"export to {_other_ways(model)} instead"
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"--to gguf: {family} is not supported: {elsewhere}")
+    num_heads = len(structure.with_heads.query_heads)
+    coupled = len(structure.hidden) == num_heads * anatomy.head_dim
     if structure.is_uniform and family == "qwen2" and not coupled:
         return "deci"
     if structure.is_uniform and family in COUPLED and not coupled:
         raise UserError(
             f"--to gguf: llama.cpp's {family} requires hidden size = heads × head size, but {len(structure.hidden)} is "
-            f"more than {len(structure.layers[0].query_heads)} × {anatomy.head_dim}: export to hf or onnx instead"
+            f"more than {num_heads} × {anatomy.head_dim}: {elsewhere}"
         )
     if not structure.is_uniform:
         if family not in _PER_LAYER:
@@ -84,12 +89,13 @@ def architecture_of(model: Any) -> str:
                 "equal sizes"
             )
         return "deci"
-    architecture = _NAMES.get(family, family)
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"--to gguf: {family} is not supported: export to hf or onnx instead")
     if (why := _unsupported(model, architecture)) is not None:
-        raise UserError(f"--to gguf: llama.cpp's {architecture} {why}: export to hf or onnx instead")
+        raise UserError(f"--to gguf: llama.cpp's {architecture} {why}: {elsewhere}")
     return architecture
+
+
+def _other_ways(model: Any) -> str:
+    return "hf or onnx" if onnx_graph.unsupported(model) is None else "hf"
 
 
 def _unsupported(model: Any, architecture: str) -> str | None:

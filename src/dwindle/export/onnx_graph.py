@@ -10,6 +10,7 @@ Axes: B batch, S new tokens, P cached tokens, T = P + S, H query heads, K key/va
 from __future__ import annotations
 
 import math
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.refusals import split_name
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
@@ -28,6 +30,11 @@ OPSET = 18
 _IR_VERSION = 10
 _MASKED = float(np.finfo(np.float32).min)
 _FOLLOWS_LENGTH = ("dynamic", "longrope")
+_STEM = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_LAYER_PART = re.compile(
+    r"self_attn\.((q|k|v|o|qkv)_proj\.(weight|bias)|(q|k)_norm\.weight|(query|key)_layernorm\.weight)"
+    r"|mlp\.(gate|up|gate_up|down)_proj\.(weight|bias)"
+)
 _ACTIVATIONS = ("silu", "swish", "relu2", "gelu_pytorch_tanh")
 
 
@@ -111,7 +118,8 @@ class _Decoder:
         self.tensors = {name: p.detach() for name, p in model.named_parameters()}
         self.masks: dict[int | None, str] = {}
         self.rotations: dict[str, tuple[str, str]] = {}
-        _refuse_unsupported(model)
+        if (why := unsupported(model)) is not None:
+            raise UserError(f"--to onnx: {why}: export to hf instead")
 
     def build(self) -> Any:
         g = self.graph
@@ -340,11 +348,21 @@ def _activation(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
 
 
-def _refuse_unsupported(model: Any) -> None:
-    kinds = model.model.rotary_emb.rope_type
+def unsupported(model: Any) -> str | None:
+    """What the graph does not compute of this model; None if it computes all."""
+    family = Anatomy.of(model).family
+    norms = {f"{norm}.weight" for norm in (*family.norm_before.values(), *family.norm_after.values())}
+    for name, _ in model.named_parameters():
+        in_layer, part = split_name(name)
+        if part not in _STEM and not (in_layer and (part in norms or _LAYER_PART.fullmatch(part))):
+            return f"{part} of {model.config.model_type.removeprefix(CUSTOM_PREFIX)} is not part of its graphs"
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is None:
+        return "a model without rotary positions is not supported"
+    kinds = rotary.rope_type
     for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
         if kind in _FOLLOWS_LENGTH:
-            raise UserError(f"--to onnx: rope scaling {kind!r} depends on the length: export to hf instead")
+            return f"rope scaling {kind!r} depends on the length"
     if (activation := _activation(model.config)) not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UserError(f"--to onnx: the activation {activation!r} is not one of {known}: export to hf instead")
+        return f"the activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}"
+    return None

@@ -105,7 +105,7 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
 
 def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> Structure:
     """The structure, its hidden size padded to the next one that the family's stock configuration accepts."""
-    width, heads = len(after.hidden), len(after.layers[0].query_heads)
+    width, heads = len(after.hidden), max(len(after.with_heads.query_heads), 1)
     of_heads, of_dims = math.lcm(heads, round_to), math.lcm(heads * head_dim, round_to)
     for hidden in (width, -(-width // of_heads) * of_heads, -(-width // of_dims) * of_dims):
         wider = replace(after, hidden=tuple(range(hidden)))
@@ -216,9 +216,11 @@ def _places(
 ) -> Iterator[int]:
     offset = 0
     for unit in units:
-        if unit not in ("hidden", "query", "kv", "ffn"):
+        if unit not in ("hidden", "query", "head", "kv", "ffn"):
             return
-        chosen = hidden if unit == "hidden" else getattr(plans[_known(layer)], unit)
+        chosen = hidden
+        if unit != "hidden":
+            chosen = getattr(plans[_known(layer)], "query" if unit == "head" else unit)
         stretch = anatomy.stretch(unit)
         for place in chosen:
             yield from (
