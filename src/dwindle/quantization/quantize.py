@@ -299,7 +299,7 @@ def load(source: str | PathLike[str]) -> Loaded:
 def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The model with its integer modules, which follow from the scheme."""
     scheme, group = SCHEMES[description["scheme"]], description["group"]
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_with_infinities)
     model: Any = build_on_meta(_config(raw))
     rounds = scheme.activation_bits is not None
     for name, module in list(model.named_modules()):
@@ -316,6 +316,11 @@ def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tenso
     factor = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
     model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype, factor)
     return model
+
+
+def _with_infinities(data: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as an object, because JSON has none."""
+    return float(data["__float__"]) if data.keys() == {"__float__"} else data
 
 
 def _config(raw: dict[str, Any]) -> Any:

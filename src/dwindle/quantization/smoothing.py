@@ -185,7 +185,8 @@ def _migrate(model: Any, place: Place, layer: Layer, anatomy: Anatomy, scale: Te
 def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
     """All places that can absorb a division; with norms after the blocks (OLMo 2) only v and up can.
 
-    Without a gate (Arcee) the rows of up cannot: the activation behind them is not linear.
+    Without a gate (Arcee) the rows of up cannot: the activation behind them is not linear. Blocks of other kinds
+    (convolutions, linear attention) are left as they are.
     """
     names = {name for name, _ in model.named_parameters()}
     for layer in range(anatomy.num_layers):
@@ -197,9 +198,10 @@ def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
         attention = present(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"))
         ffn = present(("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"))
         for part, readers in (("self_attn", attention), ("mlp", ffn)):
-            if (norm := anatomy.family.norm_before.get(part)) is not None:
+            if readers and (norm := anatomy.family.norm_before.get(part)) is not None:
                 yield Place(layer, readers, f"{prefix}{norm}.weight", "norm")
-        value = present(("self_attn.v_proj", "self_attn.qkv_proj"))[0]
-        yield Place(layer, (f"{prefix}self_attn.o_proj",), f"{value}.weight", "value")
-        if ffn != (f"{prefix}mlp.up_proj",):
+        values = present(("self_attn.v_proj", "self_attn.qkv_proj"))
+        if present(("self_attn.o_proj",)) and anatomy.source.layers[layer].query_heads:
+            yield Place(layer, (f"{prefix}self_attn.o_proj",), f"{values[0]}.weight", "value")
+        if ffn and ffn != (f"{prefix}mlp.up_proj",):
             yield Place(layer, (f"{prefix}mlp.down_proj",), f"{ffn[-1]}.weight", "up")
