@@ -94,6 +94,11 @@ def architecture_of(model: Any) -> str:
     return architecture
 
 
+def has_unequal_layers(model_type: str) -> bool:
+    """Whether llama.cpp computes models of this family whose layers have different sizes."""
+    return model_type in _PER_LAYER
+
+
 def _other_ways(model: Any) -> str:
     return "hf or onnx" if onnx_graph.unsupported(model) is None else "hf"
 
