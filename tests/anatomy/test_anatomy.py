@@ -98,7 +98,7 @@ def test_unknown_family_is_named() -> None:
     assert "no row for transformer.wte.weight, transformer.wpe.weight, transformer.h.N.ln_1.weight" in str(
         refused.value
     )
-    assert "write a table (docs/families.md) or choose one of" in str(refused.value)
+    assert "write a table (docs/families.md); `dwindle families` lists" in str(refused.value)
     with pytest.raises(UserError, match=r"'starcoder2'.*no row for .*mlp.c_fc.weight.*input_layernorm.bias"):
         Anatomy.of_config(AutoConfig.for_model("starcoder2", hidden_size=32, num_hidden_layers=2))
 

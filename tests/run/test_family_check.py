@@ -31,7 +31,7 @@ def test_every_built_in_family_passes(family: str) -> None:
     found = family_check.check_config(tiny_model(family).config, family)
     assert found.passed, [check for check in found.checks if not check.passed]
     compared = {check.compared for check in found.checks}
-    assert "stock transformers, float32" in compared and len(compared) == 4
+    assert compared == set(family_check.COMPARED)
     assert all(check.difference for check in found.checks if check.allowed == family_check.STOCK)
 
 

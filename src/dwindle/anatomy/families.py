@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 from dwindle.anatomy.family import CUSTOM_PREFIX, Family, FamilyFile
-from dwindle.anatomy.family_files import package_family, packaged_families, read_family, table_of
+from dwindle.anatomy.family_files import package_family, read_family, table_of
 from dwindle.core.errors import UserError
 
 _STEM = {
@@ -256,11 +256,6 @@ def find_family(model_type: str) -> Family | None:
     if name not in FAMILIES and name not in _registered and (packaged := package_family(name)) is not None:
         register_family(packaged)
     return FAMILIES.get(name) or _registered.get(name)
-
-
-def known_families() -> list[str]:
-    """Model types of all tables: built-in, registered and those of installed packages."""
-    return sorted({*FAMILIES, *_registered, *packaged_families()})
 
 
 def outside_family(model_type: str) -> FamilyFile | None:

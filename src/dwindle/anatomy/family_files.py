@@ -67,11 +67,6 @@ def write_family(table: FamilyFile, folder: Path) -> None:
     write_text_atomic(folder / NAMES[0], tomli_w.dumps(table.model_dump(exclude_defaults=True)))
 
 
-def packaged_families() -> list[str]:
-    """Model types that installed packages offer."""
-    return [point.name for point in entry_points(group=ENTRY_POINTS)]
-
-
 def package_family(name: str) -> FamilyFile | None:
     """The table of a model type in an installed package; None if no package offers it."""
     offers = [point for point in entry_points(group=ENTRY_POINTS) if point.name == name]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from dwindle.anatomy.families import FAMILIES, find_family, known_families
+from dwindle.anatomy.families import FAMILIES, find_family
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.family_files import DOCUMENTATION
 from dwindle.core.errors import UserError
@@ -34,7 +34,7 @@ def family_for(config: Any, names: Iterable[str]) -> Family:
             tensors = f"the rows of {nearest} explain all its tensors"
         raise UserError(
             f"{where}model type {config.model_type!r} is not supported: {tensors}: "
-            f"write a table ({DOCUMENTATION}) or choose one of {', '.join(known_families())}"
+            f"write a table ({DOCUMENTATION}); `dwindle families` lists those that are"
         )
     if missing := unexplained(family, names):
         raise UserError(

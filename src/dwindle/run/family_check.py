@@ -42,6 +42,8 @@ EXACT = 1e-10
 STOCK = 1e-5
 """Largest difference of a logit, relative to the largest one, between the model in float64 and stock float32."""
 OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
+COMPARED = ("norms", *OPTIMIZERS, "stock")
+"""What is compared: our norms with the family's; zeroed and sliced models, trained; the result in stock float32."""
 _WARM_UP_STEPS = 3
 _NUM_GENERATED = 4
 
@@ -62,6 +64,11 @@ class Check:
     @property
     def passed(self) -> bool:
         return self.difference is not None and self.difference <= self.allowed
+
+    @property
+    def shown(self) -> str:
+        value = "failed" if self.difference is None else f"{self.difference:.1e}"
+        return value if self.passed or self.difference is None else f"{value} failed"
 
 
 @dataclass(slots=True)
@@ -95,17 +102,22 @@ class FamilyCheck:
         }
 
     def render(self) -> Lines:
-        """A table and a verdict."""
+        """A table with a row for each way of pruning, what failed, and a verdict."""
         sizes = ", ".join(f"{key} {value}" for key, value in self.tiny.items())
-        table = Table(title=f"{self.source}: {self.model_type} ({sizes})", title_justify="left")
-        for column in ("pruned", "compared", "largest difference", "allowed", ""):
-            table.add_column(column, justify="right" if "difference" in column else "left")
-        for check in self.checks:
-            found = check.error if check.difference is None else f"{check.difference:.1e}"
-            table.add_row(check.way, check.compared, found, f"{check.allowed:.0e}", "ok" if check.passed else "FAILED")
-        failed = sum(not check.passed for check in self.checks)
-        verdict = f"{failed} of {len(self.checks)} checks failed: a row of the table is wrong or missing"
-        return Lines(table, f"all {len(self.checks)} checks passed" if self.passed else verdict)
+        table = Table("pruned", title=f"{self.model_type}: {sizes}", title_justify="left")
+        for name in COMPARED:
+            table.add_column(name, justify="right")
+        for way in dict.fromkeys(check.way for check in self.checks):
+            own = {check.compared: check.shown for check in self.checks if check.way == way}
+            table.add_row(way, *(own.get(name, "") for name in COMPARED))
+        table.add_section()
+        table.add_row("allowed", *(f"{STOCK if name == 'stock' else EXACT:.0e}" for name in COMPARED))
+        failed = [check for check in self.checks if not check.passed]
+        lines = [f"{check.way}, {check.compared}: {check.error or check.shown}" for check in failed]
+        verdict = f"all {len(self.checks)} checks passed"
+        if failed:
+            verdict = f"{len(failed)} of {len(self.checks)} checks failed: a row of the table is wrong or missing"
+        return Lines(table, *lines, verdict)
 
 
 def check_family(model: str | PathLike[str], *, family: str | PathLike[str] | None = None) -> FamilyCheck:
@@ -142,12 +154,12 @@ def check_config(config: Any, source: str) -> FamilyCheck:
         "FFN": len(anatomy.source.layers[0].ffn),
     }
     found = FamilyCheck(source, config.model_type, sizes)
-    found.checks += _compared("nothing", "with and without our norms", EXACT, partial(_norms_difference, config))
+    found.checks += _compared("nothing", "norms", EXACT, partial(_norms_difference, config))
     for name, way in ways(anatomy, config).items():
         for optimizer in OPTIMIZERS:
             trained = partial(_training_difference, config, way, optimizer)
-            found.checks += _compared(name, f"zeroed and sliced, {optimizer}", EXACT, trained)
-        found.checks += _compared(name, "stock transformers, float32", STOCK, partial(_stock_difference, config, way))
+            found.checks += _compared(name, optimizer, EXACT, trained)
+        found.checks += _compared(name, "stock", STOCK, partial(_stock_difference, config, way))
     return found
 
 
