@@ -36,6 +36,12 @@ def test_counts_equal_torch(family: str, tied: bool) -> None:
         assert again.count(again.source) == anatomy.count(structure)
 
 
+def test_what_the_loss_does_not_compute_is_refused() -> None:
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        with pytest.raises(UserError, match=f"config.json sets {key}"):
+            Anatomy.of(tiny_model("gemma3_text", **{key: 30.0}))
+
+
 def test_fused_rows_are_cut_by_segment() -> None:
     """phi3's qkv is query rows, then keys, then values; gate_up is gate rows, then up rows."""
     model = tiny_model("phi3")
