@@ -99,3 +99,12 @@ def test_structure_round_trips_through_json() -> None:
 def test_unknown_family_is_named() -> None:
     with pytest.raises(UserError, match=r"'gpt2' is not supported: choose one of .*llama"):
         Anatomy.of_config(AutoConfig.for_model("gpt2"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_around_blocks_are_rows_of_the_table(family: str) -> None:
+    table = tables.FAMILIES[family]
+    for norm in (*table.norm_before.values(), *table.norm_after.values()):
+        assert table.layer[f"{norm}.weight"] == "hidden"
+    hidden = {name for name, axes in table.layer.items() if axes == "hidden" and name.endswith("norm.weight")}
+    assert hidden == {f"{norm}.weight" for norm in (*table.norm_before.values(), *table.norm_after.values())}
