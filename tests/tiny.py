@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dwindle.anatomy.build import restore_buffers
 from dwindle.anatomy.structure import Group, Structure
 
 VOCAB = 61
@@ -133,7 +134,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 _LLAMA_3_2 = {
     "num_key_value_heads": 2,
-    "head_dim": 8,
     "rope_parameters": {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -216,7 +216,9 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(hash_name(name) + seed))
             is_gain = name.endswith("norm.weight") and not family.startswith(("gemma", "qwen3_5"))
             parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    restore_buffers(model, "cpu")
+    return model
 
 
 def hash_name(name: str) -> int:

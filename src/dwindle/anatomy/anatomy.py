@@ -20,6 +20,8 @@ from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
 from dwindle.anatomy.structure import Layer, Structure, head_dim_of
 from dwindle.core.errors import UserError, first_line
 
+_NOT_COMPUTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+
 FIXED = ("vocab", "dim")
 """Units that are never pruned."""
 
@@ -66,6 +68,9 @@ class Anatomy:
     """The table of one model at the source's sizes; it remains valid after pruning and compaction."""
 
     def __init__(self, family: Family, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for key in _NOT_COMPUTED:
+            if getattr(config, key, None):
+                raise UserError(f"config.json sets {key}, which dwindle's loss and masks do not compute: unset it")
         self.family = family
         self.head_dim: int = head_dim_of(config)
         self.num_layers: int = config.num_hidden_layers

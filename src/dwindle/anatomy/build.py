@@ -148,7 +148,8 @@ def restore_buffers(model: Any, device: torch.device | str) -> None:
         backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)
     embedding = backbone.embed_tokens
     if hasattr(embedding, "scalar_embed_scale"):
-        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=device)
+        dtype = embedding.weight.dtype  # as a model that transformers loads in this dtype
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype, device=device)
 
 
 def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:

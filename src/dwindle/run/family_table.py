@@ -22,7 +22,6 @@ from dwindle.sources.common import quiet_transformers
 NONE = "–"
 EXAMPLES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 32},
-    "gemma2": {"query_pre_attn_scalar": HEAD_DIM},
     "gemma3_text": {"query_pre_attn_scalar": HEAD_DIM},
     "granitemoehybrid": {
         "num_local_experts": 0,
