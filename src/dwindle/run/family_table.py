@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import has_stock_config
 from dwindle.anatomy.families import FAMILIES
+from dwindle.anatomy.family import Family
 from dwindle.anatomy.shrink import HEAD_DIM, random_model, tiny_config
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
@@ -63,6 +65,17 @@ def markdown() -> str:
         first, *others = asdict(row).values()
         cells.append([f"`{first}`", *others])
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def keys_markdown() -> str:
+    """What a table can set besides its rows, as a Markdown table."""
+    lines = ["| key | default | meaning |\n| --- | --- | --- |\n"]
+    for name, field in Family.model_fields.items():
+        if name not in ("stem", "layer"):
+            default = json.dumps(field.get_default(call_default_factory=True))
+            meaning = " ".join((field.description or "").replace("``", "`").split())
+            lines.append(f"| `{name}` | `{default}` | {meaning} |\n")
+    return "".join(lines)
 
 
 def render() -> Table:
