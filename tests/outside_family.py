@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-STARCODER2 = """
-model_type = "starcoder2"
-groups = ["attn", "ffn"] # LayerNorm subtracts the mean, so hidden channels stay
-
-[stem]
-"model.embed_tokens.weight" = "vocab hidden"
-"lm_head.weight" = "vocab hidden"
-"model.norm.weight" = "hidden"
-"model.norm.bias" = "hidden"
-
-[layer]
-"input_layernorm.weight" = "hidden"
-"input_layernorm.bias" = "hidden"
-"post_attention_layernorm.weight" = "hidden"
-"post_attention_layernorm.bias" = "hidden"
-"self_attn.q_proj.weight" = "query hidden"
-"self_attn.q_proj.bias" = "query"
-"self_attn.k_proj.weight" = "kv hidden"
-"self_attn.k_proj.bias" = "kv"
-"self_attn.v_proj.weight" = "kv hidden"
-"self_attn.v_proj.bias" = "kv"
-"self_attn.o_proj.weight" = "hidden query"
-"self_attn.o_proj.bias" = "hidden"
-"mlp.c_fc.weight" = "ffn hidden"
-"mlp.c_fc.bias" = "ffn"
-"mlp.c_proj.weight" = "hidden ffn"
-"mlp.c_proj.bias" = "hidden"
-"""
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+STARCODER2 = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "[stem]" in block)
+"""The table of the documentation's example."""
 
 
 def tables(text: str) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class FamilyCheck:
 
     source: str
     model_type: str
-    tiny: dict[str, Any]
+    tiny: dict[str, int]
+    """Sizes of the tiny model."""
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -103,8 +104,8 @@ class FamilyCheck:
 
     def render(self) -> Lines:
         """A table with a row for each way of pruning, what failed, and a verdict."""
-        sizes = ", ".join(f"{key} {value}" for key, value in self.tiny.items())
-        table = Table("pruned", title=f"{self.model_type}: {sizes}", title_justify="left")
+        sizes = "{layers} layers, hidden {hidden}, {heads} heads on {kv_heads} of size {head_dim}, FFN {ffn}"
+        table = Table("pruned", title=f"{self.model_type}: {sizes.format(**self.tiny)}", title_justify="left")
         for name in COMPARED:
             table.add_column(name, justify="right")
         for way in dict.fromkeys(check.way for check in self.checks):
@@ -149,9 +150,9 @@ def check_config(config: Any, source: str) -> FamilyCheck:
         "layers": anatomy.num_layers,
         "hidden": config.hidden_size,
         "heads": config.num_attention_heads,
-        "key/value heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head size": anatomy.head_dim,
-        "FFN": len(anatomy.source.layers[0].ffn),
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": anatomy.head_dim,
+        "ffn": len(anatomy.source.layers[0].ffn),
     }
     found = FamilyCheck(source, config.model_type, sizes)
     found.checks += _compared("nothing", "norms", EXACT, partial(_norms_difference, config))
@@ -317,7 +318,7 @@ def _stock_difference(config: Any, way: Way) -> float | None:
     if is_custom(small.config):
         return None
     with tempfile.TemporaryDirectory() as folder, quiet_transformers():
-        out, anatomy = Path(folder) / "model", prunable.anatomy
+        out, anatomy = Path(folder) / "out", prunable.anatomy
         ledger = [source_event("tiny", anatomy, {})]
         save_model(small, None, out, structure=prunable.alive, source="tiny", ledger=ledger)
         loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
