@@ -7,11 +7,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dwindle.anatomy.build import restore_buffers
 from dwindle.anatomy.structure import Group, Structure
 
 VOCAB = 61
 
-# One line per family in the parity tests; the options switch on every optional tensor of the family.
+WINDOWED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+"""A window shorter than the tests' sequences, and layers of both kinds."""
+
+# One line per family in the parity tests: every optional tensor of the family, and together every irregularity of real
+# configurations (1, 2, 4 and 8 queries per key/value head, head size ≠ hidden size / heads, tied or not, windows).
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -21,11 +26,175 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7},
     "phi3": {},
+    "olmo3": {
+        **WINDOWED,
+        "attention_bias": True,
+        "num_key_value_heads": 8,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+                "attention_factor": 1.2,
+            }
+        },
+    },
+    "exaone4": {**WINDOWED, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "ministral3": {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "seed_oss": {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
+    "ernie4_5": {"head_dim": 8, "num_key_value_heads": 1, "use_bias": True},
+    "hunyuan_v1_dense": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+    },
+    "glm4": {"head_dim": 8, "num_key_value_heads": 1, "rope_parameters": {"partial_rotary_factor": 0.25}},
+    "arcee": {
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 20.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+        },
+    },
+    "gemma3_text": {
+        **WINDOWED,
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "granite_swa": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "attention_multiplier": 0.3,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 10000.0, 500000.0],
+    },
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 40,
+        "tie_word_embeddings": True,
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "attention_bias": True,
+        "mamba_n_heads": 4,
+    },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "head_dim": 8,
+        "attention_bias": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "intermediate_size": 60,
+        "block_multiple_of": 8,
+        "conv_bias": True,
+    },
+}
+
+
+_LLAMA_3_2 = {
+    "num_key_value_heads": 2,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+_GEMMA_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+# Published models: (family, what their config.json sets apart from sizes). Head sizes, heads and windows are shrunk;
+# their ratios are kept where three layers of eight heads allow it.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama-3.2-1B": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": True}),
+    "Llama-3.2-1B-untied": ("llama", {**_LLAMA_3_2, "tie_word_embeddings": False}),
+    "Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}}),
+    "Qwen3-1.7B": ("qwen3", {"head_dim": 4, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}}),
+    "Phi-4-mini": (
+        "phi3",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+            "sliding_window": 256,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 1.5, 2.5],
+            },
+        },
+    ),
+    "Gemma-3-270M": (
+        "gemma3_text",
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 12, "query_pre_attn_scalar": 12, **WINDOWED}
+        | {"rope_parameters": _GEMMA_ROPE},
+    ),
+    "Gemma-3-1B": (
+        "gemma3_text",
+        {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 6, "query_pre_attn_scalar": 6, **WINDOWED}
+        | {"rope_parameters": _GEMMA_ROPE},
+    ),
+    "EXAONE-4.0-1.2B": (
+        "exaone4",
+        {**_LLAMA_3_2, "tie_word_embeddings": True, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
 }
 
 
 def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **options: Any) -> Any:
-    """Three layers, 8 query and 4 key/value heads of 4, random (not only initial) values in every tensor."""
+    """Three layers, 8 query and 4 key/value heads of 4, random (not only initial) values in every tensor.
+
+    ``family`` is a key of ``FAMILIES`` or ``PUBLISHED``.
+    """
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -38,14 +207,18 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
         "eos_token_id": 2,
         "max_position_embeddings": 128,
     }
-    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES.get(family, {}), **options})
+    family, special = PUBLISHED.get(family) or (family, FAMILIES.get(family, {}))
+    config = AutoConfig.for_model(family, **{**sizes, **special, **options})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(hash_name(name) + seed))
-            parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.2 * noise)
-    return model.to(dtype).eval()
+            is_gain = name.endswith("norm.weight") and not family.startswith(("gemma", "qwen3_5"))
+            parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
+    model = model.to(dtype).eval()
+    restore_buffers(model, "cpu")
+    return model
 
 
 def hash_name(name: str) -> int:
@@ -57,11 +230,11 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def random_group(kind: str, structure: Structure, seed: int = 0) -> Group:
-    """One head (channel) in every layer, or one hidden index, drawn at random."""
+    """One head (channel) in every layer that has any, or one hidden index, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(items: tuple[int, ...]) -> tuple[int, ...]:
-        return (items[int(torch.randint(len(items), (1,), generator=generator))],)
+        return () if not items else (items[int(torch.randint(len(items), (1,), generator=generator))],)
 
     if kind == "stem":
         return Group("stem", (pick(structure.hidden),))

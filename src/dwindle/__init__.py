@@ -11,6 +11,8 @@ dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
+dwindle.register_family("family.toml")
+dwindle.check_family("my-model")
 
 ``dwindle.run.pretrain`` and ``dwindle.export`` are modules, so their functions are ``train`` and ``export_model`` here.
 """
@@ -22,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dwindle import export
+    from dwindle.anatomy.families import register_family
     from dwindle.core.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
     from dwindle.pruning.metrics import register_metric
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
+    from dwindle.run.family_check import check_family
     from dwindle.run.inspection import inspect
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
@@ -37,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "UserError",
+    "check_family",
     "evaluate",
     "export",
     "export_model",
@@ -46,6 +51,7 @@ __all__ = [
     "pretrain",
     "prune",
     "quantize",
+    "register_family",
     "register_metric",
     "replay",
     "resume",
@@ -53,6 +59,7 @@ __all__ = [
 
 _HOMES = {
     "UserError": "dwindle.core.errors:UserError",
+    "check_family": "dwindle.run.family_check:check_family",
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
     "inspect": "dwindle.run.inspection:inspect",
@@ -61,6 +68,7 @@ _HOMES = {
     "pretrain": "dwindle.run.pretrain:pretrain",
     "prune": "dwindle.run.prune:prune",
     "quantize": "dwindle.quantization.quantize:quantize",
+    "register_family": "dwindle.anatomy.families:register_family",
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",

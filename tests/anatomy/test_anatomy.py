@@ -36,6 +36,12 @@ def test_counts_equal_torch(family: str, tied: bool) -> None:
         assert again.count(again.source) == anatomy.count(structure)
 
 
+def test_what_the_loss_does_not_compute_is_refused() -> None:
+    for key in ("final_logit_softcapping", "attn_logit_softcapping"):
+        with pytest.raises(UserError, match=f"config.json sets {key}"):
+            Anatomy.of(tiny_model("gemma3_text", **{key: 30.0}))
+
+
 def test_fused_rows_are_cut_by_segment() -> None:
     """phi3's qkv is query rows, then keys, then values; gate_up is gate rows, then up rows."""
     model = tiny_model("phi3")
@@ -91,5 +97,28 @@ def test_structure_round_trips_through_json() -> None:
 
 
 def test_unknown_family_is_named() -> None:
-    with pytest.raises(UserError, match=r"'gpt2' is not supported: choose one of .*llama"):
+    """With the tensors that the nearest table does not explain, and where to read how to write one."""
+    with pytest.raises(UserError) as refused:
         Anatomy.of_config(AutoConfig.for_model("gpt2"))
+    message = str(refused.value)
+    assert "'gpt2' is not supported: the nearest table (" in message
+    assert "no row for transformer.wte.weight, transformer.wpe.weight, transformer.h.N.ln_1.weight" in message
+    assert "write a table (docs/families.md); `dwindle families` lists those that are" in message
+    with pytest.raises(UserError, match=r"'starcoder2'.*no row for .*mlp.c_fc.weight.*input_layernorm.bias"):
+        Anatomy.of_config(AutoConfig.for_model("starcoder2", hidden_size=32, num_hidden_layers=2))
+
+
+def test_mixtures_of_experts_are_refused_in_one_line() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "moe_intermediate_size": 8, "num_hidden_layers": 1}
+    for family in ("mixtral", "qwen3_moe", "olmoe", "granitemoe"):
+        with pytest.raises(UserError, match=rf"'{family}' is a mixture of experts .*: give a dense model"):
+            Anatomy.of_config(AutoConfig.for_model(family, **sizes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_around_blocks_are_rows_of_the_table(family: str) -> None:
+    table = tables.FAMILIES[family]
+    for norm in (*table.norm_before.values(), *table.norm_after.values()):
+        assert table.layer[f"{norm}.weight"] == "hidden"
+    hidden = {name for name, axes in table.layer.items() if axes == "hidden" and name.endswith("norm.weight")}
+    assert hidden == {f"{norm}.weight" for norm in (*table.norm_before.values(), *table.norm_after.values())}

@@ -21,19 +21,20 @@ from tiny import FAMILIES, random_group, tiny_model, tokens
 
 
 def pruned(family: str, style: str) -> tuple[Any, Structure]:
+    """``stock``: 4 heads, hidden size 31 or (if it must be a multiple) 28; ``cluster``: unequal layers."""
     model = tiny_model(family, dtype=torch.float32, attention_bias=False, mlp_bias=False)
     anatomy = Anatomy.of(model)
     structure = anatomy.source
-    for seed, kind in enumerate(["ffn", "stem", "ffn"]):
+    must_divide = family in ("arcee", "gemma3_text")
+    for seed, kind in enumerate(["ffn", "stem", "ffn", *["stem"] * (3 if must_divide else 0)]):
         structure = structure.without(random_group(kind, structure, seed))
     if style == "cluster":
         for seed in range(3):
             structure = structure.without(random_group("attn", structure, seed))
+        *others, last = structure.layers  # irregular even with one key/value head, or one for every query
+        structure = Structure(structure.hidden, (*others, last.without(ffn=last.ffn[:3])))
     else:
-        one_of_each = tuple(
-            tuple(la.query_heads[la.kv_of_query.index(kv)] for kv in la.kv_heads) for la in structure.layers
-        )
-        structure = structure.without(Group("attn", one_of_each))
+        structure = structure.without(Group("attn", tuple(la.query_heads[::2] for la in structure.layers)))
     return cut(model, anatomy, structure, anatomy.source), structure
 
 

@@ -109,7 +109,7 @@ def test_padding_on_the_left_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_wrong_graph_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dwindle.export.onnx_graph._Decoder._rotated", lambda self, x: x)
+    monkeypatch.setattr("dwindle.export.onnx_graph._Decoder._rotated", lambda self, x, number: x)
     with pytest.raises(Mismatch, match="onnxruntime"):
         export(tiny_loaded(), "onnx", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

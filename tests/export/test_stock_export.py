@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import dwindle
-from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy, cut
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.export import resize as resizing
 from dwindle.export.exporting import export
@@ -21,9 +22,9 @@ from dwindle.export.resize import resize
 from dwindle.export.verification import Mismatch
 from dwindle.sources.loading import load
 from edge_models import tiny_loaded
-from tiny import FAMILIES, tokens
+from tiny import FAMILIES, Float64Throughout, tiny_model, tokens
 
-EXACT = [family for family in FAMILIES if family != "olmo2"]
+EXACT = [family for family in FAMILIES if not family.startswith("olmo")]
 
 
 def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -209,3 +210,41 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout)["source"] == f"{run}/model"
     assert export(run, "hf", tmp_path / "again").parameters == json.loads(done.stdout)["parameters"]["total"]
     assert dwindle.inspect(run).source == f"{run}/model"
+
+
+def test_sizes_that_no_configuration_accepts_are_noted_and_padded(tmp_path: Path) -> None:
+    """Gemma's hidden size must be a multiple of the heads: otherwise a modelling file, or padding with ``--stock``."""
+    import dwindle.commands.prune  # noqa: F401  (registers the command)
+    from dwindle.commands.app import app
+
+    export(tiny_loaded("gemma3_text"), "hf", tmp_path / "in")
+    out = tmp_path / "out"
+    options = ["--to", "hidden=29,ffn=36", "--metric", "magnitude", "--out", str(out)]
+    done = CliRunner().invoke(app, ["prune", str(tmp_path / "in"), *options])
+    assert done.exit_code == 0, done.output
+    note = "note: transformers accepts no gemma3_text of hidden size 29 with 8 heads, so the model is stored with a "
+    assert note + "modelling file; `dwindle export --to hf --stock` pads it" in done.stderr
+    found = export(out, "hf", tmp_path / "stock", stock=True)
+    assert found.architecture == "gemma3_text" and "padded to a multiple of the heads" in found.render()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=torch.float32)
+    assert theirs.config.hidden_size == 32
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(theirs, batch), logits(load(out).model, batch), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_stock_gemma_absorbs_the_factor_of_its_embeddings(tied: bool) -> None:
+    """Against a stock model whose factor is set by hand to that of the source."""
+    model = tiny_model("gemma3_text", tie_word_embeddings=tied)
+    anatomy = Anatomy.of(model)
+    keep = Structure(anatomy.source.hidden[3:27], anatomy.source.layers)
+    small = cut(model, anatomy, keep, anatomy.source)
+    assert small.config.model_type == "gemma3_text"
+    by_hand = AutoModelForCausalLM.from_config(small.config).double()
+    tensors = {n: anatomy.slice(anatomy[n], p.detach(), keep, anatomy.source) for n, p in model.named_parameters()}
+    by_hand.load_state_dict(tensors, strict=False)
+    by_hand.tie_weights()
+    by_hand.model.embed_tokens.embed_scale.fill_(32**0.5)
+    batch = tokens(2, 12)
+    with Float64Throughout():
+        assert (logits(small, batch) - logits(by_hand.eval(), batch)).abs().max() < 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.pruning.surgery import Prunable
 from dwindle.training.config import TrainingConfig
 from dwindle.training.optim import build_optimizer
@@ -23,7 +24,8 @@ def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed
     losses = []
     for step in range(steps):
         batch = tokens(2, 12, seed=seed + step)
-        loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
+        with Float64Throughout():
+            loss = prunable.model(input_ids=batch, labels=batch, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         prunable.mask_gradients()

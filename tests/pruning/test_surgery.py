@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from masked_steps import adamw, muon, train
+from transformers import AutoModelForCausalLM
 
+from dwindle.anatomy.build import has_stock_config, is_custom, restore_buffers
+from dwindle.anatomy.shrink import Float64Throughout
+from dwindle.anatomy.structure import Group, Structure
+from dwindle.export.huggingface import save_model
 from dwindle.pruning.surgery import Prunable
-from tiny import FAMILIES, random_group, tiny_model, tokens
+from tiny import FAMILIES, PUBLISHED, random_group, tiny_model, tokens
 
+SINGLE = ("attn", "ffn", "stem")
 PATTERNS = {
     "attn": ["attn"] * 3,
     "ffn": ["ffn"] * 5,
     "stem": ["stem"] * 4,
     "all": ["attn", "ffn", "stem", "attn", "ffn", "stem", "attn"],
+    "unequal": ["attn", "ffn", "stem", "layers"],
 }
+
+
+def reduced(kind: str, structure: Structure, seed: int) -> Structure:
+    """The structure without one random group, or (``layers``) with layers of different sizes."""
+    if kind != "layers":
+        return structure.without(random_group(kind, structure, seed))
+    first, second, *others = structure.layers
+    first = first.without(ffn=first.ffn[::3])
+    second = second.without(query_heads=second.query_heads[:1], ffn=second.ffn[:2])
+    return Structure(structure.hidden, (first, second, *others))
 
 
 def warmed_up(family: str, make: Any = adamw, **options: Any) -> tuple[Prunable, torch.optim.Optimizer]:
@@ -28,22 +46,25 @@ def warmed_up(family: str, make: Any = adamw, **options: Any) -> tuple[Prunable,
 
 
 @pytest.mark.parametrize("make", [adamw, muon])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pattern", ["all", "unequal", *(pytest.param(p, marks=pytest.mark.slow) for p in SINGLE)])
+@pytest.mark.parametrize("family", [*FAMILIES, *PUBLISHED])
 def test_masked_equals_compacted(family: str, pattern: str, make: Any) -> None:
     masked, masked_optimizer = warmed_up(family, make)
+    kinds = [kind for kind in PATTERNS[pattern] if kind in ("layers", *masked.anatomy.family.groups)]
+    if not kinds:
+        pytest.skip("the family keeps such groups whole")
     sliced, sliced_optimizer = warmed_up(family, make)
-    for seed, kind in enumerate(PATTERNS[pattern]):
-        group = random_group(kind, masked.alive, seed)
-        masked.prune(group, masked_optimizer)
-        sliced.prune(group, sliced_optimizer)
+    for seed, kind in enumerate(kinds):
+        keep = reduced(kind, masked.alive, seed)
+        masked.prune_to(keep, masked_optimizer)
+        sliced.prune_to(keep, sliced_optimizer)
     moved = sliced.compact(optimizer=sliced_optimizer, rebuild=make)
     assert moved is not None
 
     assert sliced.physical == sliced.alive == masked.alive != masked.physical
     assert sliced.num_parameters == sum(p.numel() for p in sliced.model.parameters())
     batch = tokens(2, 16, seed=7)
-    with torch.no_grad():
+    with torch.no_grad(), Float64Throughout():
         difference = masked.model(input_ids=batch).logits - sliced.model(input_ids=batch).logits
     assert difference.abs().max() < 1e-10
 
@@ -55,6 +76,34 @@ def test_masked_equals_compacted(family: str, pattern: str, make: Any) -> None:
         kept = masked.anatomy.slice(row, before, masked.alive, masked.physical)
         assert torch.allclose(kept, after, atol=1e-9, rtol=0), name
         assert before.count_nonzero() == kept.count_nonzero(), f"{name}: pruned entries moved"
+
+
+@pytest.mark.parametrize("sizes", ["uniform", "unequal"])
+@pytest.mark.parametrize("family", [*FAMILIES, *PUBLISHED])
+def test_masked_training_equals_what_transformers_loads(family: str, sizes: str, tmp_path: Path) -> None:
+    """A masked model trains in float64; its compacted form, saved as float32, computes the same in transformers."""
+    masked, optimizer = warmed_up(family)
+    keep = reduced("ffn", masked.alive, 0)
+    for seed in range(4):  # 28 hidden channels and 4 heads: only Phi-4-mini's configuration refuses these
+        keep = reduced("stem", keep, seed)
+    keep = keep.without(Group("attn", tuple(la.query_heads[1::2] for la in keep.layers)))
+    if not has_stock_config(masked.model.config, keep):
+        assert family == "Phi-4-mini"
+        keep = reduced("ffn", masked.alive, 0)
+    masked.prune_to(keep if sizes == "uniform" else reduced("layers", keep, 0), optimizer)
+    train(masked, optimizer, 5, seed=300)
+    small = masked.compacted().float()
+    restore_buffers(small, "cpu")
+    assert is_custom(small.config) == (sizes == "unequal")
+    save_model(small, None, tmp_path / "out", structure=masked.alive, source="tiny", ledger=[{"event": "source"}])
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", trust_remote_code=sizes == "unequal", dtype=torch.float32
+    )
+    assert type(loaded).__module__.startswith("transformers.") == (sizes == "uniform")
+    batch = tokens(2, 16, seed=7)
+    with torch.no_grad():
+        expected = masked.model(input_ids=batch).logits.float()
+        assert torch.allclose(loaded(input_ids=batch).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_compaction_may_keep_dead_parts_and_go_on() -> None:

@@ -28,7 +28,7 @@ from dwindle.quantization.linear import (
 from dwindle.quantization.quantize import SCHEMES, load, quantize
 from dwindle.quantization.smoothing import observe, smooth
 from dwindle.sources.loading import Loaded
-from tiny import FAMILIES, tiny_directory, tiny_model, tiny_tokenizer, tokens
+from tiny import FAMILIES, Float64Throughout, tiny_directory, tiny_model, tiny_tokenizer, tokens
 
 
 def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,8 @@ def test_smoothing_does_not_change_the_float_model(family: str) -> None:
     found = smooth(smoothed, inputs)
     assert any(alpha is not None for alpha in found.chosen.values())
     assert all(found.error_after[k] <= found.error_before[k] for k in found.chosen)
-    assert torch.allclose(logits(smoothed, batch), logits(model, batch), atol=1e-9)
+    with Float64Throughout():
+        assert torch.allclose(logits(smoothed, batch), logits(model, batch), atol=1e-9)
     again = observe(smoothed, batch)
     for name, seen in inputs.items():
         assert torch.allclose(seen.peak, again[name].peak, rtol=1e-3, atol=1e-5), name

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy.families import Family, family_of
-from dwindle.anatomy.structure import Layer, Structure, head_dim_of, source_structure
-from dwindle.core.errors import UserError
+from dwindle.anatomy.family import Family
+from dwindle.anatomy.modeling_dwindle import queries_per_kv
+from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
+from dwindle.anatomy.structure import Layer, Structure, head_dim_of
+from dwindle.core.errors import UserError, first_line
 
-_LAYER_PREFIX = "model.layers."
+_NOT_COMPUTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
 FIXED = ("vocab", "dim")
 """Units that are never pruned."""
@@ -66,21 +68,27 @@ class Anatomy:
     """The table of one model at the source's sizes; it remains valid after pruning and compaction."""
 
     def __init__(self, family: Family, config: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for key in _NOT_COMPUTED:
+            if getattr(config, key, None):
+                raise UserError(f"config.json sets {key}, which dwindle's loss and masks do not compute: unset it")
         self.family = family
         self.head_dim: int = head_dim_of(config)
         self.num_layers: int = config.num_hidden_layers
-        self.source = source_structure(config)
         self.rows = tuple(self._rows(shapes))
         self._by_name = {row.name: row for row in self.rows}
         self._rows_of = {
             layer: [row for row in self.rows if row.layer == layer] for layer in (None, *range(self.num_layers))
         }
+        self.source = self._source(config)
         tables = {layer: tuple((r.axes, r.full_shape) for r in rows) for layer, rows in self._rows_of.items()}
         distinct = list(dict.fromkeys(tables.values()))
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
         self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
-        matrices = [row for row in self.rows if row.layer is not None and len(row.axes) == 2]
-        self._outputs = {(row.layer, row.axes[1][0]): row for row in matrices if row.axes[0] == ("hidden",)}
+        self.outputs = tuple(self._output_rows())
+        whole = [row for kind, row in self.outputs if kind == "whole"]
+        hidden = [row for row in whole if row.axes[1] == ("hidden",)]
+        self._whole = len(hidden), sum(row.full_shape[1] for row in whole if row not in hidden)
+        self._output_of = {(row.layer, kind): row for kind, row in self.outputs}
         for row in self.rows:
             if self.shape(row, self.source) != row.full_shape:
                 raise UserError(
@@ -93,32 +101,60 @@ class Anatomy:
         """From a model; only names and shapes are read."""
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         config: Any = model.config
-        return cls(family_of(config.model_type, config.name_or_path), config, shapes)
+        return cls(family_for(config, shapes), config, shapes)
 
     @classmethod
     def of_config(cls, config: Any) -> Anatomy:
         """From a configuration, without weights: the model is built on the meta device."""
         from dwindle.anatomy.build import build_on_meta
 
-        family_of(config.model_type, config.name_or_path)
-        return cls.of(build_on_meta(config))
+        try:
+            model = build_on_meta(config)
+        except ValueError as error:
+            where = f"source {config.name_or_path}: " if config.name_or_path else ""
+            raise UserError(f"{where}{config.model_type!r} is not a causal model: {first_line(error)}") from error
+        return cls.of(model)
 
     def __getitem__(self, name: str) -> Row:
         return self._by_name[name]
 
     def _rows(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Row]:
         for name, shape in shapes.items():
-            layer: int | None = None
-            key, table = name, self.family.stem
-            if name.startswith(_LAYER_PREFIX):
-                number, _, key = name.removeprefix(_LAYER_PREFIX).partition(".")
-                layer, table = int(number), self.family.layer
-            if key not in table:
-                raise UserError(
-                    f"tensor {name} is not in the anatomy table of its family: such models are not supported"
-                )
+            in_layer, key = split_name(name)
+            table = self.family.layer if in_layer else self.family.stem
+            layer = int(name.removeprefix(LAYER_PREFIX).partition(".")[0]) if in_layer else None
             axes = tuple(tuple(axis.split("+")) for axis in table[key].split())
+            if len(axes) != len(shape):
+                raise UserError(f'row {key} = "{table[key]}" names {len(axes)} axes, tensor {name} has {len(shape)}')
             yield Row(name, layer, axes, shape)
+
+    def _source(self, config: Any) -> Structure:
+        """The full structure, numbered from zero: FFN channels from the tensors, heads from the configuration.
+
+        A layer without a ``query`` axis (a convolution, say) has no heads.
+        """
+        ffn, kv_of_query = [0] * self.num_layers, [list[int]() for _ in range(self.num_layers)]
+        for number, per_kv in enumerate(queries_per_kv(config)):
+            axes = [pair for row in self._rows_of[number] for pair in zip(row.axes, row.full_shape, strict=True)]
+            ffn[number] = next((size // len(units) for units, size in axes if {*units} == {"ffn"}), 0)
+            if any("query" in units for units, _ in axes):
+                kv_of_query[number] = [kv for kv, queries in enumerate(per_kv) for _ in range(queries)]
+        return Structure.full(hidden=config.hidden_size, ffn=ffn, kv_of_query=kv_of_query)
+
+    def _output_rows(self) -> Iterator[tuple[str, Row]]:
+        """(kind, row) of every projection into the residual stream, layer by layer.
+
+        The kind is ``attn`` or ``ffn``, or ``whole`` where no columns belong to a group of the layer.
+        """
+        kinds = {"query": "attn", "ffn": "ffn"}
+        order = ("attn", "whole", "ffn")
+        for layer in range(self.num_layers):
+            found = [
+                (kinds.get(row.axes[1][0], "whole"), row)
+                for row in self._rows_of[layer]
+                if len(row.axes) == 2 and row.axes[0] == ("hidden",)
+            ]
+            yield from sorted(found, key=lambda pair: order.index(pair[0]))
 
     def width(self, unit: str, layer: int | None, structure: Structure) -> int:
         """Number of entries of one unit of an axis in ``structure``; not for vocab and dim, which never change."""
@@ -201,8 +237,8 @@ class Anatomy:
             for unit in units:
                 if unit in FIXED:
                     break
-                stretch = self.stretch(unit)
-                for first, count in _runs(removed.get((unit, None if unit == "hidden" else row.layer), [])):
+                stretch, key = self.stretch(unit), "query" if unit == "head" else unit
+                for first, count in _runs(removed.get((key, None if unit == "hidden" else row.layer), [])):
                     yield axis, offset + first * stretch, count * stretch
                 if len(units) > 1:
                     offset += self.width(unit, row.layer, within)
@@ -215,20 +251,26 @@ class Anatomy:
                 tensor = tensor.index_select(axis, where.to(tensor.device))
         return tensor
 
+    def num_output_columns(self, structure: Structure) -> int:
+        """Input columns of all projections into the residual stream: the elements that a hidden channel has there."""
+        hidden, fixed = self._whole
+        layers = sum(len(layer.query_heads) * self.head_dim + len(layer.ffn) for layer in structure.layers)
+        return layers + hidden * len(structure.hidden) + fixed
+
     def output_row(self, layer: int, kind: str) -> Row:
         """The output projection of a layer: ``o`` for heads, ``down`` for FFN channels."""
-        return self._outputs[layer, "query" if kind == "attn" else "ffn"]
+        return self._output_of[layer, kind]
 
 
 def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
     """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
-    from dwindle.anatomy.build import build, config_for
+    from dwindle.anatomy.build import build, config_for, stock_form
 
     tensors = {
         name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
         for name, parameter in model.named_parameters()
     }
-    smaller = build(config_for(model.config, keep), tensors)
+    smaller = stock_form(build(config_for(model.config, keep), tensors))
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation

@@ -2,61 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.families import family_of
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.anatomy.structure import Structure, head_dim_of
 
-_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "_name_or_path", "model_type")
+_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "ffn_key", "_name_or_path", "model_type")
 
 
 def config_for(config: Any, structure: Structure) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration.
 
-    Uniform structures get a stock configuration. ``LlamaConfig`` rejects hidden sizes that are not a multiple of the
-    number of heads; a Llama without biases is exactly a Mistral without a sliding window, so that is used instead.
+    Uniform structures get a stock configuration, if there is one for these sizes.
     """
+    family, values = config.model_type.removeprefix(CUSTOM_PREFIX), _values(config, structure)
+    own_scale = float(len(structure.hidden)) ** 0.5
+    if family_of(family).scales_embedding and (scale := _embed_scale(config)) != own_scale:
+        return _custom_config(family, values | {"embed_scale": scale}, structure)
+    stock = stock_config(family, values) if structure.is_uniform else None
+    return _custom_config(family, values, structure) if stock is None else stock
+
+
+def has_stock_config(config: Any, structure: Structure) -> bool:
+    """Whether transformers has a configuration for a model of this family and structure."""
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    first = structure.layers[0]
-    values: dict[str, Any] = {k: v for k, v in config.to_dict().items() if k not in _DROP}
+    return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
+
+
+def _values(config: Any, structure: Structure) -> dict[str, Any]:
+    table, widest = family_of(config.model_type), max(structure.layers, key=lambda layer: len(layer.query_heads))
+    values = {k: v for k, v in config.to_dict().items() if k not in (*_DROP, "embed_scale")}
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
-        "num_attention_heads": max(len(la.query_heads) for la in structure.layers),
-        "num_key_value_heads": max(len(la.kv_heads) for la in structure.layers),
-        "intermediate_size": max(len(la.ffn) for la in structure.layers),
+        table.ffn_key: max(len(la.ffn) for la in structure.layers),
+        **table.written,
     }
-    if not structure.is_uniform:
-        return _custom_config(family, values, structure)
-    if family == "llama" and len(structure.hidden) % len(first.query_heads):
-        if values["attention_bias"] or values["mlp_bias"]:
-            return _custom_config(family, values, structure)
+    if widest.query_heads:
+        values["num_attention_heads"] = len(widest.query_heads)
+        values["num_key_value_heads"] = max(len(la.kv_heads) for la in structure.layers)
+    return values
+
+
+def stock_config(family: str, values: dict[str, Any]) -> Any:
+    """The stock configuration with these values; None if transformers does not accept them.
+
+    Llama, Arcee and Gemma reject hidden sizes that are not a multiple of the number of heads, Phi-3 its rotary tables
+    if hidden size / heads is not the head size. A Llama without biases is exactly a Mistral without a sliding window,
+    so that is used instead.
+    """
+    try:
+        return CONFIG_MAPPING[family](**values)
+    except StrictDataclassClassValidationError:
+        if family != "llama" or values["attention_bias"] or values["mlp_bias"]:
+            return None
         known = set(MistralConfig().to_dict())
         return MistralConfig(**{k: v for k, v in values.items() if k in known} | {"sliding_window": None})
-    return _stock_class(family)(**values)
+
+
+def _embed_scale(config: Any) -> float:
+    """Gemma's factor of the embeddings: that of the source, whatever has been pruned since."""
+    kept: float | None = getattr(config, "embed_scale", None)
+    return float(config.hidden_size) ** 0.5 if kept is None else kept
+
+
+def stock_form(model: nn.Module) -> nn.Module:
+    """The same function as a stock model, if only the factor of the embeddings (Gemma's) stands in the way.
+
+    The embeddings absorb it, and the final norm its inverse if they are tied. Not while training: Adam is not
+    scale-equivariant, so a model with absorbed factors trains differently.
+    """
+    from dwindle.anatomy.anatomy import Anatomy
+
+    config: Any = model.config
+    scale = getattr(config, "embed_scale", None)
+    if scale is None or not has_stock_config(config, structure := Anatomy.of(model).source):
+        return model
+    family = config.model_type.removeprefix(CUSTOM_PREFIX)
+    stock = stock_config(family, _values(config, structure))
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(family).gain_offset
+
+    def absorb(name: str, change: Callable[[Tensor], Tensor]) -> None:
+        tensors[name] = change(tensors[name].double()).to(tensors[name].dtype)
+
+    absorb("model.embed_tokens.weight", lambda weight: weight * factor)
+    if config.tie_word_embeddings:
+        absorb("model.norm.weight", lambda gain: (offset + gain) / factor - offset)
+    return build(stock, tensors)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
     shapes = [{"intermediate_size": len(la.ffn), "queries_per_kv": list(la.queries_per_kv)} for la in structure.layers]
     config_class, model_class = classes_for(CUSTOM_PREFIX + family)
-    config = config_class(**values, layer_shapes=shapes)
+    config = config_class(**values, layer_shapes=shapes, ffn_key=family_of(family).ffn_key)
     config.auto_map = {
         "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
         "AutoModelForCausalLM": f"modeling_dwindle.{model_class.__name__}",
     }
     config.architectures = [model_class.__name__]
     return config
-
-
-def _stock_class(family: str) -> Any:
-    from transformers import AutoConfig
-
-    return type(AutoConfig.for_model(family))
 
 
 def is_custom(config: Any) -> bool:
@@ -85,14 +139,26 @@ def build_random(config: Any, seed: int) -> nn.Module:
     return model.eval()
 
 
+def restore_buffers(model: Any, device: torch.device | str) -> None:
+    """Compute the buffers that no file stores: rotary frequencies and Gemma's factor of the embeddings."""
+    backbone = model.model
+    if getattr(backbone, "rotary_emb", None) is not None:  # a model may have none, or one for each base
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config).to(device)
+    for number, rotary in enumerate(getattr(backbone, "rotary_embs", ())):
+        backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)
+    embedding = backbone.embed_tokens
+    if hasattr(embedding, "scalar_embed_scale"):
+        dtype = embedding.weight.dtype  # as a model that transformers loads in this dtype
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype, device=device)
+
+
 def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     """The model with the given tensors as parameters (no copy)."""
     model = build_on_meta(config)
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
     model.tie_weights()  # type: ignore[operator]
-    backbone: Any = model.model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=config).to(sample.device)
+    restore_buffers(model, sample.device)
     missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype

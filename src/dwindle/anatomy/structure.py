@@ -39,8 +39,8 @@ class Layer:
 
     @property
     def is_regular(self) -> bool:
-        """Whether stock grouped-query attention (equal, contiguous groups) computes this layer."""
-        return len(set(self.queries_per_kv)) == 1 and tuple(sorted(self.kv_of_query)) == self.kv_of_query
+        """Whether stock grouped-query attention (equal, contiguous groups) computes this layer; true without heads."""
+        return len(set(self.queries_per_kv)) <= 1 and tuple(sorted(self.kv_of_query)) == self.kv_of_query
 
     def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
         """The remaining layer; unchanged parts stay the same objects, which makes differences cheap to find."""
@@ -55,7 +55,7 @@ class Layer:
 
     def unit(self, name: str) -> tuple[int, ...]:
         """The indices of one unit of an anatomy table."""
-        return {"query": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
+        return {"query": self.query_heads, "head": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
 
 
 def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
@@ -116,10 +116,18 @@ class Structure:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same sizes and regular grouped-query attention, as in a stock model."""
-        first = self.layers[0]
-        sizes = {(len(la.query_heads), len(la.kv_heads), len(la.ffn)) for la in self.layers}
-        return len(sizes) == 1 and first.is_regular and all(la.is_regular for la in self.layers)
+        """Whether all layers have the same sizes and regular grouped-query attention, as in a stock model.
+
+        Layers without heads (convolutions, linear attention) may stand between those with heads.
+        """
+        heads = {(len(la.query_heads), len(la.kv_heads)) for la in self.layers if la.query_heads}
+        widths = {len(la.ffn) for la in self.layers}
+        return len(heads) <= 1 and len(widths) == 1 and all(la.is_regular for la in self.layers)
+
+    @property
+    def with_heads(self) -> Layer:
+        """The first layer that has heads; the first one if none has."""
+        return next((layer for layer in self.layers if layer.query_heads), self.layers[0])
 
     def without(self, group: Group) -> Structure:
         """The structure after removing one group."""
@@ -172,15 +180,3 @@ class Structure:
 def head_dim_of(config: Any) -> int:
     """The head size, also for configurations that leave it implicit."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def source_structure(config: Any) -> Structure:
-    """The full structure that a configuration describes, numbered from zero."""
-    from dwindle.anatomy.modeling_dwindle import layer_shapes
-
-    shapes = layer_shapes(config)
-    return Structure.full(
-        hidden=config.hidden_size,
-        ffn=[shape["intermediate_size"] for shape in shapes],
-        kv_of_query=[[kv for kv, n in enumerate(shape["queries_per_kv"]) for _ in range(n)] for shape in shapes],
-    )

@@ -103,15 +103,26 @@ def resolve_model(name: str) -> str:
 
 
 def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
-    """Warn that sizes are not multiples of 32, which quantized GGUF files need.
+    """Warn that sizes are not multiples of 32, which quantized GGUF files need, or that no stock model has them.
 
     ``remedy`` would have rounded them; None for methods that cannot.
     """
     from dwindle.anatomy.anatomy import Anatomy
+    from dwindle.anatomy.build import is_custom
+    from dwindle.anatomy.family import CUSTOM_PREFIX
     from dwindle.export.exporting import odd_sizes
     from dwindle.sources.loading import load_config
 
-    sizes = odd_sizes(Anatomy.of_config(load_config(str(model))))
+    config: Any = load_config(str(model))
+    anatomy = Anatomy.of_config(config)
+    if is_custom(config) and anatomy.source.is_uniform:
+        what = f"hidden size {config.hidden_size:,} with {config.num_attention_heads} heads"
+        print(
+            f"note: transformers accepts no {config.model_type.removeprefix(CUSTOM_PREFIX)} of {what}, so the model is "
+            "stored with a modelling file; `dwindle export --to hf --stock` pads it",
+            file=sys.stderr,
+        )
+    sizes = odd_sizes(anatomy)
     if odd := [size for size in sizes if not size.startswith("heads")]:  # heads cannot be rounded
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"
         padding = "padding by `dwindle export --round 32`"

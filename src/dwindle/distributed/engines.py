@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from dwindle.anatomy.build import build, build_on_meta
+from dwindle.anatomy.build import build, build_on_meta, restore_buffers
 from dwindle.core.errors import UserError
 from dwindle.distributed.lazy_weights import Fetch
 from dwindle.distributed.precision import Precision, autocast_for
@@ -277,8 +277,7 @@ class ShardedEngine(_WrappedEngine):
             fully_shard(layer, mesh=self.mesh, mp_policy=policy)
         self._fill(inner, "", fetch)
         inner.tie_weights()
-        backbone = inner.model
-        backbone.rotary_emb = type(backbone.rotary_emb)(config=inner.config).to(self.device)
+        restore_buffers(inner, self.device)
         fully_shard(root, mesh=self.mesh, mp_policy=policy)
         return root
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dwindle.distributed.sharded_safetensors import TensorPieces
 from dwindle.distributed.world import World
 from dwindle.sources.loading import load
+from dwindle.sources.text_tower import text_name
 
 Fetch = Callable[[str], Tensor]
 """A whole tensor by name; every process requests the same names in the same order."""
@@ -21,8 +22,14 @@ def source_tensors(source: str, dtype: torch.dtype, world: World) -> Fetch:
     """Tensors of a source: read one at a time from safetensors; other formats are loaded by the main process."""
     files = sorted(Path(source).expanduser().glob("model*.safetensors"))
     if files:
-        named = {name: pieces for pieces in map(TensorPieces, [[file] for file in files]) for name in pieces}
-        return lambda name: named[name][name].to(dtype)
+        all_pieces = map(TensorPieces, [[file] for file in files])
+        named = {text_name(stored) or stored: (pieces, stored) for pieces in all_pieces for stored in pieces}
+
+        def read(name: str) -> Tensor:
+            pieces, stored = named[name]
+            return pieces[stored].to(dtype)
+
+        return read
     return from_main(lambda: load(source, dtype=dtype).model, world)
 
 

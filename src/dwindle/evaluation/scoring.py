@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dwindle.anatomy.families import CUSTOM_PREFIX, FAMILIES
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.families import FAMILIES
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.evaluation.encoding import Pair, Tokens
@@ -229,11 +231,13 @@ class Scorer:
 
 
 def _is_known(model: Any) -> bool:
-    """Whether it is a supported family made of stock modules; custom layers might ignore masks or positions."""
+    """Whether it is a supported family made of stock attention; other layers might ignore masks or positions."""
     family = str(getattr(model.config, "model_type", "")).removeprefix(CUSTOM_PREFIX)
     packages = {type(part).__module__.partition(".")[0] for part in model.modules()}
     is_stock = packages <= {"dwindle", "torch", "transformers"}
-    return family in FAMILIES and is_stock and model.get_output_embeddings() is not None
+    if family not in FAMILIES or not is_stock or model.get_output_embeddings() is None:
+        return False
+    return all(layer.query_heads for layer in Anatomy.of(model).source.layers)
 
 
 def _check_vocabulary(model: Any, rows: Sequence[PackedRow]) -> None:

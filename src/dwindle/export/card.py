@@ -151,7 +151,7 @@ def _not_stock(structure: Mapping[str, Any]) -> str:
     found = (
         ["query groups of different sizes within a layer"] if any(len(set(of.values())) > 1 for of in groups) else []
     )
-    heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers}
+    heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers if la["query_heads"]}
     different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len({len(la["ffn"]) for la in layers}) > 1))]
     found += [f"layers with different numbers of {' and '.join(different)}"] if different else []
     return f"The model has {' and '.join(found)}" if found else "No stock configuration supports its sizes"
@@ -168,10 +168,11 @@ def _architecture(
         if event.get("type") in gone:
             gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, ffn = [len(la["query_heads"]) for la in layers], [len(la["ffn"]) for la in layers]
+    num_with_heads = sum(map(bool, heads))
     hidden, num, kv = len(structure["hidden"]), len(layers), [len(la["kv_heads"]) for la in layers]
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
-        ("query heads per layer", _was((sum(heads) + gone["attn"]) / num), format_range(heads)),
+        ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(num_with_heads, 1)), format_range(heads)),
         ("key/value heads per layer", _kv_before(kv, ledger, gone["attn"]), format_range(kv)),
         ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
         ("layers", f"{num}", f"{num}"),

@@ -22,10 +22,11 @@ from dwindle.core.files import atomic_file, refuse_file
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
+from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
-from dwindle.export.resize import Resized, refuse_custom, resize
+from dwindle.export.resize import Resized, resize
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
@@ -159,8 +160,6 @@ class _Export:
 
     def hf(self) -> Exported:
         resized, model = self._directory_model()
-        if self.stock:
-            refuse_custom(model, self.loaded.source)
         dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
         reference = model
         if self.type != "auto":
@@ -179,8 +178,10 @@ class _Export:
 
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
-        resized = self._resized(uniform=self.stock, min_hidden=self._coupled_hidden())
-        model = resized.model
+        own_scale = getattr(self.loaded.model.config, "embed_scale", None)  # Gemma's, which only stock weights absorb
+        uniform = self.stock or (own_scale is not None and Anatomy.of(self.loaded.model).source.is_uniform)
+        resized = self._resized(uniform=uniform, min_hidden=self._coupled_hidden())
+        model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
         name = Path(self.loaded.source).stem or "dwindle"
@@ -212,7 +213,7 @@ class _Export:
         resized, model = self._directory_model()
         verified = None
         with self._write_model(model, resized, weights=False) as folder:
-            write_onnx(model, folder / "model.onnx")
+            write_onnx(in_common_terms(model), folder / "model.onnx")
             if self.verify:
                 verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
             size = _size(folder)
@@ -247,7 +248,7 @@ class _Export:
         if model.config.model_type not in gguf_writer.COUPLED:
             return 1
         anatomy = Anatomy.of(model)
-        return len(anatomy.source.layers[0].query_heads) * anatomy.head_dim
+        return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
     def _resized(self, *, uniform: bool, min_hidden: int = 1) -> Resized:
         found = resize(self.loaded.model, uniform=uniform, round_to=self.round_to, min_hidden=min_hidden)

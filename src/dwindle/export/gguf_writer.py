@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import numpy.typing as npt
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
+from dwindle.export import onnx_graph
 from dwindle.export.gguf_vocabulary import Vocabulary
-from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
+from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES, yarn_factor
 
 BLOCK = 32
 """Values per block in the quantized types; a row must be a whole number of blocks."""
@@ -27,8 +29,20 @@ _FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _PER_LAYER = {"llama", "mistral", "qwen2"}
 """Families that llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
 
-COUPLED = {"olmo2", "phi3"}
+_WHOLE = {"attention.sliding_window", "shortconv.l_cache"}
+"""Keys of whole numbers."""
+
+COUPLED = {"olmo2", "olmo3", "exaone4", "phi3", "lfm2"}
 """Families for which llama.cpp assumes hidden size = heads × head size."""
+
+_NAMES = {
+    "mistral": "llama",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "hunyuan_v1_dense": "hunyuan-dense",
+}
+"""Families that llama.cpp knows by another name."""
 
 
 @dataclass(slots=True)
@@ -55,14 +69,18 @@ def architecture_of(model: Any) -> str:
     """The GGUF architecture: the family's own for equal layers, ``deci`` for unequal ones (each must be regular)."""
     anatomy = Anatomy.of(model)
     structure = anatomy.source
-    family = model.config.model_type.removeprefix(CUSTOM_PREFIX)
-    coupled = len(structure.hidden) == len(structure.layers[0].query_heads) * anatomy.head_dim
+    family = str(model.config.model_type).removeprefix(CUSTOM_PREFIX)
+    architecture, elsewhere = _NAMES.get(family, family), f"export to {_other_ways(model)} instead"
+    if architecture not in ARCHITECTURES:
+        raise UserError(f"--to gguf: {family} is not supported: {elsewhere}")
+    num_heads = len(structure.with_heads.query_heads)
+    coupled = len(structure.hidden) == num_heads * anatomy.head_dim
     if structure.is_uniform and family == "qwen2" and not coupled:
         return "deci"
     if structure.is_uniform and family in COUPLED and not coupled:
         raise UserError(
             f"--to gguf: llama.cpp's {family} requires hidden size = heads × head size, but {len(structure.hidden)} is "
-            f"more than {len(structure.layers[0].query_heads)} × {anatomy.head_dim}: export to hf or onnx instead"
+            f"more than {num_heads} × {anatomy.head_dim}: {elsewhere}"
         )
     if not structure.is_uniform:
         if family not in _PER_LAYER:
@@ -71,10 +89,42 @@ def architecture_of(model: Any) -> str:
                 "equal sizes"
             )
         return "deci"
-    architecture = "llama" if family == "mistral" else family
-    if architecture not in ARCHITECTURES:
-        raise UserError(f"--to gguf: {family} is not supported: export to hf or onnx instead")
+    if (why := _unsupported(model, architecture)) is not None:
+        raise UserError(f"--to gguf: llama.cpp's {architecture} {why}: {elsewhere}")
     return architecture
+
+
+def has_unequal_layers(model_type: str) -> bool:
+    """Whether llama.cpp computes models of this family whose layers have different sizes."""
+    return model_type in _PER_LAYER
+
+
+def _other_ways(model: Any) -> str:
+    return "hf or onnx" if onnx_graph.unsupported(model) is None else "hf"
+
+
+def _unsupported(model: Any, architecture: str) -> str | None:
+    """What llama.cpp would not compute of this model; None if it computes all."""
+    config, known = model.config, ARCHITECTURES[architecture]
+    for name, _ in model.named_parameters():
+        part = name.removeprefix("model.layers.").partition(".")[2].removesuffix(".bias")
+        if known.biases is not None and name.endswith(".bias") and part not in known.biases:
+            return f"ignores the bias of {part.rpartition('.')[2]}"
+    kinds = getattr(config, "layer_types", None) or []
+    if config.model_type == "exaone4" and "sliding_attention" in kinds:
+        return "knows sliding-window layers only in the 32B model"
+    if config.model_type == "gemma3_text" and config.query_pre_attn_scalar != config.head_dim:
+        return f"scales attention by the head size ({config.head_dim}), the model by {config.query_pre_attn_scalar}"
+    if known.window_period is not None and "sliding_attention" in kinds and window_period(kinds) is None:
+        return "knows full attention only in every n-th layer"
+    return None
+
+
+def window_period(kinds: Sequence[str]) -> int | None:
+    """n if every n-th layer has full attention and the others slide; None for another order."""
+    slides = [kind == "sliding_attention" for kind in kinds]
+    period = slides.index(False) + 1 if False in slides else len(slides) + 1
+    return period if slides == [(number + 1) % period != 0 for number in range(len(slides))] else None
 
 
 def write_gguf(path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, name: str) -> Written:
@@ -120,17 +170,23 @@ class _Layout:
         return f"blk.{number}.{self._layer_parts[part]}.{kind}"
 
     def reorder(self, parameter: str, values: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-        """Rows of query and key projections in GGUF's rotary order, if the architecture uses it."""
+        """Rows of query and key projections in GGUF's rotary order, if the architecture uses it; whole gains."""
         for part, unit in (("q_proj", "query"), ("k_proj", "kv")):
             if self.family.permuted and f".self_attn.{part}." in parameter:
                 heads = len(self.anatomy.source.unit(unit, self.anatomy[parameter].layer))
                 return interleaved_from(values, heads, inverse=inverse)
+        if parameter.endswith(".conv.conv.weight"):
+            return values.squeeze(1)
+        if parameter.endswith("norm.weight"):
+            return values + self.anatomy.family.gain_offset
         return values
 
 
 def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Written) -> None:
     layout = _Layout(model)
     parameters = dict(model.named_parameters())
+    if layout.architecture == "olmo2" and "lm_head.weight" not in parameters:  # llama.cpp does not tie it
+        parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     with Bar("writing tensors", len(parameters)) as bar:
         for name, parameter in parameters.items():
             target = layout.name(name)
@@ -147,7 +203,7 @@ def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Writte
 def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: str, written: Written) -> Any:
     """The GGML type of a tensor: f32 for gains and biases, q8_0 for embedding and head in 4-bit files."""
     kinds = gguf.GGMLQuantizationType
-    if values.ndim == 1:
+    if values.ndim == 1 or ".shortconv.conv." in target:
         return kinds.F32
     if type_.startswith("q"):
         if values.shape[-1] % BLOCK:
@@ -169,8 +225,8 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
     config = model.config
     anatomy = Anatomy.of(model)
     structure = anatomy.source
-    rope = config.rope_parameters
     head_dim = anatomy.head_dim
+    rope = _main_rope(config, head_dim)
     values: dict[str, Any] = {
         "context_length": _context(config, architecture),
         "embedding_length": len(structure.hidden),
@@ -178,17 +234,45 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
         **_layer_sizes(structure, architecture),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": int(config.vocab_size),
         **_rope_scaling(rope),
+        **_windows(config, architecture),
     }
+    if architecture == "mistral3" and rope.get("llama_4_scaling_beta"):
+        values["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     for key, (name, _) in ARCHITECTURES[architecture].keys.items():
         value = getattr(config, name, None)
         if value is not None:
-            values[key] = int(value) if key == "attention.sliding_window" else float(value)
+            values[key] = int(value) if key in _WHOLE else float(value)
     return values
+
+
+def _main_rope(config: Any, head_dim: int) -> dict[str, Any]:
+    """The rotation of the full-attention layers; Hunyuan's fixed ``alpha`` is a larger base."""
+    rope = dict(config.rope_parameters)
+    rope = dict(rope.get("full_attention", rope))
+    if rope.get("rope_type") == "dynamic" and rope.get("alpha"):
+        rope["rope_theta"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
+        rope["rope_type"] = "default"
+    return rope
+
+
+def _windows(config: Any, architecture: str) -> dict[str, Any]:
+    """Window, period and rotary base of sliding-window layers, for architectures in which llama.cpp computes them."""
+    kinds = getattr(config, "layer_types", None) or []
+    if ARCHITECTURES[architecture].window_period is None or "sliding_attention" not in kinds:
+        return {}
+    theta = config.rope_parameters["sliding_attention"]["rope_theta"]
+    if architecture == "olmo2" and theta != config.rope_parameters["full_attention"]["rope_theta"]:
+        raise UserError("--to gguf: llama.cpp's olmo2 has one rope_theta for all layers: export to hf or onnx instead")
+    return {
+        "attention.sliding_window": int(config.sliding_window),
+        "attention.sliding_window_pattern": window_period(kinds),
+        "rope.freq_base_swa": float(theta),
+    }
 
 
 def _layer_sizes(structure: Structure, architecture: str) -> dict[str, Any]:
@@ -197,13 +281,19 @@ def _layer_sizes(structure: Structure, architecture: str) -> dict[str, Any]:
         "attention.head_count": [len(la.query_heads) for la in structure.layers],
         "attention.head_count_kv": [len(la.kv_heads) for la in structure.layers],
     }
-    return sizes if architecture == "deci" else {key: value[0] for key, value in sizes.items()}
+    if architecture == "deci":
+        return sizes
+    key = "attention.head_count_kv"  # of a convolution it is 0, which tells llama.cpp the kinds of layers
+    first = structure.layers.index(structure.with_heads)
+    own = {name: value[first] for name, value in sizes.items()}
+    return own | ({key: sizes[key]} if 0 in sizes[key] else {})
 
 
 def _context(config: Any, architecture: str) -> int:
     """The context length, limited to the sliding window where llama.cpp ignores the window: within it both agree."""
     window = getattr(config, "sliding_window", None)
-    if window and architecture != "phi3" and getattr(config, "use_sliding_window", True):
+    computed = architecture == "phi3" or ARCHITECTURES[architecture].window_period is not None
+    if window and not computed and getattr(config, "use_sliding_window", True):
         return min(int(config.max_position_embeddings), int(window))
     return int(config.max_position_embeddings)
 
@@ -220,10 +310,12 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
         if rope.get("attention_factor") is not None:
             values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
         return values
-    plain = not any(rope.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
-    if kind == "yarn" and original and plain:
+    if kind == "yarn" and original:
         values = {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         values["rope.scaling.original_context_length"] = int(original)
+        multiplier = yarn_factor(rope) / yarn_factor({"factor": rope["factor"]})
+        if abs(multiplier - 1.0) > 1e-6:
+            values["rope.scaling.attn_factor"] = multiplier
         for key in ("beta_fast", "beta_slow"):
             if rope.get(key) is not None:
                 values[f"rope.scaling.yarn_{key}"] = float(rope[key])
@@ -233,7 +325,7 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_tables(config: Any, head_dim: int) -> dict[str, npt.NDArray[np.float32]]:
     """Rotary factors that GGUF stores as tensors: Llama 3's divisors and phi3's two tables."""
-    rope = config.rope_parameters
+    rope = _main_rope(config, head_dim)
     if rope.get("rope_type") == "longrope":
         return {
             f"rope_factors_{length}.weight": np.asarray(rope[f"{length}_factor"], np.float32)
@@ -257,5 +349,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
         writer.add_array(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
         writer.add_uint32(key, int(value))

@@ -15,6 +15,8 @@ from transformers.utils import logging
 from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.families import outside_family
+from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.structure import Structure
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
@@ -79,6 +81,8 @@ def write_model(
                 model.generation_config.save_pretrained(folder)
         if weights and is_custom(model.config):
             shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
+        if (table := outside_family(model.config.model_type)) is not None:
+            write_family(table, folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")

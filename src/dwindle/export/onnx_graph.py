@@ -9,6 +9,8 @@ Axes: B batch, S new tokens, P cached tokens, T = P + S, H query heads, K key/va
 
 from __future__ import annotations
 
+import math
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import numpy.typing as npt
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.refusals import split_name
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
@@ -26,6 +30,12 @@ OPSET = 18
 _IR_VERSION = 10
 _MASKED = float(np.finfo(np.float32).min)
 _FOLLOWS_LENGTH = ("dynamic", "longrope")
+_STEM = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_LAYER_PART = re.compile(
+    r"self_attn\.((q|k|v|o|qkv)_proj\.(weight|bias)|(q|k)_norm\.weight|(query|key)_layernorm\.weight)"
+    r"|mlp\.(gate|up|gate_up|down)_proj\.(weight|bias)"
+)
+_ACTIVATIONS = ("silu", "swish", "relu2", "gelu_pytorch_tanh")
 
 
 def import_onnx() -> Any:
@@ -107,14 +117,17 @@ class _Decoder:
         self.anatomy = Anatomy.of(model)
         self.tensors = {name: p.detach() for name, p in model.named_parameters()}
         self.masks: dict[int | None, str] = {}
-        _refuse_unsupported(self.config)
+        self.rotations: dict[str, tuple[str, str]] = {}
+        if (why := unsupported(model)) is not None:
+            raise UserError(f"--to onnx: {why}: export to hf instead")
 
     def build(self) -> Any:
         g = self.graph
         embedding = g.weight("embed_tokens", self._array("model.embed_tokens.weight"))
         x = g.op("Gather", embedding, "input_ids")
         x = g.scaled(x, float(getattr(self.config, "embedding_multiplier", 1.0)))
-        self.cos, self.sin = self._rotation()
+        x = g.scaled(x, float(getattr(self.model.model.embed_tokens, "scalar_embed_scale", 1.0)))
+        self.positions = g.unsqueeze(g.op("Cast", "position_ids", to=self.onnx.TensorProto.FLOAT), -1)
         layers = self.anatomy.source.layers
         for number, layer in enumerate(track(layers, "writing the graph", len(layers))):
             x = self._layer(x, number, layer)
@@ -123,20 +136,15 @@ class _Decoder:
         return self._proto(layers)
 
     def _layer(self, x: str, number: int, layer: Layer) -> str:
-        """One decoder layer; the norms come before the two blocks, or after them (OLMo 2)."""
-        prefix = f"model.layers.{number}."
+        """One decoder layer; norms come before the two blocks, after them, or both."""
+        prefix, family = f"model.layers.{number}.", self.anatomy.family
         eps = self.config.rms_norm_eps
         factor = float(getattr(self.config, "residual_multiplier", 1.0))
-        after = f"{prefix}post_feedforward_layernorm.weight" in self.tensors
-        attention_norm, ffn_norm = (
-            ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-            if after
-            else ("input_layernorm.weight", "post_attention_layernorm.weight")
-        )
-        for norm, block in ((attention_norm, self._attention), (ffn_norm, self._ffn)):
-            inside = x if after else self._norm(x, prefix + norm, eps)
+        for name, block in (("self_attn", self._attention), ("mlp", self._ffn)):
+            before, after = family.norm_before.get(name), family.norm_after.get(name)
+            inside = x if before is None else self._norm(x, f"{prefix}{before}.weight", eps)
             inside = block(inside, number, layer)
-            inside = self._norm(inside, prefix + norm, eps) if after else inside
+            inside = inside if after is None else self._norm(inside, f"{prefix}{after}.weight", eps)
             x = self.graph.op("Add", x, self.graph.scaled(inside, factor))
         return x
 
@@ -146,8 +154,15 @@ class _Decoder:
         num_q, num_kv = len(layer.query_heads), len(layer.kv_heads)
         query, key, value = self._projections(x, number, num_q, num_kv)
         query, key, value = (g.op("Transpose", part, perm=[0, 2, 1, 3]) for part in (query, key, value))
-        if getattr(module, "use_rope", True):
-            query, key = self._rotated(query), self._rotated(key)
+        if self._rotates(module, number):
+            query, key = self._rotated(query, number), self._rotated(key, number)
+        if f"model.layers.{number}.self_attn.query_layernorm.weight" in self.tensors:  # Hunyuan
+            query, key = (
+                self._norm(part, f"model.layers.{number}.self_attn.{name}_layernorm.weight", self.config.rms_norm_eps)
+                for name, part in (("query", query), ("key", key))
+            )
+        if self.config.rope_parameters.get("llama_4_scaling_beta"):
+            query = g.op("Mul", query, self._late_scale())
         past = f"past_key_values.{number}"
         g.named("Concat", f"present.{number}.key", f"{past}.key", key, axis=2)
         g.named("Concat", f"present.{number}.value", f"{past}.value", value, axis=2)
@@ -192,42 +207,80 @@ class _Decoder:
         if f"{prefix}gate_up_proj.weight" in self.tensors:
             width = len(layer.ffn)
             gate, up = g.ops("Split", 2, self._linear(x, f"{prefix}gate_up_proj"), g.ints(width, width), axis=-1)
-        else:
+        elif f"{prefix}gate_proj.weight" in self.tensors:
             gate, up = self._linear(x, f"{prefix}gate_proj"), self._linear(x, f"{prefix}up_proj")
-        gate = g.op("Mul", gate, g.op("Sigmoid", gate))
-        return self._linear(g.op("Mul", gate, up), f"{prefix}down_proj")
+        else:
+            return self._linear(self._activated(self._linear(x, f"{prefix}up_proj")), f"{prefix}down_proj")
+        return self._linear(g.op("Mul", self._activated(gate), up), f"{prefix}down_proj")
+
+    def _activated(self, x: str) -> str:
+        g, kind = self.graph, _activation(self.config)
+        if kind == "relu2":
+            return g.op("Pow", g.op("Relu", x), g.number(2.0))
+        if kind == "gelu_pytorch_tanh":
+            cubed = g.scaled(g.op("Pow", x, g.number(3.0)), 0.044715)
+            bent = g.op("Tanh", g.scaled(g.op("Add", x, cubed), math.sqrt(2 / math.pi)))
+            return g.op("Mul", g.scaled(x, 0.5), g.op("Add", bent, g.number(1.0)))
+        return g.op("Mul", x, g.op("Sigmoid", x))
 
     def _linear(self, x: str, module: str) -> str:
         g = self.graph
-        x = g.op("MatMul", x, g.weight(f"{module}.weight", self._array(f"{module}.weight").T))
+        x = g.op("MatMul", x, g.weight(f"{module}.weight", self._rows(f"{module}.weight").T))
         if f"{module}.bias" in self.tensors:
-            x = g.op("Add", x, g.weight(f"{module}.bias", self._array(f"{module}.bias")))
+            x = g.op("Add", x, g.weight(f"{module}.bias", self._rows(f"{module}.bias")))
         return x
+
+    def _rows(self, name: str) -> npt.NDArray[np.float32]:
+        """The tensor; of interleaved rotations with q and k rows in the order of the others, which scores ignore."""
+        values = self._array(name)
+        if not self.anatomy.family.interleaved_rotation or not name.endswith(
+            (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
+        ):
+            return values
+        dim, rotated = self.anatomy.head_dim, 2 * len(self.model.model.rotary_emb.inv_freq)
+        order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, dim)]
+        return values.reshape(-1, dim, *values.shape[1:])[:, order].reshape(values.shape)
 
     def _norm(self, x: str, gain: str, eps: float) -> str:
         g = self.graph
         mean = g.op("ReduceMean", g.op("Pow", x, g.number(2.0)), g.ints(-1), keepdims=1)
         x = g.op("Div", x, g.op("Sqrt", g.op("Add", mean, g.number(eps))))
-        return g.op("Mul", x, g.weight(gain, self._array(gain)))
+        return g.op("Mul", x, g.weight(gain, self._array(gain) + np.float32(self.anatomy.family.gain_offset)))
 
-    def _rotation(self) -> tuple[str, str]:
-        """cos and sin as [B, 1, S, D/2]."""
+    def _rotates(self, module: Any, number: int) -> bool:
+        """Whether a layer has positions: not all of SmolLM3, nor full-attention layers of an EXAONE 4 with windows."""
+        if self.config.model_type.removeprefix(CUSTOM_PREFIX) == "exaone4":
+            return self.config.sliding_window is None or self._window(number) is not None
+        return bool(getattr(module, "use_rope", True))
+
+    def _rotation(self, number: int) -> tuple[str, str, int]:
+        """cos and sin as [B, 1, S, r/2] and r/2, once for each kind of layer that has its own."""
         g, rotary = self.graph, self.model.model.rotary_emb
-        positions = g.unsqueeze(g.op("Cast", "position_ids", to=self.onnx.TensorProto.FLOAT), -1)
-        inverse = g.weight("rotary_frequencies", rotary.inv_freq.detach().float().cpu().numpy()[None, None])
-        angles = g.unsqueeze(g.op("Mul", positions, inverse), 1)
-        factor = float(rotary.attention_scaling)
-        return g.scaled(g.op("Cos", angles), factor), g.scaled(g.op("Sin", angles), factor)
+        kind = f"{self.config.layer_types[number]}_" if isinstance(rotary.rope_type, dict) else ""
+        frequencies = getattr(rotary, f"{kind}inv_freq").detach().float().cpu().numpy()
+        if kind not in self.rotations:
+            inverse = g.weight(f"{kind}rotary_frequencies", frequencies[None, None])
+            angles = g.unsqueeze(g.op("Mul", self.positions, inverse), 1)
+            factor = float(getattr(rotary, f"{kind}attention_scaling"))
+            self.rotations[kind] = (g.scaled(g.op("Cos", angles), factor), g.scaled(g.op("Sin", angles), factor))
+        return (*self.rotations[kind], len(frequencies))
 
-    def _rotated(self, x: str) -> str:
+    def _rotated(self, x: str, number: int) -> str:
         """RoPE: channel i is rotated with channel i + r/2, where the first r of D channels rotate."""
         g, dim = self.graph, self.anatomy.head_dim
-        half = len(self.model.model.rotary_emb.inv_freq)
+        cos, sin, half = self._rotation(number)
         sizes = [half, half, *([dim - 2 * half] if dim > 2 * half else [])]
         first, second, *rest = g.ops("Split", len(sizes), x, g.ints(*sizes), axis=-1)
-        left = g.op("Sub", g.op("Mul", first, self.cos), g.op("Mul", second, self.sin))
-        right = g.op("Add", g.op("Mul", second, self.cos), g.op("Mul", first, self.sin))
+        left = g.op("Sub", g.op("Mul", first, cos), g.op("Mul", second, sin))
+        right = g.op("Add", g.op("Mul", second, cos), g.op("Mul", first, sin))
         return g.op("Concat", left, right, *rest, axis=-1)
+
+    def _late_scale(self) -> str:
+        """1 + β·log(1 + ⌊position / original length⌋) as [B, 1, S, 1]: Ministral's queries behind that length."""
+        g, rope = self.graph, self.config.rope_parameters
+        spans = g.op("Floor", g.op("Div", self.positions, g.number(float(rope["original_max_position_embeddings"]))))
+        grown = g.scaled(g.op("Log", g.op("Add", spans, g.number(1.0))), float(rope["llama_4_scaling_beta"]))
+        return g.unsqueeze(g.op("Add", grown, g.number(1.0)), 1)
 
     def _window(self, number: int) -> int | None:
         """The layer's sliding window, or None."""
@@ -291,10 +344,25 @@ class _Decoder:
         return values
 
 
-def _refuse_unsupported(config: Any) -> None:
-    kind = config.rope_parameters.get("rope_type", "default")
-    if kind in _FOLLOWS_LENGTH:
-        raise UserError(f"--to onnx: rope scaling {kind!r} depends on the length: export to hf instead")
-    activation = getattr(config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UserError(f"--to onnx: the activation {activation!r} is not supported (silu is): export to hf instead")
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu"))
+
+
+def unsupported(model: Any) -> str | None:
+    """What the graph does not compute of this model; None if it computes all."""
+    family = Anatomy.of(model).family
+    norms = {f"{norm}.weight" for norm in (*family.norm_before.values(), *family.norm_after.values())}
+    for name, _ in model.named_parameters():
+        in_layer, part = split_name(name)
+        if part not in _STEM and not (in_layer and (part in norms or _LAYER_PART.fullmatch(part))):
+            return f"{part} of {model.config.model_type.removeprefix(CUSTOM_PREFIX)} is not part of its graphs"
+    rotary = getattr(model.model, "rotary_emb", None)
+    if rotary is None:
+        return "a model without rotary positions is not supported"
+    kinds = rotary.rope_type
+    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+        if kind in _FOLLOWS_LENGTH:
+            return f"rope scaling {kind!r} depends on the length"
+    if (activation := _activation(model.config)) not in _ACTIVATIONS:
+        return f"the activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}"
+    return None

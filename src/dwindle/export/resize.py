@@ -2,21 +2,23 @@
 
 A query head with zero weights and zero output columns adds nothing, nor does a zero FFN channel; a key/value head may
 be repeated. A zero hidden channel changes only the divisor of RMSNorm, which the gain and epsilon compensate: with m of
-m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give the same result.
+m' channels alive, ``gain·√(m/m')`` and ``epsilon·m/m'`` give the same result. Norms of queries and keys have the same
+epsilon, so what they read is multiplied by ``√(m/m')``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Row
-from dwindle.anatomy.build import build, config_for, is_custom
+from dwindle.anatomy.build import build, config_for, has_stock_config, stock_form
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 
@@ -84,12 +86,14 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     anatomy = Anatomy.of(model)
     before = anatomy.source
     plans = _plans(before, uniform=uniform, round_to=round_to)
-    hidden = _padded(max(len(before.hidden), min_hidden), round_to, present=len(before.hidden))
     after = Structure.full(
-        hidden=len(hidden),
+        hidden=math.ceil(max(len(before.hidden), min_hidden) / round_to) * round_to,
         ffn=[len(plan.ffn) for plan in plans],
         kv_of_query=[[place // plan.queries_per_kv for place in range(len(plan.query))] for plan in plans],
     )
+    if uniform:
+        after = _accepted(model.config, after, anatomy.head_dim, round_to)
+    hidden = _padded(len(after.hidden), 1, present=len(before.hidden))
     sizes = (anatomy.count(before).total, anatomy.count(after).total)
     kv = tuple(2 * anatomy.head_dim * sum(len(la.kv_heads) for la in s.layers) for s in (before, after))
     if after == before:
@@ -99,13 +103,27 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
+def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> Structure:
+    """The structure, its hidden size padded to the next one that the family's stock configuration accepts."""
+    width, heads = len(after.hidden), max(len(after.with_heads.query_heads), 1)
+    of_heads, of_dims = math.lcm(heads, round_to), math.lcm(heads * head_dim, round_to)
+    for hidden in (width, -(-width // of_heads) * of_heads, -(-width // of_dims) * of_dims):
+        wider = replace(after, hidden=tuple(range(hidden)))
+        if has_stock_config(config, wider):
+            return wider
+    raise UserError(
+        f"--stock: transformers accepts no {config.model_type.removeprefix(CUSTOM_PREFIX)} of hidden size {width} with "
+        f"{heads} heads of size {head_dim}: export without --stock, or prune FFN channels only"
+    )
+
+
 def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
     """Steps as text: added heads or equalized layers are "made stock", everything else is padding."""
     pairs = list(zip(plans, before.layers, strict=True))
     heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
     equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers})
     wider = len(hidden) > len(before.hidden) or any(len(p.ffn) > len(la.ffn) for p, la in pairs)
-    padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to heads × head size"
+    padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to a multiple of the heads"
     only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
     return (*(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
@@ -113,29 +131,24 @@ def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, .
 def _enlarged(
     model: Any, anatomy: Anatomy, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], after: Structure
 ) -> nn.Module:
-    share = len(anatomy.source.hidden) / len(hidden)
+    share, family = len(anatomy.source.hidden) / len(hidden), anatomy.family
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         row = anatomy[name]
         tensor = _spread(row, parameter.detach(), anatomy, plans, hidden)
-        if row.is_norm and row.axes == (("hidden",),) and share != 1:
-            tensor = (tensor.double() * math.sqrt(share)).to(tensor.dtype)
+        is_gain = row.is_norm and row.axes == (("hidden",),)
+        is_normed = family.head_norms and row.module.endswith((".q_proj", ".k_proj"))
+        if share != 1 and (is_gain or is_normed):
+            offset = family.gain_offset if is_gain else 0.0
+            tensor = ((tensor.double() + offset) * math.sqrt(share) - offset).to(tensor.dtype)
         tensors[name] = tensor
     config = config_for(model.config, after)
-    config.rms_norm_eps = model.config.rms_norm_eps * share
-    larger = build(config, tensors)
+    name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
+    setattr(config, name, getattr(model.config, name) * share)
+    larger = stock_form(build(config, tensors))
     if getattr(model, "generation_config", None) is not None:
         larger.generation_config = model.generation_config
     return larger
-
-
-def refuse_custom(model: Any, where: str) -> None:
-    """Raise if the model needs our modelling file although ``--stock`` was given."""
-    if is_custom(model.config):
-        raise UserError(
-            f"--stock: {where} has biases and a hidden size that is not a multiple of its heads, which no stock "
-            "configuration supports: pass --round 64 as well"
-        )
 
 
 def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[PaddedLayer]:
@@ -144,7 +157,7 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[Padded
     if not uniform:
         sizes = [_smallest([layer]) for layer in counts]
     else:
-        sizes = [_smallest(counts)] * len(counts)
+        sizes = [_smallest([layer for layer in counts if layer])] * len(counts)
         widths = [max(widths)] * len(widths)
     return [
         _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, present=len(la.ffn)))
@@ -154,6 +167,8 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[Padded
 
 def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
     """(queries per key/value head, key/value heads) that fit all of these layers with the fewest weights."""
+    if not any(layers):
+        return 1, 0
 
     def size(per_kv: int) -> tuple[int, int, int]:
         kv_heads = max(sum(math.ceil(n / per_kv) for n in layer) for layer in layers)
@@ -173,7 +188,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             query += [*members, *[NOTHING] * (per_kv - len(members))]
             kv.append(head)
         first += count
-    missing = kv_heads - len(kv)
+    missing = kv_heads - len(kv) if counts else 0  # a layer without heads gets none
     return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
@@ -201,9 +216,11 @@ def _places(
 ) -> Iterator[int]:
     offset = 0
     for unit in units:
-        if unit not in ("hidden", "query", "kv", "ffn"):
+        if unit not in ("hidden", "query", "head", "kv", "ffn"):
             return
-        chosen = hidden if unit == "hidden" else getattr(plans[_known(layer)], unit)
+        chosen = hidden
+        if unit != "hidden":
+            chosen = getattr(plans[_known(layer)], "query" if unit == "head" else unit)
         stretch = anatomy.stretch(unit)
         for place in chosen:
             yield from (

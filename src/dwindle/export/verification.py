@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.build import restore_buffers
 from dwindle.core.errors import UserError
 from dwindle.export.gguf_vocabulary import PROBES
 from dwindle.export.gguf_writer import BLOCK
@@ -122,8 +123,7 @@ def as_float32(model: Any) -> Any:
     if next(model.parameters()).dtype == torch.float32:
         return model
     copy = deepcopy(model).float()
-    backbone = copy.model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=copy.config).to(next(copy.parameters()).device)
+    restore_buffers(copy, next(copy.parameters()).device)
     return copy
 
 

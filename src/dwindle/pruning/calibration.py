@@ -85,8 +85,7 @@ def _passes(
     A window is a pass of its own only where it must be: for squared gradients.
     """
     model, anatomy = prunable.model, prunable.anatomy
-    outputs = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
-    names = {row.name for row in outputs} if metric.needs & {"gradient", "fisher", "groups"} else set()
+    names = {row.name for _, row in anatomy.outputs} if metric.needs & {"gradient", "fisher", "groups"} else set()
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)

@@ -23,11 +23,14 @@ class LayerShape:
     ffn: int
 
     def around(self, other: LayerShape) -> LayerShape | None:
-        """The smallest shape that contains both; None if their query heads are unevenly distributed and differ."""
+        """The smallest shape that contains both; None if their query heads are unevenly distributed and differ.
+
+        None also if only one of them has heads.
+        """
         ffn = max(self.ffn, other.ffn)
         if self.queries == other.queries:
             return LayerShape(self.queries, ffn)
-        if len({*self.queries}) > 1 or len({*other.queries}) > 1:
+        if len({*self.queries}) != 1 or len({*other.queries}) != 1:
             return None
         return LayerShape((max(self.queries[0], other.queries[0]),) * max(len(self.queries), len(other.queries)), ffn)
 

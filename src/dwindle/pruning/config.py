@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
@@ -88,6 +89,20 @@ class PruneConfig(Config):
         """The prunable kinds in use."""
         wanted = KINDS if self.groups is None else self.groups
         return tuple(kind for kind in wanted if not (self.keeps_hidden_size and kind == "stem"))
+
+    def for_family(self, family: Family) -> Self:
+        """With the groups that the family has; one that was asked for and that it does not have is refused."""
+        if set(KINDS) == {*family.groups}:
+            return self
+        has = tuple(kind for kind in self.effective_groups if kind in family.groups)
+        all_kinds = set(KINDS) == set(self.groups or KINDS)
+        missing = [kind for kind in self.groups or () if kind not in family.groups]
+        if (missing and not all_kinds) or not has:
+            wanted = (missing or list(self.effective_groups))[0]
+            raise UserError(
+                f"groups: {wanted}: this family keeps such groups whole: choose among {', '.join(family.groups)}"
+            )
+        return self.model_copy(update={"groups": list(has)})
 
     @property
     def num_gram_tokens(self) -> int | None:

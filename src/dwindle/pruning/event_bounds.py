@@ -93,10 +93,10 @@ class _Grid:
             shape = Shape(now.hidden - hidden, layout.heads, now.ffn - ffn)
             return anatomy.count(with_sizes(anatomy.source, shape, layout.kv_count(kv_count))).total
 
-        full, stem, ffn = count(0, 0), count(0, 0) - count(1, 0), count(0, 0) - count(0, 1)
+        ffn = count(0, 0) - count(0, 1)
         both = count(1, 0) - count(1, 1)
         self.i = _removable_hidden(anatomy.source, config)
-        self.a: Counts = full - self.i * stem
+        self.a: Counts = _curve(self.i, now.hidden, lambda hidden: count(now.hidden - hidden, 0))
         self.b: Counts = ffn - self.i * (ffn - both)
         self.most_j = max(now.ffn - config.min_ffn, 0) if "ffn" in config.effective_groups else 0
         self.events = layout.num_events + self.i
@@ -135,7 +135,7 @@ def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Even
     """
     source, config, round_to = anatomy.source, rounding_floors(config), config.round_to
     i = _removable_hidden(source, config)
-    full = _line(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
+    full = _curve(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
     excess: Counts = full - target.num_parameters
     fewest, left = -(-i // round_to), excess.clip(0)
     for number, size in sorted(_kinds(anatomy, config, i, np.max), key=lambda kind: -kind[1][0]):
@@ -172,10 +172,10 @@ def _removable_hidden(source: Structure, config: PruneConfig) -> Counts:
     return np.arange(max(len(source.hidden) - config.min_hidden, 0) + 1 if "stem" in config.effective_groups else 1)
 
 
-def _line(i: Counts, hidden: int, count: Callable[[int], int]) -> Counts:
-    """The count for each number ``i`` of removed hidden channels: every tensor has at most one hidden axis."""
-    full = count(hidden)
-    return full - i * (full - count(hidden - 1))
+def _curve(i: Counts, hidden: int, count: Callable[[int], int]) -> Counts:
+    """The count for each number ``i`` of removed hidden channels, a quadratic: tensors have up to two hidden axes."""
+    full, once, twice = (count(max(hidden - removed, 0)) for removed in range(3))
+    return full - i * (full - once) + i * (i - 1) // 2 * (full - 2 * once + twice)
 
 
 def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[..., Counts]) -> list[tuple[int, Counts]]:
@@ -187,7 +187,7 @@ def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[...,
         sizes = list[Counts]()
         for layer in layers.values():
             for steps in steps_of(source.layers[layer]):
-                lines = [_line(i, len(source.hidden), partial(anatomy.count_layer, layer, layer=la)) for la in steps]
+                lines = [_curve(i, len(source.hidden), partial(anatomy.count_layer, layer, layer=la)) for la in steps]
                 sizes.append(lines[0] - lines[1])
         if number:
             kinds.append((number, pick(sizes, axis=0)))

@@ -39,7 +39,7 @@ def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
     shape = target.shape
     if shape is None:
         return target.num_parameters
-    found = layouts_of(anatomy.source, config, shape.heads)
+    found = layouts_of(anatomy.source, config.for_family(anatomy.family), shape.heads)
     return max(anatomy.count(with_sizes(anatomy.source, shape, la.kv_count(most_kv))).total for la in found)
 
 
@@ -68,12 +68,12 @@ class Layout:
 def layouts(structure: Structure, config: PruneConfig) -> list[Layout]:
     """The present layout and all that can be reached from it."""
     heads = Shape.of(structure).heads
-    if "attn" not in config.effective_groups:
+    if "attn" not in config.effective_groups or not heads:
         return [Layout(heads, None, 0)]
     least = min(max(config.min_heads, 1), heads)
     if config.attention == "cluster":
         return [Layout(n, None, heads - n) for n in range(heads, least - 1, -1)]
-    layer = structure.layers[0]
+    layer = structure.with_heads
     kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
     pairs = ((a, b) for a in range(kv, 0, -1) for b in range(per_kv, 0, -1))
     return [Layout(a * b, a, kv - a + per_kv - b) for a, b in pairs if a * b >= least]
@@ -101,7 +101,7 @@ def with_sizes(structure: Structure, shape: Shape, kv_count: KvCount) -> Structu
     """A structure of these sizes, for counting: every layer is pruned by as much as the smallest one must be."""
     now, layers = Shape.of(structure), list[Layer]()
     for layer in structure.layers:
-        heads = len(layer.query_heads) - now.heads + shape.heads
+        heads = len(layer.query_heads) - now.heads + shape.heads if layer.query_heads else 0
         kv = kv_count(layer, heads)
         kv_of_query = tuple(query * kv // heads for query in range(heads))
         layers.append(Layer(layer.query_heads[:heads], kv_of_query, layer.ffn[: len(layer.ffn) - now.ffn + shape.ffn]))
@@ -125,7 +125,7 @@ def rounded_shape(
     log sizes; more distant hidden sizes, and other numbers of heads, are tried only where nothing else fits.
     """
     multiple, own, every = config.round_to, Shape.of(natural), layouts(alive, config)
-    kv_heads = len(natural.layers[0].kv_heads)
+    kv_heads = len(natural.with_heads.kv_heads)
     same = [layout for layout in every if layout.heads == own.heads and layout.kv_heads in (None, kv_heads)]
     hiddens, widths = round_widths(Shape.of(alive), config)
     down = own.hidden // multiple * multiple
@@ -133,7 +133,8 @@ def rounded_shape(
 
     def distance(found: Rounded) -> float:
         new = found.shape
-        return abs(log(new.hidden / own.hidden)) + abs(log(new.ffn / own.ffn)) + abs(log(new.heads / own.heads))
+        heads = abs(log(new.heads / own.heads)) if own.heads else 0.0
+        return abs(log(new.hidden / own.hidden)) + abs(log(new.ffn / own.ffn)) + heads
 
     for heads, wide in ((same, near), (same, hiddens), (every, hiddens)):
         fits: list[Rounded] = []

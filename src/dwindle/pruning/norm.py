@@ -17,11 +17,11 @@ class ActiveRMSNorm(nn.Module):
 
     active_width: Tensor
 
-    def __init__(self, stock: Any, *, gain_in_float32: bool) -> None:
+    def __init__(self, stock: Any, *, gain_in_float32: bool, gain_offset: float = 0.0) -> None:
         super().__init__()
         self.weight: nn.Parameter = stock.weight
-        self.variance_epsilon: float = stock.variance_epsilon
-        self.gain_in_float32 = gain_in_float32
+        self.variance_epsilon: float = stock.eps if hasattr(stock, "eps") else stock.variance_epsilon
+        self.gain_in_float32, self.gain_offset = gain_in_float32, gain_offset
         width = torch.tensor(float(self.weight.numel()), device=self.weight.device)
         self.register_buffer("active_width", width, persistent=False)
 
@@ -31,6 +31,8 @@ class ActiveRMSNorm(nn.Module):
         x_BLD = x_BLD.to(wide)
         mean_square = x_BLD.pow(2).sum(-1, keepdim=True) / self.active_width
         x_BLD = x_BLD * torch.rsqrt(mean_square + self.variance_epsilon)
+        if self.gain_offset:
+            return (x_BLD * (self.gain_offset + self.weight.to(wide))).to(dtype)
         if self.gain_in_float32:
             return (self.weight * x_BLD).to(dtype)
         return self.weight * x_BLD.to(dtype)

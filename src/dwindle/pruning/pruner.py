@@ -55,7 +55,7 @@ class Pruner(Callback):
     ) -> None:
         self.prunable = prunable
         self.pacing = pacing
-        self.config = config
+        self.config = config = config.for_family(prunable.anatomy.family)
         self.seed = seed
         self.source = source
         self.rebuild = rebuild
@@ -159,8 +159,7 @@ class Pruner(Callback):
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
         anatomy, parameters = self.prunable.anatomy, self.prunable.parameters
-        rows = (anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn"))
-        gradients = {row.name: local(g) for row in rows if (g := parameters[row.name].grad) is not None}
+        gradients = {row.name: local(g) for _, row in anatomy.outputs if (g := parameters[row.name].grad) is not None}
         fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)

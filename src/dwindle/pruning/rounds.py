@@ -47,6 +47,7 @@ def prune_in_rounds(
 ) -> list[Event]:
     """Prune the model in place; the ledger of what was removed."""
     anatomy = prunable.anatomy
+    config = config.for_family(anatomy.family)
     strategy, pacing = make_strategy(anatomy, target, config), _pacing(anatomy, target, config)
     events, num_events = [source_event(source, anatomy, config.record())], 0
     passes = 1 if windows is None else len(windows)

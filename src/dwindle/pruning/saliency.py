@@ -52,8 +52,7 @@ class LayerCurvature(Mapping[str, Tensor]):
     ) -> None:
         self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
         self._exchange = exchange or Exchange()
-        anatomy = prunable.anatomy
-        rows = [anatomy.output_row(layer, kind) for layer in range(anatomy.num_layers) for kind in ("attn", "ffn")]
+        rows = [row for kind, row in prunable.anatomy.outputs if kind != "whole"]
         self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -190,14 +189,14 @@ def begin_scores(
     over weights and gradients instead of eight, for GPUs; results differ by rounding.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
-    columns: dict[str, list[Tensor]] = {"attn": [], "ffn": []}
+    columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
-    for kind, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+    for kind, _, weight, gradient, fisher in _operands(prunable, gradients, fishers):
         row, column = sums(metric.score, weight, gradient, fisher)
         rows.append(row)
         columns[kind].append(column)
-    heads = torch.cat(columns["attn"]).view(-1, prunable.anatomy.head_dim).sum(1)
-    weight = prunable.parameters[prunable.anatomy.output_row(0, "attn").name]
+    heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
+    weight = prunable.parameters[prunable.anatomy.output_row(0, "ffn").name]
     stem = rows[0].new_zeros(weight.shape[0])
     first, held = row_range(weight)
     torch.sum(torch.stack(rows), 0, out=stem[first : first + held])
@@ -221,7 +220,7 @@ def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
     """Signed sums over the query heads of each key/value head."""
     found = []
     for layer, values in zip(structure.layers, heads, strict=True):
-        where = torch.tensor(places(layer.kv_of_query, layer.kv_heads))
+        where = torch.tensor(places(layer.kv_of_query, layer.kv_heads), dtype=torch.long)
         found.append(values.new_zeros(len(layer.kv_heads)).index_add(0, where, values))
     return found
 
@@ -248,14 +247,22 @@ class ElementScores:
         self, prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
     ) -> None:
         self.structure = prunable.physical
-        self._heads_OH: list[Tensor] = []
-        self._channels_ON: list[Tensor] = []
-        for kind, element_OI in _elements(prunable, gradients, fishers, metric):
-            if kind == "attn":
-                self._heads_OH.append(element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2).cpu())
+        nothing = torch.zeros(len(self.structure.hidden), 0)
+        self._heads_OH = [nothing] * prunable.anatomy.num_layers
+        self._channels_ON = [nothing] * prunable.anatomy.num_layers
+        self._whole_OI: list[Tensor] = []
+        """Elements of the other output projections: they count for hidden channels only."""
+        for row, element_OI in _elements(prunable, gradients, fishers, metric):
+            assert row.layer is not None
+            if row.axes[1] == ("query",):
+                by_head = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim)
+                self._heads_OH[row.layer] = by_head.sum(2).cpu()
+            elif row.axes[1] == ("ffn",):
+                self._channels_ON[row.layer] = element_OI.cpu()
             else:
-                self._channels_ON.append(element_OI.cpu())
-        everything = self._heads_OH + self._channels_ON
+                hidden = row.axes[1] == ("hidden",)  # these columns are removed with the rows
+                self._whole_OI.append((element_OI if hidden else element_OI.sum(1, keepdim=True)).cpu())
+        everything = self._heads_OH + self._channels_ON + self._whole_OI
         self.current = Scores(
             self.structure,
             [e.sum(0, dtype=torch.float64) for e in self._heads_OH],
@@ -268,6 +275,7 @@ class ElementScores:
         other.current = self.current.copy()
         other._heads_OH = [e.clone() for e in self._heads_OH]
         other._channels_ON = [e.clone() for e in self._channels_ON]
+        other._whole_OI = [e.clone() for e in self._whole_OI]
         return other
 
     def remove(self, group: Group) -> None:
@@ -275,6 +283,10 @@ class ElementScores:
         scores = self.current
         if group.kind == "stem":
             rows = places(group.members[0], self.structure.hidden)
+            for element in self._whole_OI:
+                if element.shape[1] == len(self.structure.hidden):
+                    scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
+                    element[:, rows] = 0
             scores.stem[rows] = float("inf")
             for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
                 for element, total in zip(elements, sums, strict=True):
@@ -293,20 +305,23 @@ class ElementScores:
 
 def _elements(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
-) -> Iterator[tuple[str, Tensor]]:
-    """(``attn`` or ``ffn``, element scores) of every output projection."""
-    for kind, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+) -> Iterator[tuple[Row, Tensor]]:
+    """(row, element scores) of every output projection."""
+    for _, row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
         assert fisher is not None
-        yield kind, metric.score(weight, gradient, fisher)
+        yield row, metric.score(weight, gradient, fisher)
 
 
 def _operands(
     prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor] | None
-) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
-    """(``attn`` or ``ffn``, w, g, f) of every output projection; w replaces what was not collected."""
-    for layer in range(prunable.anatomy.num_layers):
-        for kind in ("attn", "ffn"):
-            name = prunable.anatomy.output_row(layer, kind).name
-            weight = local(prunable.parameters[name].detach())
-            fisher = None if fishers is None else local(fishers.get(name, weight))
-            yield kind, weight, local(gradients.get(name, weight)), fisher
+) -> Iterator[tuple[str, Row, Tensor, Tensor, Tensor | None]]:
+    """(kind, row, w, g, f) of every output projection; w replaces what was not collected.
+
+    Layer-wise metrics skip projections whose columns belong to no group of the layer: their inputs are not recorded.
+    """
+    for kind, row in prunable.anatomy.outputs:
+        if kind == "whole" and isinstance(fishers, LayerCurvature):
+            continue
+        weight = local(prunable.parameters[row.name].detach())
+        fisher = None if fishers is None else local(fishers.get(row.name, weight))
+        yield kind, row, weight, local(gradients.get(row.name, weight)), fisher

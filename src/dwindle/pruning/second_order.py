@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from dwindle.anatomy.structure import Kind, Structure
 from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes
-from dwindle.distributed.shards import gathered, is_idle, local
+from dwindle.distributed.shards import gathered, is_idle, is_sharded, local, row_range
 from dwindle.pruning.gram import Gram, Inputs, Regression, Sample, finished, removal_update, spread
 from dwindle.pruning.saliency import Metric
 from dwindle.pruning.surgery import Prunable
@@ -66,25 +66,25 @@ def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden"
     readers: dict[tuple[str, str], list[Row]] = {}
     for row in anatomy.rows:
         if row.layer is not None and len(row.axes) == 2 and row.axes[1][0] in units:
-            parent = row.module.rpartition(".")[0]
+            writes = row.axes == (("hidden",), ("hidden",))  # its inputs are inside the block, not the residual stream
+            parent = row.module if writes else row.module.rpartition(".")[0]
             readers.setdefault((parent, row.axes[1][0]), []).append(row)
-    names = {row.name for row in anatomy.rows}
     taps = [
-        Tap(rows[0].module, tuple(rows), unit, norm=_norm_before(parent, names) if unit == "hidden" else None)
+        Tap(rows[0].module, tuple(rows), unit, norm=_norm_before(parent, anatomy) if unit == "hidden" else None)
         for (parent, unit), rows in readers.items()
     ]
     if "hidden" in units:
         heads = tuple(row for row in anatomy.rows if row.name == "lm_head.weight")  # none where it is tied
-        taps.append(Tap("model.norm", heads, "hidden", at_output=True, norm="model.norm.weight"))
+        final = next(row for row in anatomy.rows if row.layer is None and row.is_norm)
+        taps.append(Tap(final.module, heads, "hidden", at_output=True, norm=final.name))
     return taps
 
 
-def _norm_before(parent: str, names: set[str]) -> str | None:
-    """Families with an input norm have one before the attention and one before the FFN."""
+def _norm_before(parent: str, anatomy: Anatomy) -> str | None:
+    """The gain in front of a block, in families that have one there."""
     layer, _, part = parent.rpartition(".")
-    if f"{layer}.input_layernorm.weight" not in names:
-        return None
-    return f"{layer}.{'input' if part == 'self_attn' else 'post_attention'}_layernorm.weight"
+    norm = anatomy.family.norm_before.get(part)
+    return None if norm is None else f"{layer}.{norm}.weight"
 
 
 class InputTaps:
@@ -269,12 +269,13 @@ def repair(
     All problems are launched on the device before the first result is read.
     """
     exchange = exchange or Exchange()
+    offset = prunable.anatomy.family.gain_offset
     problems = _problems(prunable, keep)
     factors: dict[int, Tensor] = {}
     regressions: dict[int, Regression] = {}
     for problem in problems:
         number, tap = problem.number, problem.tap
-        gain = None if tap.norm is None else gathered(prunable.parameters[tap.norm])
+        gain = None if tap.norm is None else gathered(prunable.parameters[tap.norm]) + offset
         seen = inputs[tap.key].at_owner(number, exchange)
         if exchange.is_mine(number):
             if gain is not None:
@@ -316,7 +317,20 @@ def _apply(
             removal_update(weight, removed_P, a_PN)
     if gain is not None:
         factor = gain.new_zeros(()) if factor is None else factor.to(gain.dtype)
-        gain.div_(exchange.from_owner(problem.number, factor))
+        factor = exchange.from_owner(problem.number, factor)
+        offset = prunable.anatomy.family.gain_offset
+        if offset:
+            gain.add_(offset).div_(factor).sub_(offset)
+            gain.masked_fill_(_pruned_rows(prunable, cast(str, tap.norm)), 0.0)
+        else:
+            gain.div_(factor)
+
+
+def _pruned_rows(prunable: Prunable, norm: str) -> Tensor:
+    """Which of this process's entries of a norm are pruned already."""
+    parameter = prunable.parameters[norm]
+    first, count = row_range(parameter) if is_sharded(parameter) else (0, len(parameter))
+    return prunable.pruned["stem"][0][first : first + count].to(parameter.device)
 
 
 def norm_factor(mean_square_N: Tensor, gain_N: Tensor, removed_P: Tensor, num_kept: int) -> Tensor:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Removed, Row, cut
-from dwindle.anatomy.build import build, build_on_meta, config_for
+from dwindle.anatomy.build import build, build_on_meta, config_for, stock_form
 from dwindle.anatomy.structure import Group, Kind, Structure
+from dwindle.core.errors import UserError
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
@@ -99,7 +100,7 @@ class Prunable:
         if not any(is_sharded(parameter) for _, parameter in self._parameters()):
             return cut(self.model, self.anatomy, keep, self.physical)
         whole = {row.name: self._cut(row, gathered(p), keep).to("cpu", copy=True) for row, p in self._parameters()}
-        smaller = build(config_for(self.model.config, keep), whole)
+        smaller = stock_form(build(config_for(self.model.config, keep), whole))
         smaller.generation_config = self.model.generation_config
         return smaller
 
@@ -280,13 +281,16 @@ def _with_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
 def _install_norms(model: nn.Module, anatomy: Anatomy) -> list[tuple[Row, ActiveRMSNorm]]:
     installed = []
     for row in anatomy.rows:
-        if not row.is_norm:
+        if not row.is_norm or (row.axes == (("hidden",),) and "stem" not in anatomy.family.groups):
             continue
         parent = model.get_submodule(row.module.rpartition(".")[0])
         name = row.module.rpartition(".")[2]
         norm: Any = getattr(parent, name)
+        if isinstance(norm, nn.LayerNorm):
+            raise UserError(f"{row.module} is a LayerNorm, which subtracts the mean: leave stem out of its groups")
         if not isinstance(norm, ActiveRMSNorm):
-            norm = ActiveRMSNorm(norm, gain_in_float32=anatomy.family.gain_in_float32)
+            family = anatomy.family
+            norm = ActiveRMSNorm(norm, gain_in_float32=family.gain_in_float32, gain_offset=family.gain_offset)
             setattr(parent, name, norm)
         installed.append((row, norm))
     return installed

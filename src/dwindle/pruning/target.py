@@ -20,10 +20,10 @@ class Shape:
 
     @classmethod
     def of(cls, structure: Structure) -> Shape:
-        """The shape of a structure; of layers that differ, the smallest sizes."""
+        """The shape of a structure; of layers that differ, the smallest sizes. Layers without heads do not count."""
         return cls(
             len(structure.hidden),
-            min(len(la.query_heads) for la in structure.layers),
+            min((len(la.query_heads) for la in structure.layers if la.query_heads), default=0),
             min(len(la.ffn) for la in structure.layers),
         )
 
@@ -33,7 +33,7 @@ Sizes = dict[str, int | list[int]]
 
 def sizes_of(structure: Structure) -> Sizes:
     """Hidden size, heads and FFN width; the smallest and the largest where layers differ."""
-    heads = [len(la.query_heads) for la in structure.layers]
+    heads = [len(la.query_heads) for la in structure.layers if la.query_heads] or [0]
     widths = [len(la.ffn) for la in structure.layers]
     spans = {"heads": heads, "ffn": widths}
     own = {name: min(of) if min(of) == max(of) else [min(of), max(of)] for name, of in spans.items()}

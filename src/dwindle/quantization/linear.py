@@ -118,11 +118,13 @@ class Embedding8(nn.Module):
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, scale: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+        """``factor`` multiplies every embedding (Gemma)."""
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
-        self.dtype = dtype
+        self.dtype, self.factor = dtype, factor
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids].to(self.dtype) * self.scale[ids][..., None].to(self.dtype)
+        rows = self.weight[ids].to(self.dtype) * self.scale[ids][..., None].to(self.dtype)
+        return rows if self.factor == 1.0 else rows * torch.tensor(self.factor, dtype=self.dtype, device=rows.device)

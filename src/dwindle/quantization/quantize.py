@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy.build import build_on_meta
+from dwindle.anatomy.build import build_on_meta, restore_buffers
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
@@ -191,7 +191,8 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
     embedding = smaller.model.embed_tokens.weight
     dtype = embedding.dtype
     values, scale = quantize_rows(embedding.float())
-    smaller.model.embed_tokens = Embedding8(values, scale, dtype)
+    factor = getattr(smaller.model.embed_tokens, "scalar_embed_scale", 1.0)
+    smaller.model.embed_tokens = Embedding8(values, scale, dtype, factor)
     if not tied:
         values, scale = quantize_rows(head.weight.float())
     bias = None if head.bias is None else head.bias.detach()
@@ -291,15 +292,14 @@ def load(source: str | PathLike[str]) -> Loaded:
     missing = [name for name in missing if "rotary_emb" not in name]
     if missing or unexpected:
         raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not fit the model: quantize it again")
-    backbone = model.model
-    backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config)
+    restore_buffers(model, "cpu")
     return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
 
 
 def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The model with its integer modules, which follow from the scheme."""
     scheme, group = SCHEMES[description["scheme"]], description["group"]
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_with_infinities)
     model: Any = build_on_meta(_config(raw))
     rounds = scheme.activation_bits is not None
     for name, module in list(model.named_modules()):
@@ -313,8 +313,14 @@ def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tenso
             _replace(model, name, Linear4(weight, scale, low, bias, in_features=width, group=group))
     dtype = getattr(torch, str(raw.get("dtype") or "float32"))
     name = "model.embed_tokens"
-    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype)
+    factor = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype, factor)
     return model
+
+
+def _with_infinities(data: dict[str, Any]) -> Any:
+    """transformers writes an infinite number as an object, because JSON has none."""
+    return float(data["__float__"]) if data.keys() == {"__float__"} else data
 
 
 def _config(raw: dict[str, Any]) -> Any:

@@ -130,7 +130,7 @@ def _smooth_place(
     key = place.readers[0]
     result.chosen[key], result.error_before[key], result.error_after[key] = best[1], plain, best[0]
     if best[2] is not None:
-        _migrate(model, place, layer, anatomy.head_dim, best[2])
+        _migrate(model, place, layer, anatomy, best[2])
         for name in place.readers:
             there = inputs[name]
             there.peak, there.sample = there.peak / best[2], there.sample / best[2]
@@ -163,13 +163,13 @@ def _tied(scale: Tensor, place: Place, layer: Layer, head_dim: int) -> Tensor:
     return shared[owners].flatten()
 
 
-def _migrate(model: Any, place: Place, layer: Layer, head_dim: int, scale: Tensor) -> None:
+def _migrate(model: Any, place: Place, layer: Layer, anatomy: Anatomy, scale: Tensor) -> None:
     for name in place.readers:
         weight = model.get_submodule(name).weight
         weight.mul_(scale.to(weight.dtype))
     if place.kind == "value":
         first = [layer.kv_of_query.index(kv) for kv in layer.kv_heads]
-        scale = scale.view(-1, head_dim)[first].flatten()
+        scale = scale.view(-1, anatomy.head_dim)[first].flatten()
     parameters = dict(model.named_parameters())
     written = [parameters[place.writer]]
     bias = place.writer.removesuffix("weight") + "bias"
@@ -177,11 +177,17 @@ def _migrate(model: Any, place: Place, layer: Layer, head_dim: int, scale: Tenso
         written.append(parameters[bias])
     for tensor in written:
         rows = tensor[-len(scale) :]  # the last part of a fused projection: v of qkv, up of gate_up
-        rows.div_(scale.to(tensor.dtype) if tensor.ndim == 1 else scale.to(tensor.dtype)[:, None])
+        divisor = scale.to(tensor.dtype) if tensor.ndim == 1 else scale.to(tensor.dtype)[:, None]
+        offset = anatomy.family.gain_offset if place.kind == "norm" else 0.0
+        rows.add_(offset).div_(divisor).sub_(offset)
 
 
 def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
-    """All places that can absorb a division; with norms after the blocks (OLMo 2) only v and up can."""
+    """All places that can absorb a division; with norms after the blocks (OLMo 2) only v and up can.
+
+    Without a gate (Arcee) the rows of up cannot: the activation behind them is not linear. Blocks of other kinds
+    (convolutions, linear attention) are left as they are.
+    """
     names = {name for name, _ in model.named_parameters()}
     for layer in range(anatomy.num_layers):
         prefix = f"model.layers.{layer}."
@@ -191,10 +197,11 @@ def _places(model: Any, anatomy: Anatomy) -> Iterator[Place]:
 
         attention = present(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"))
         ffn = present(("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"))
-        if f"{prefix}input_layernorm.weight" in names:
-            yield Place(layer, attention, f"{prefix}input_layernorm.weight", "norm")
-            yield Place(layer, ffn, f"{prefix}post_attention_layernorm.weight", "norm")
-        value = present(("self_attn.v_proj", "self_attn.qkv_proj"))[0]
-        up = present(("mlp.up_proj", "mlp.gate_up_proj"))[0]
-        yield Place(layer, (f"{prefix}self_attn.o_proj",), f"{value}.weight", "value")
-        yield Place(layer, (f"{prefix}mlp.down_proj",), f"{up}.weight", "up")
+        for part, readers in (("self_attn", attention), ("mlp", ffn)):
+            if readers and (norm := anatomy.family.norm_before.get(part)) is not None:
+                yield Place(layer, readers, f"{prefix}{norm}.weight", "norm")
+        values = present(("self_attn.v_proj", "self_attn.qkv_proj"))
+        if present(("self_attn.o_proj",)) and anatomy.source.layers[layer].query_heads:
+            yield Place(layer, (f"{prefix}self_attn.o_proj",), f"{values[0]}.weight", "value")
+        if ffn and ffn != (f"{prefix}mlp.up_proj",):
+            yield Place(layer, (f"{prefix}mlp.down_proj",), f"{ffn[-1]}.weight", "up")

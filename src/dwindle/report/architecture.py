@@ -112,7 +112,7 @@ def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> Architectu
     gone_queries = gone["attn"] or [set() for _ in layers]
     gone_ffn = gone["ffn"] or [set() for _ in layers]
     maps = [_kv_map(layer) for layer in layers]
-    counts = [1 + max(removed.union(known)) for removed, known in zip(gone_queries, maps, strict=True)]
+    counts = [1 + max(removed.union(known), default=-1) for removed, known in zip(gone_queries, maps, strict=True)]
     group = _queries_per_kv(maps, counts)
     views = []
     for place, layer in enumerate(layers):

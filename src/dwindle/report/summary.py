@@ -158,7 +158,7 @@ def _architecture(view: ArchitectureView) -> dict[str, Any]:
         ["key/value heads per layer", format_range(kv_before) if known else "unknown", format_range(kv_after)],
         ["FFN channels per layer", format_range(ffn[0]), format_range(ffn[1])],
     ]
-    if known:
+    if known and any(kv_before):
         totals.append(["key/value cache", "100%", f"{sum(kv_after) / sum(kv_before):.0%}"])
     return {
         **view.to_json(),

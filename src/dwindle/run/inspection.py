@@ -167,13 +167,10 @@ def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
     def parameters_of(group: Group) -> int:
         return anatomy.count(structure).total - anatomy.count(structure.without(group)).total
 
-    last_kv = [
-        tuple(q for q, kv in zip(la.query_heads, la.kv_of_query, strict=True) if kv == la.kv_heads[-1])
-        for la in structure.layers
-    ]
-    sizes = {"attn": parameters_of(Group("attn", tuple(la.query_heads[-1:] for la in structure.layers)))}
+    last_kv = [la.queries_of(la.kv_heads[-1]) if la.kv_heads else () for la in structure.layers]
+    groups = {"attn": Group("attn", tuple(la.query_heads[-1:] for la in structure.layers))}
     if any(len(queries) > 1 for queries in last_kv):
-        sizes["attn_kv"] = parameters_of(Group("attn", tuple(last_kv)))
-    sizes["ffn"] = parameters_of(Group("ffn", tuple(la.ffn[-1:] for la in structure.layers)))
-    sizes["stem"] = parameters_of(Group("stem", (structure.hidden[-1:],)))
-    return sizes
+        groups["attn_kv"] = Group("attn", tuple(last_kv))
+    groups["ffn"] = Group("ffn", tuple(la.ffn[-1:] for la in structure.layers))
+    groups["stem"] = Group("stem", (structure.hidden[-1:],))
+    return {name: parameters_of(group) for name, group in groups.items() if group.kind in anatomy.family.groups}

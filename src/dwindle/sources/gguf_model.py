@@ -1,7 +1,8 @@
 """From a GGUF header to a transformers configuration and state dict, one table row per architecture.
 
 Row order of q and k: llama.cpp's converter reorders them for the architectures that derive from its LlamaModel (llama,
-deci, granite, smollm3), but not for the NeoX-style ones (qwen2, qwen3, phi3, olmo2).
+deci, granite, smollm3, arcee, mistral3), but not for the NeoX-style ones (qwen2, qwen3, phi3, olmo2, exaone4, gemma3,
+seed_oss, hunyuan-dense), nor for glm4 and ernie4_5, whose rotation is interleaved in transformers too.
 
 ``deci`` is llama.cpp's name for a Llama whose layers have different sizes, with or without q/k/v biases (with them it
 is a Qwen2 here).
@@ -18,14 +19,17 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from dwindle.anatomy.build import config_for
-from dwindle.anatomy.modeling_dwindle import layer_shapes
+from dwindle.anatomy.families import family_of
+from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
 from dwindle.sources.common import config_reason, interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
 
-STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+    "token_embd_norm": "model.embedding_norm"  # the final norm of LFM2
+}
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -35,6 +39,8 @@ _ATTENTION = {
 _FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 _PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LLAMA_LAYER = {**_PRE_NORMS, **_ATTENTION, **_FEED_FORWARD}
 
 
@@ -53,6 +59,10 @@ class GgufArchitecture:
     """The configuration has ``attention_bias``, which is set if the file has such tensors."""
     states_head_dim: bool = False
     """The configuration class has ``head_dim``."""
+    biases: tuple[str, ...] | None = None
+    """Parts whose biases llama.cpp adds; None: not restricted."""
+    window_period: int | None = None
+    """llama.cpp computes sliding windows, in all layers but every n-th; this n if the file does not state it."""
 
 
 _LLAMA = GgufArchitecture(
@@ -94,15 +104,95 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
             **_ATTENTION,
             **_FEED_FORWARD,
             **_QK_NORMS,
-            "post_attention_norm": "post_attention_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
+            **_POST_NORMS,
         },
         optional_biases=True,
+        biases=(),
+        window_period=4,
+    ),
+    "lfm2": GgufArchitecture(
+        model_type="lfm2",
+        layer={
+            "attn_norm": "operator_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        keys={"shortconv.l_cache": ("conv_L_cache", 3)},
+        biases=(),
     ),
     "smollm3": GgufArchitecture(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
+    "exaone4": GgufArchitecture(
+        model_type="exaone4", layer={**_ATTENTION, **_FEED_FORWARD, **_QK_NORMS, **_POST_NORMS}, biases=()
+    ),
+    "mistral3": GgufArchitecture(
+        model_type="ministral3", layer=_LLAMA_LAYER, permuted=True, states_head_dim=True, biases=()
+    ),
+    "seed_oss": GgufArchitecture(
+        model_type="seed_oss",
+        layer={
+            **_ATTENTION,
+            **_FEED_FORWARD,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        optional_biases=True,
+        states_head_dim=True,
+        biases=_QKV,
+    ),
+    "ernie4_5": GgufArchitecture(model_type="ernie4_5", layer=_LLAMA_LAYER, states_head_dim=True, biases=()),
+    "hunyuan-dense": GgufArchitecture(
+        model_type="hunyuan_v1_dense",
+        layer={
+            **_LLAMA_LAYER,
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        states_head_dim=True,
+        biases=(),
+    ),
+    "glm4": GgufArchitecture(
+        model_type="glm4",
+        layer={
+            **_ATTENTION,
+            **_PRE_NORMS,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        optional_biases=True,
+        states_head_dim=True,
+        biases=_QKV,
+    ),
+    "arcee": GgufArchitecture(model_type="arcee", layer=_LLAMA_LAYER, permuted=True, states_head_dim=True, biases=()),
+    "gemma3": GgufArchitecture(
+        model_type="gemma3_text",
+        layer={
+            **_ATTENTION,
+            **_FEED_FORWARD,
+            **_QK_NORMS,
+            **_POST_NORMS,
+            "attn_norm": "input_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+        },
+        states_head_dim=True,
+        biases=(),
+        window_period=6,
+    ),
 }
 
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
 _STEM_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 _ROPE_TENSORS = re.compile(r"(blk\.\d+\.)?(rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
 
@@ -150,7 +240,36 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["mlp_bias"] = True
     if file.architecture == "deci":
         return _per_layer_config(file, values, layers)
-    return _make_config(file, architecture.model_type, values)
+    model_type = architecture.model_type
+    if architecture.window_period is not None and (window := file.get("attention.sliding_window")):
+        model_type = "olmo3" if model_type == "olmo2" else model_type
+        values |= _windowed(file, architecture.window_period, values) | {"sliding_window": int(window)}
+    if model_type == "exaone4":
+        values |= {"sliding_window": None, "layer_types": ["full_attention"] * len(layers)}
+    if model_type == "lfm2":
+        kinds = file.get("attention.head_count_kv")
+        kinds = kinds if isinstance(kinds, list) else [kinds] * len(layers)
+        values |= {"norm_eps": values.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
+        values["layer_types"] = ["full_attention" if count else "conv" for count in kinds]
+    if model_type == "gemma3_text":
+        values["query_pre_attn_scalar"] = head_dim
+    return _make_config(file, model_type, values)
+
+
+def _windowed(file: GgufFile, period: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Layer types and rotations of a model with sliding-window layers."""
+    stated = file.get("attention.sliding_window_pattern", period)
+    num_layers = values["num_hidden_layers"]
+    slides = stated if isinstance(stated, list) else [(n + 1) % stated != 0 for n in range(num_layers)]
+    rope = values["rope_parameters"]
+    own = 10000.0 if file.architecture == "gemma3" else rope["rope_theta"]
+    return {
+        "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", own))},
+        },
+    }
 
 
 def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple[int, int, int]]) -> PreTrainedConfig:
@@ -174,7 +293,12 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
     num_layers = _whole(file, "block_count")
     if file.architecture != "deci":
         heads = _whole(file, "attention.head_count")
-        size = (heads, _whole(file, "attention.head_count_kv", heads), _whole(file, "feed_forward_length"))
+        kv_heads = file.get("attention.head_count_kv", heads)
+        if file.architecture == "lfm2" and isinstance(kv_heads, list) and len({*kv_heads} - {0}) == 1:
+            kv_heads = max(kv_heads)  # 0 in convolutions
+        else:
+            kv_heads = _whole(file, "attention.head_count_kv", heads)
+        size = (heads, kv_heads, _whole(file, "feed_forward_length"))
         return [size] * num_layers
     columns = []
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
@@ -222,18 +346,21 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     unknown = sorted(name for name, target in renamed.items() if target is None)
     if unknown:
         raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
-    per_kv = [shape["queries_per_kv"] for shape in layer_shapes(config)]
+    per_kv = queries_per_kv(config)
     heads = {"attn_q": [sum(counts) for counts in per_kv], "attn_k": [len(counts) for counts in per_kv]}
     result: dict[str, torch.Tensor] = {}
     for name, target in track(renamed.items(), f"reading {file.path.name}", len(renamed)):
         assert target is not None
         tensor = torch.from_numpy(file.read(name))
         part = name.split(".")[-2]
+        tensor = tensor.unsqueeze(1) if target.endswith(".conv.conv.weight") else tensor
         if architecture.permuted and part in heads:
             count = heads[part][int(name.split(".")[1])]
             if tensor.shape[0] % (2 * count):
                 raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
             tensor = interleaved_to_halves(tensor, count)
+        if target.endswith("norm.weight"):
+            tensor = tensor - family_of(config.model_type).gain_offset
         result[target] = tensor.to(dtype)
     return result
 
@@ -257,10 +384,13 @@ def _refuse_unsupported(file: GgufFile) -> None:
     key_length, value_length = file.get("attention.key_length"), file.get("attention.value_length")
     if key_length != value_length and None not in (key_length, value_length):
         raise _refuse(file, f"has keys of size {key_length} but values of size {value_length}")
-    if file.architecture != "phi3" and file.architecture != "llama" and file.get("attention.sliding_window"):
+    windowed = file.architecture in ("phi3", "llama") or architecture_of(file).window_period is not None
+    if file.get("attention.sliding_window") and not windowed:
         raise _refuse(file, "uses a sliding attention window, which is not supported")
-    for key in ("attention.clamp_kqv", "attention.temperature_scale", "logit_softcapping"):
-        if file.get(key):
+    if (file.architecture, file.get("block_count")) in (("exaone4", 64), ("gemma3", 62)):
+        raise _refuse(file, "is of a size whose attention llama.cpp sets by itself, which is not supported")
+    for key in ("attention.clamp_kqv", "attention.temperature_scale", "logit_softcapping", "final_logit_softcapping"):
+        if file.get(key) and (key, file.architecture) != ("attention.temperature_scale", "mistral3"):
             raise _refuse(file, f"sets {file.architecture}.{key}, which is not supported")
 
 
@@ -288,7 +418,7 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
     rotary_dim = int(file.get("rope.dimension_count") or head_dim)
     if rotary_dim != head_dim:
-        if file.architecture != "phi3":
+        if file.architecture not in ("phi3", "glm4"):
             raise _refuse(file, f"rotates {rotary_dim} of {head_dim} channels, which is not supported")
         rope["partial_rotary_factor"] = rotary_dim / head_dim
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
@@ -309,11 +439,10 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise _refuse(file, f"scales its positions by {kind!r}, which is not supported")
-    # llama.cpp multiplies the attention factor of YaRN by these; transformers has no such parameter
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+    for key in ("yarn_attn_factor", "yarn_ext_factor"):
         if file.get(f"rope.scaling.{key}", 1.0) != 1.0:
             raise _refuse(file, f"sets {file.architecture}.rope.scaling.{key}, which is not supported")
-    rope = {"rope_type": "yarn", "factor": factor}
+    rope = {"rope_type": "yarn", "factor": factor, **_yarn_attention(file, factor)}
     original = file.get("rope.scaling.original_context_length")
     if original:
         rope["original_max_position_embeddings"] = int(original)
@@ -321,6 +450,32 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         if (value := file.get(f"rope.scaling.{key}")) is not None:
             rope[name] = float(value)
     return rope
+
+
+def _yarn_attention(file: GgufFile, factor: float) -> dict[str, Any]:
+    """What multiplies the rotations of YaRN, if it is not the usual factor; Ministral's scale of late queries."""
+    found: dict[str, Any] = {}
+    multiplier, mscale_all_dim = file.get("rope.scaling.attn_factor"), file.get("rope.scaling.yarn_log_multiplier")
+    if mscale_all_dim is not None and file.architecture != "mistral3" and mscale_all_dim != 1.0:
+        raise _refuse(file, f"sets {file.architecture}.rope.scaling.yarn_log_multiplier, which is not supported")
+    if mscale_all_dim is not None and file.architecture == "mistral3":
+        found |= {"mscale": 1.0, "mscale_all_dim": float(mscale_all_dim)}
+    if multiplier is not None and multiplier != 1.0:
+        found["attention_factor"] = float(multiplier) * yarn_factor({"factor": factor, **found})
+    if beta := file.get("attention.temperature_scale"):
+        found["llama_4_scaling_beta"] = float(beta)
+    return found
+
+
+def yarn_factor(rope: dict[str, Any]) -> float:
+    """The factor by which transformers multiplies the rotations of YaRN."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    growth = 0.1 * math.log(max(float(rope["factor"]), 1.0))
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return (growth * float(mscale) + 1.0) / (growth * float(mscale_all_dim) + 1.0)
+    return growth + 1.0
 
 
 def _longrope(file: GgufFile) -> dict[str, Any]:

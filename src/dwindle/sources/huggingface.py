@@ -18,12 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dwindle.anatomy.families import register_family
+from dwindle.anatomy.family_files import NAMES, file_beside
 from dwindle.core.errors import UserError, first_line
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
+from dwindle.sources.text_tower import read_text_tower, text_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
-_CONFIG_FILES = ["config.json", "generation_config.json"]
+_DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
+_CONFIG_FILES = ["config.json", "generation_config.json", *NAMES]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
 _SAFETENSORS_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
@@ -100,8 +104,21 @@ def _hub_reason(error: Exception) -> str:
 
 
 def read_config(folder: Path, where: str) -> PreTrainedConfig:
-    """The configuration of a directory, stock or ours."""
+    """The configuration of a directory, stock or ours; that of its text model if it is a vision-language model.
+
+    Dropout is switched off: with it, a masked model and a compacted one would train differently.
+    """
+    config = text_config(_read_config(folder, where))
+    for name in _DROPOUTS:
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    return config
+
+
+def _read_config(folder: Path, where: str) -> PreTrainedConfig:
     raw = _raw_config(folder, where)
+    if (table := file_beside(folder)) is not None:
+        register_family(table)
     with quiet_transformers():
         try:
             if _is_ours(raw):
@@ -135,6 +152,8 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     _refuse_quantized(raw, where)
     files, safetensors = _check_weight_files(folder, where)
     config = read_config(folder, where)
+    if config.model_type != raw["model_type"]:
+        return read_text_tower(folder, files, config, dtype, where)
     loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
     options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
     with quiet_transformers():

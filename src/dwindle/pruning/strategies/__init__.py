@@ -13,6 +13,7 @@ from dwindle.pruning.target import Target
 
 def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Strategy:
     """The strategy of a configuration; raises if the target is not reachable."""
+    config = config.for_family(anatomy.family)
     if config.method == "efficientllm":
         chosen: type[Strategy] = GlobalStrategy if config.selection == "global" else CoupledStrategy
     else:

@@ -182,7 +182,7 @@ class Selector:
 
     def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         least = int(scores.stem.argmin())
-        inputs = sum(len(la.query_heads) * self.anatomy.head_dim + len(la.ffn) for la in alive.layers)
+        inputs = self.anatomy.num_output_columns(alive)
         group = Group("stem", ((scores.structure.hidden[least],),))
         return self._candidate(alive, group, float(scores.stem[least]), inputs)
 
@@ -191,8 +191,11 @@ class Selector:
         pickers = [_one_query] if self.config.attention == "cluster" else self._regular_pickers(alive)
         best: _CoupledCandidate | None = None
         for pick in pickers:
-            members, total, heads = [], 0.0, 0
+            members, total, heads = list[tuple[int, ...]](), 0.0, 0
             for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
+                if not layer.query_heads:
+                    members.append(())
+                    continue
                 here, values = scores.structure.layers[number], score.numpy()
                 if layer.query_heads is not here.query_heads:
                     values = values[np.searchsorted(here.query_heads, layer.query_heads)]
@@ -208,7 +211,8 @@ class Selector:
 
     def _regular_pickers(self, alive: Structure) -> list[HeadPicker]:
         """Both keep every layer regular; only those from which the target's number of heads is still reachable."""
-        kv, per_kv = len(alive.layers[0].kv_heads), alive.layers[0].queries_per_kv[0]
+        layer = alive.with_heads
+        kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
         wanted = self.floor.heads
         exact = self.target.shape is not None and "attn" in self.groups
 
@@ -230,9 +234,9 @@ class Selector:
         for kind, key in (("attn", "heads"), ("ffn", "ffn"), ("stem", "hidden")):
             if kind not in self.groups and getattr(shape, key) != getattr(source, key):
                 raise UserError(f"target {key}={getattr(shape, key)} needs the group {kind}: add it to the groups")
-        layer = self.anatomy.source.layers[0]
-        kv, per_kv = len(layer.kv_heads), layer.queries_per_kv[0]
-        if self.config.attention == "regular" and not splits(shape.heads, kv, per_kv):
+        layer = self.anatomy.source.with_heads
+        kv, per_kv = len(layer.kv_heads), max(layer.queries_per_kv, default=0)
+        if layer.query_heads and self.config.attention == "regular" and not splits(shape.heads, kv, per_kv):
             reachable = sorted({a * b for a in range(1, kv + 1) for b in range(1, per_kv + 1)})
             raise UserError(
                 f"target heads={shape.heads}: with regular attention the heads can be {reachable}: "

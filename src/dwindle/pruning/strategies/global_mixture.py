@@ -108,7 +108,7 @@ class _Pool:
             dict(zip(la.query_heads, values.tolist(), strict=True))
             for la, values in zip(scores.structure.layers, scores.attn, strict=True)
         ]
-        self._inputs = sum(len(la.query_heads) * anatomy.head_dim + len(la.ffn) for la in alive.layers)
+        self._inputs = anatomy.num_output_columns(alive)
         layers, groups, mean = scores.structure.layers, config.effective_groups, config.compare == "mean"
         channels = [
             _by_score(values, here.ffn, left.ffn)
@@ -143,6 +143,7 @@ class _Pool:
         if chosen.kind == "stem":
             self._stem.remove_least_salient()
             self._hidden = len(rest.hidden)
+            self._inputs = self.anatomy.num_output_columns(rest)
         elif chosen.kind == "ffn":
             self._channels.remove_least_salient()
             self._inputs -= len(chosen.members)
@@ -157,6 +158,8 @@ class _Pool:
 
         The saliency orders layers: with ``mean`` it is that of a column, with ``saved`` that of a parameter.
         """
+        if not layer.query_heads:
+            return None
         values, ways = self._heads[number], list[tuple[tuple[int, ...], float]]()
         if self.config.attention == "cluster":
             ways = [((query,), values[query]) for query in layer.query_heads]
@@ -264,7 +267,7 @@ def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
 def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
     """Head layouts from which nothing more can be removed: the key/value head of each query."""
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
-    if "attn" not in config.effective_groups:
+    if "attn" not in config.effective_groups or not heads:
         return [layer.kv_of_query]
     least = min(max(config.min_heads, 1), heads)
     if config.attention == "cluster":  # in the worst case all of different key/value heads

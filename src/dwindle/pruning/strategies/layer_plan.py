@@ -62,7 +62,7 @@ def units_of(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
 def floors_of(source: Layer, config: PruneConfig) -> tuple[int, int]:
     """Minimum groups of heads and channels; all of them for a kind that is not prunable."""
     units = units_of(source, config)
-    heads = max(-(-config.min_heads // max(map(len, units))), 1)
+    heads = max(-(-config.min_heads // max(map(len, units), default=1)), 1)
     attn = min(heads, len(units)) if "attn" in config.effective_groups else len(units)
     ffn = min(max(config.min_ffn, 1), len(source.ffn)) if "ffn" in config.effective_groups else len(source.ffn)
     return attn, ffn

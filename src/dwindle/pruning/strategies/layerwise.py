@@ -269,7 +269,7 @@ class UniformStrategy(LayerwiseStrategy):
         """The cost of a pair of sizes; the lowest wins."""
         if self.config.balance == "ratio":
             full = plans[0].full
-            return abs(kept[0] / full[0] - kept[1] / full[1])
+            return abs(kept[0] / full[0] - kept[1] / full[1]) if full[0] else -float(kept[1])
         units = [
             len(unit) * self.anatomy.head_dim * score
             for plan in plans

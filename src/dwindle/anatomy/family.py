@@ -1,0 +1,91 @@
+"""The schema of a family's table: units of axes, and what else differs between families.
+
+A row gives, for one tensor, the unit of every axis:
+
+    vocab    tokens (never pruned)
+    hidden   hidden channels, shared by the whole model
+    query    query heads x head size
+    kv       key/value heads x head size
+    head     query heads, one entry each (attention sinks)
+    ffn      intermediate channels of this layer
+    dim      the head size itself, and whatever else is kept whole (never pruned)
+
+``a+b`` means that the axis is a concatenation (fused projections). Rows for tensors that a given model does not have
+(biases, an untied head) are ignored; a tensor without a row is an error, so that no tensor is missed when groups are
+pruned. Our own tables (``families.py``) and tables from outside (``family_files.py``) are instances of one class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from dwindle.anatomy.structure import KINDS, Kind
+from dwindle.core.config import Config
+
+CUSTOM_PREFIX = "dwindle_"
+"""Prefix of the model types that dwindle writes: ``dwindle_llama`` has the tensors of ``llama``."""
+UNITS = ("vocab", "hidden", "query", "kv", "head", "ffn", "dim")
+_UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
+
+
+class Family(Config):
+    """One table: tensors outside the layers, and tensors of a layer (names below ``model.layers.N.``)."""
+
+    stem: dict[str, str]
+    """Tensors outside the layers: the units of their axes, by name."""
+    layer: dict[str, str]
+    """Tensors of a layer, by the name below ``model.layers.N.``."""
+    gain_in_float32: bool = False
+    """Whether RMSNorm multiplies by its gain before casting back (OLMo 2) or after (Llama)."""
+    gain_offset: float = 0.0
+    """RMSNorm multiplies by ``gain_offset + weight`` (1 in Gemma)."""
+    scales_embedding: bool = False
+    """Whether embeddings are multiplied by the square root of the hidden size (Gemma)."""
+    norm_before: dict[str, str] = Field(
+        default_factory=lambda: {"self_attn": "input_layernorm", "mlp": "post_attention_layernorm"}
+    )
+    """The norm in front of the projections of each block; empty where they read the residual stream itself."""
+    norm_after: dict[str, str] = Field(default_factory=dict)
+    """The norm of each block's output, in families that have one."""
+    interleaved_rotation: bool = False
+    """Whether channels 2i and 2i + 1 of a head rotate together, not i and i + d/2."""
+    head_norms: bool = False
+    """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
+    groups: list[Kind] = Field(default_factory=lambda: list(KINDS))
+    """Kinds of group that can be pruned; axes that no group removes are kept whole."""
+    ffn_key: str = "intermediate_size"
+    """Key of the configuration that holds the number of FFN channels."""
+    written: dict[str, Any] = Field(default_factory=dict)
+    """Configuration keys that every pruned model gets, such as ones that would change sizes on loading."""
+    tiny: dict[str, Any] = Field(default_factory=dict)
+    """Configuration keys of the tiny model that ``dwindle check-family`` builds, for sizes of the family's own."""
+
+    @model_validator(mode="after")
+    def _check_rows(self) -> Family:
+        rows = {f"{table}.{name}": axes for table in ("stem", "layer") for name, axes in getattr(self, table).items()}
+        used: set[str] = set()
+        for name, axes in rows.items():
+            units = [unit for axis in axes.split() for unit in axis.split("+")]
+            if unknown := [unit for unit in units if unit not in UNITS]:
+                raise ValueError(f'{name}: "{axes}" has the unit {unknown[0]!r}: choose among {", ".join(UNITS)}')
+            if not units:
+                raise ValueError(f'{name}: names no unit: give one for every axis, such as "ffn hidden"')
+            if name.startswith("stem.") and (inner := {*units} - {"vocab", "hidden", "dim"}):
+                raise ValueError(f'{name}: "{axes}": {min(inner)} belongs to a layer: move the row to [layer]')
+            for axis in axes.split():
+                if "+" in axis and {*axis.split("+")} & {"vocab", "dim"}:
+                    raise ValueError(f'{name}: "{axis}": vocab and dim cannot be part of a concatenation')
+            used |= {*units}
+        for kind in self.groups:
+            if _UNIT_OF[kind] not in used:
+                raise ValueError(f"groups: {kind}: no row has the unit {_UNIT_OF[kind]!r}: add the rows, or remove it")
+        return self
+
+
+class FamilyFile(Family):
+    """A family's table with the model type that it describes."""
+
+    model_type: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """``model_type`` of the configurations (``config.json``) that it describes."""

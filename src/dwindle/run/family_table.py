@@ -1,0 +1,124 @@
+"""What can be done with each family, asked of the code that does it: pruning, stock output, GGUF, ONNX, serving."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.build import has_stock_config
+from dwindle.anatomy.families import FAMILIES
+from dwindle.anatomy.family import Family
+from dwindle.anatomy.shrink import HEAD_DIM, random_model, tiny_config
+from dwindle.anatomy.structure import Structure
+from dwindle.core.errors import UserError
+from dwindle.export import gguf_writer, onnx_graph
+from dwindle.export.equivalents import in_common_terms
+from dwindle.sources.common import quiet_transformers
+
+NONE = "–"
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 32},
+    "gemma3_text": {"query_pre_attn_scalar": HEAD_DIM},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * 32,
+        "position_embedding_type": "rope",
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+}
+"""What the smallest published model sets where the defaults of its configuration class differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRow:
+    """One family; ``–`` where something is not possible."""
+
+    family: str
+    groups: str
+    cluster: str
+    """Whether any query head can be removed, not only whole groups."""
+    stock: str
+    """Sizes at which the result is a stock model, all layers being equal."""
+    gguf: str
+    """Architectures in llama.cpp: of equal layers, of unequal ones."""
+    onnx: str
+    vllm: str
+    """Whether the class declares pluggable attention, which vLLM's Transformers backend requires."""
+
+
+def family_rows() -> list[FamilyRow]:
+    """Every built-in family, by name."""
+    with quiet_transformers():
+        return [_row(family) for family in sorted(FAMILIES)]
+
+
+def markdown() -> str:
+    """The rows as a Markdown table."""
+    cells = [["family", "groups", "cluster", "stock output", "GGUF", "ONNX", "vLLM contract"], ["---"] * 7]
+    for row in family_rows():
+        first, *others = asdict(row).values()
+        cells.append([f"`{first}`", *others])
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+
+
+def keys_markdown() -> str:
+    """What a table can set besides its rows, as a Markdown table."""
+    lines = ["| key | default | meaning |\n| --- | --- | --- |\n"]
+    for name, field in Family.model_fields.items():
+        if name not in ("stem", "layer"):
+            default = json.dumps(field.get_default(call_default_factory=True))
+            meaning = " ".join((field.description or "").replace("``", "`").split())
+            lines.append(f"| `{name}` | `{default}` | {meaning} |\n")
+    return "".join(lines)
+
+
+def render() -> Table:
+    """The rows as a table for the terminal."""
+    table = Table("family", "groups", "cluster", "stock output", "GGUF", "ONNX", "vLLM contract")
+    for row in family_rows():
+        table.add_row(*asdict(row).values())
+    return table
+
+
+def _row(family: str) -> FamilyRow:
+    config = tiny_config(CONFIG_MAPPING[family](**EXAMPLES.get(family, {})))
+    model = random_model(config)
+    groups = FAMILIES[family].groups
+    has_heads = "attn" in groups
+    return FamilyRow(
+        family=family,
+        groups=", ".join(groups),
+        cluster="yes" if has_heads else NONE,
+        stock=_stock_sizes(config, Anatomy.of(model).source),
+        gguf=_gguf(model),
+        onnx="yes" if onnx_graph.unsupported(in_common_terms(model)) is None else NONE,
+        vllm="yes" if getattr(type(model), "_supports_attention_backend", False) else NONE,
+    )
+
+
+def _stock_sizes(config: Any, structure: Structure) -> str:
+    """The least restriction on the hidden size under which transformers accepts the result."""
+    hidden, heads = len(structure.hidden), max(len(structure.with_heads.query_heads), 1)
+    for removed, text in ((1, "any size"), (heads, "hidden a multiple of the heads")):
+        if has_stock_config(config, replace(structure, hidden=tuple(range(hidden - removed)))):
+            return text
+    return "hidden = heads × head size"
+
+
+def _gguf(model: Any) -> str:
+    return ", ".join(_gguf_architectures(in_common_terms(model))) or NONE
+
+
+def _gguf_architectures(model: Any) -> Iterator[str]:
+    try:
+        yield gguf_writer.architecture_of(model)
+    except UserError:
+        return
+    if gguf_writer.has_unequal_layers(model.config.model_type):
+        yield "deci"

@@ -1,0 +1,76 @@
+"""The text model inside a vision-language model (Gemma 3, Mistral 3); everything else is left out."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from dwindle.anatomy.families import FAMILIES
+from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.core.errors import UserError
+from dwindle.core.progress import track
+from dwindle.sources.common import build_model
+
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+
+
+class SourceNotice(UserWarning):
+    """Something about a source that a user should know."""
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text model, if this is that of a vision-language model around a supported family."""
+    inner: PreTrainedConfig | None = getattr(config, "text_config", None)
+    if inner is None or config.model_type.removeprefix(CUSTOM_PREFIX) in FAMILIES or inner.model_type not in FAMILIES:
+        return config
+    inner.tie_word_embeddings = config.tie_word_embeddings  # transformers ties what the outer one says
+    return inner
+
+
+def text_name(stored: str) -> str | None:
+    """The name of a stored tensor in the text model; None if it is not part of one inside another model."""
+    for prefix, ours in _PREFIXES.items():
+        if stored.startswith(prefix):
+            return ours + stored.removeprefix(prefix)
+    return None
+
+
+def read_text_tower(
+    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype | None, where: str
+) -> PreTrainedModel:
+    """The text model with its tensors from safetensors files; one line says what is left out."""
+    if any(file.suffix != ".safetensors" for file in files):
+        raise UserError(f"source {where}: the text model is read from safetensors files only: convert the weights")
+    tensors: dict[str, torch.Tensor] = {}
+    num_left_out = 0
+    for file in track(files, "reading the text model", len(files)):
+        with safe_open(file, framework="pt") as handle:
+            for stored in handle.keys():  # noqa: SIM118
+                if (name := text_name(stored)) is not None:
+                    tensors[name] = handle.get_tensor(stored)
+                else:
+                    num_left_out += 1
+    if not tensors:
+        raise UserError(f"source {where}: its weights have no tensors of a text model: fetch it again")
+    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+    if config.tie_word_embeddings and head is not None and embedding is not None and torch.equal(head, embedding):
+        del tensors["lm_head.weight"]
+    warnings.warn(
+        f"source {where}: only its text model ({config.model_type}) is loaded; {num_left_out} tensors of its other "
+        "parts (vision) are left out",
+        SourceNotice,
+        stacklevel=2,
+    )
+    model = build_model(config, tensors, dtype or next(iter(tensors.values())).dtype, where)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model

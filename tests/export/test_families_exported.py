@@ -1,0 +1,93 @@
+"""Every exporter supports each family, or refuses in one line that names another way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dwindle.core.errors import UserError
+from dwindle.export.exporting import FORMATS, export
+from dwindle.export.process import RuntimeProcess
+from dwindle.export.verification import PROMPTS, Mismatch
+from dwindle.quantization.quantize import load as load_quantized
+from dwindle.quantization.quantize import quantize
+from dwindle.run.family_table import NONE, family_rows
+from dwindle.sources.loading import load
+from edge_models import greedy, tiny_loaded
+from tiny import FAMILIES
+
+pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+pytest.importorskip("xllamacpp", reason="pip install -e '.[gguf]'")
+pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
+
+HYBRIDS = ("granite_swa", "granitemoehybrid", "lfm2", "qwen3_5_text")
+PLAIN: dict[str, dict[str, Any]] = {"lfm2": {"conv_bias": False}, "granitemoehybrid": {"attention_bias": False}}
+"""Options without which llama.cpp computes the model."""
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    return {row.family: row for row in family_rows()}
+
+
+@pytest.mark.parametrize("structure", ["full", "layers"])
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_or_refused(family: str, to: str, structure: str, tmp_path: Path, table: dict[str, Any]) -> None:
+    out, refusal = tmp_path / ("m.gguf" if to == "gguf" else "m"), ""
+    options = {"sliding_window": 256} if family == "ministral3" else {}  # in GGUF the window is the context
+    try:
+        loaded = tiny_loaded(family, structure, **options)
+        found = export(loaded, to, out, type_="f32" if to == "gguf" else None)
+        assert found.verified is not None
+        assert to == "hf" or getattr(table[family], to) != NONE
+    except Mismatch:
+        raise
+    except UserError as error:
+        refusal = str(error)
+    assert out.exists() != bool(refusal)
+    if refusal:
+        assert to != "hf"
+        assert re.fullmatch(rf"--to {to}: .*: (export to (hf|hf or onnx) instead|pass --stock to .*)", refusal), refusal
+
+
+@pytest.mark.parametrize("structure", ["full", "odd"])
+@pytest.mark.parametrize("family", PLAIN)
+def test_hybrids_run_in_llamacpp_and_read_back(family: str, structure: str, tmp_path: Path) -> None:
+    """LFM2, and a dense Granite 4 as the Granite that it is."""
+    loaded = tiny_loaded(family, structure, **PLAIN[family])
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    assert found.verified is not None and found.verified.max_error < 1e-4
+    assert found.architecture == {"granitemoehybrid": "granite"}.get(family, family)
+    assert loaded.tokenizer is not None
+    ids = loaded.tokenizer(PROMPTS[0]).input_ids
+    with RuntimeProcess("llamacpp", found.out) as runtime:
+        theirs = [place[0][0] for place in runtime.call("greedy", ids=ids, count=12)]
+    assert theirs == greedy(loaded.model, ids, 12)
+    batch = torch.arange(40).view(2, 20) + 3
+    with torch.inference_mode():
+        again, source = (model(input_ids=batch).logits for model in (load(found.out).model, loaded.model))
+    assert torch.allclose(again, source, atol=1e-4)
+
+
+def test_heads_pruned_from_lfm2_are_refused_by_gguf_only(tmp_path: Path) -> None:
+    loaded = tiny_loaded("lfm2", "cluster", **PLAIN["lfm2"])
+    with pytest.raises(UserError, match=r"lfm2 requires hidden size = heads × head size.*: export to hf instead"):
+        export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", stock=True)
+    assert export(loaded, "hf", tmp_path / "stock", stock=True).architecture == "lfm2"
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_other_blocks_are_quantized(family: str, scheme: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded(family)
+    quantize(loaded, scheme=scheme, sequences=2, seq_len=24, out=tmp_path / "out")
+    batch = torch.arange(40).view(2, 20) + 3
+    models = (loaded.model, load_quantized(tmp_path / "out").model)
+    with torch.inference_mode():
+        before, after = (model(input_ids=batch).logits for model in models)
+    assert (after - before).abs().mean() < 0.1 * before.abs().mean()
