@@ -6,23 +6,26 @@ RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoi
 RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
 RUN/tokens/, RUN/tensorboard/        tokenized text, TensorBoard's events
 RUN/evaluation/, RUN/report.html     results
-RUN/.lock                            held by the process that writes the run
+RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
 .RUN.replaced                        the run that ``--overwrite`` replaces, until the new one has made a step
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from shlex import quote
-from typing import Literal
+from typing import Any, Literal
 
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned
+from dwindle.core.reading import parse_json, read_limited
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
@@ -36,6 +39,8 @@ LOGS = (METRICS, LEDGER)
 FOLDERS = ("model", "checkpoints", "milestones", "tokens", "tensorboard")
 
 _STEP = "step-"
+_STEP_NAME = re.compile(r"step-[0-9]{1,15}")
+_MAX_NOTES_BYTES = 4096
 _TEMPORARY = ".tmp-"
 _FRESH_S = 120.0
 
@@ -81,7 +86,7 @@ class RunDirectory:
 
     def list_checkpoints(self) -> list[Path]:
         """Oldest first, damaged ones included; empty for a run that was killed before its first."""
-        found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and p.name.removeprefix(_STEP).isdigit()]
+        found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and _STEP_NAME.fullmatch(p.name)]
         return sorted(found, key=checkpoint_step)
 
     def structure_files(self) -> Iterator[Path]:
@@ -140,6 +145,11 @@ class RunDirectory:
         return f"dwindle resume {quote(str(self.path))}"
 
     @property
+    def restart_command(self) -> str:
+        """How to replace the run by a new one with the same recipe."""
+        return f"`dwindle pretrain {quote(str(self.recipe))} --out {quote(str(self.path))} --overwrite`"
+
+    @property
     def command_after_failure(self) -> str:
         """What to run again: a new run that has not begun is removed, so there is nothing to resume."""
         return f"`{self.resume_command}`" if self.has_begun else "the same command again"
@@ -159,6 +169,38 @@ class RunDirectory:
         if not overwrite:
             resume = f"`{self.resume_command}` continues it"
             raise UserError(f"--out {self.path}: a run exists there: {resume}, --overwrite replaces it")
+
+    # Notes, in the lock file: it stays with the run when a disk that holds the checkpoints does not --------------
+
+    def note_checkpoint(self, step: int) -> None:
+        """A checkpoint was written."""
+        self._note({"checkpoint": step})
+
+    def note_divergence(self, step: int) -> None:
+        """Training ended because its loss was not finite; until the next checkpoint, ``resume`` may change the rate."""
+        self._note(self._notes() | {"diverged": step})
+
+    @property
+    def last_checkpoint_step(self) -> int | None:
+        """Step of the last checkpoint that was written, whether or not it is still there."""
+        return _whole(self._notes().get("checkpoint"))
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The step at which training diverged; None if it did not, or went on since."""
+        return _whole(self._notes().get("diverged"))
+
+    def _notes(self) -> dict[str, Any]:
+        try:
+            found = parse_json(read_limited(self.lock, _MAX_NOTES_BYTES))
+        except (UserError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _note(self, notes: dict[str, Any]) -> None:
+        """In place: the lock belongs to the file itself."""
+        with suppress(OSError):  # a note is for later advice; what matters is in the checkpoint
+            self.lock.write_text(json.dumps(notes) + "\n", encoding="utf-8")
 
     # Lock --------------------------------------------------------------------------------------------------
 
@@ -293,6 +335,10 @@ def _has_one_line(ledger: Path) -> bool:
             return bool(file.readline()) and not file.readline()
     except OSError:
         return False
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

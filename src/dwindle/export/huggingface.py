@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NotRequired, TypedDict, Unpack
 
 from transformers.utils import logging
@@ -16,6 +17,7 @@ from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title
@@ -68,35 +70,53 @@ def write_model(
     The caller may verify it or add files; if it raises, the directory is deleted. ``weights=False`` writes everything
     but the weights, for formats that store them in their own file.
     """
-    structure = about["structure"].to_json(about["source"])
-    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
     with atomic_directory(Path(out), marker=STRUCTURE, overwrite=overwrite) as folder:
-        if weights:
-            _save_quietly(model, folder)
-        else:
-            model.config.save_pretrained(folder)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(folder)
-        if weights and is_custom(model.config):
-            shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
-        (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
-        card = model_card(
-            name=model_title(Path(out)),
-            source=about["source"],
-            structure=structure,
-            ledger=about["ledger"],
-            recipe=about.get("recipe"),
-            results=about.get("results"),
-            custom_code=is_custom(model.config),
-            model_type=model.config.model_type,
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_files(model, tokenizer, folder, Path(out), weights, about)
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors creates files that only their owner can read
+
+
+def try_save(model: Any, tokenizer: Any, out: str | PathLike[str], **about: Unpack[About]) -> None:
+    """Write everything but the weights to a folder that is deleted: what cannot be saved must fail before any work."""
+    with TemporaryDirectory(prefix="dwindle-") as folder:
+        try:
+            _write_files(model, tokenizer, Path(folder), Path(out), False, about)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # whatever transformers raises for settings that it loads and does not save
+            raise UserError(
+                f"source {about['source']}: the result could not be saved ({first_line(error)}): correct its "
+                "configuration or tokenizer files"
+            ) from error
+
+
+def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, about: About) -> None:
+    structure = about["structure"].to_json(about["source"])
+    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
+    if weights:
+        _save_quietly(model, folder)
+    else:
+        model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    if weights and is_custom(model.config):
+        shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
+    (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
+    card = model_card(
+        name=model_title(out),
+        source=about["source"],
+        structure=structure,
+        ledger=about["ledger"],
+        recipe=about.get("recipe"),
+        results=about.get("results"),
+        custom_code=is_custom(model.config),
+        model_type=model.config.model_type,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

@@ -177,7 +177,7 @@ class LedgerLog:
         elif event == "allocation":
             self.allocations.append([float(value) for value in record["importance"]])
         else:
-            return False
+            return event == "resume"  # settings that a resumed run changed
         return True
 
     def _prune(self, record: Record) -> None:

@@ -22,9 +22,9 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows
-from dwindle.export.huggingface import check_output, save_model
+from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
-from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure
+from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
@@ -126,6 +126,10 @@ def prune(
     _check_even(to, target, anatomy.source)
     check_prunable(anatomy, target, config)
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
+    if out is not None:
+        first = source_event(loaded.source, anatomy, {})
+        about = About(structure=anatomy.source, source=loaded.source, ledger=[first])
+        try_save(loaded.model, loaded.tokenizer, out, **about)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     windows = _windows(loaded, data, text_field, config) if needs_text(config) else None
     events = prune_in_rounds(prunable, target, config, windows, loaded.source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.reading import read_json
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
+from dwindle.sources.generation import read_generation
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
@@ -28,6 +30,8 @@ _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json"
 _CHAT_FILES = ["chat_template*"]
 _SAFETENSORS_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLE_FILES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
+MODEL_FILES = [*_CONFIG_FILES, *_TOKENIZER_FILES, *_CHAT_FILES, *_SAFETENSORS_FILES, *_PICKLE_FILES]
+"""Patterns of all files that are read."""
 
 
 def looks_like_hub_id(source: str) -> bool:
@@ -105,12 +109,21 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
     with quiet_transformers():
         try:
             if _is_ours(raw):
-                return _our_classes(raw)[0].from_pretrained(folder)
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+                config = _our_classes(raw)[0].from_pretrained(folder)
+            else:
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except UserError:
             raise
         except Exception as error:
             raise _config_error(raw, where, error) from error
+    # "org/name" would make transformers fetch and run a kernel from the hub
+    config._attn_implementation = config._experts_implementation = None
+    return config
+
+
+def generation_of(folder: Path, where: str) -> GenerationConfig:
+    """The generation settings of a directory, repaired."""
+    return read_generation(folder, _raw_config(folder, where), where)
 
 
 def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
@@ -134,7 +147,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     raw = _raw_config(folder, where)
     _refuse_quantized(raw, where)
     files, safetensors = _check_weight_files(folder, where)
-    config = read_config(folder, where)
+    config, generation = read_config(folder, where), generation_of(folder, where)
     loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
     options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
     with quiet_transformers():
@@ -142,6 +155,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
             model, info = loader.from_pretrained(
                 folder,
                 config=config,
+                generation_config=generation,
                 dtype="auto" if dtype is None else dtype,
                 local_files_only=True,
                 use_safetensors=safetensors,
@@ -160,6 +174,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     assert isinstance(model, PreTrainedModel)
     check_loaded(model, info, where)
     check_floating(model, _integers(files, safetensors), where)
+    model.generation_config = generation
     return model
 
 
@@ -176,9 +191,9 @@ def _raw_config(folder: Path, where: str) -> dict[str, Any]:
     check_folder(folder, where)
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"source {where}: {path} is not readable JSON ({error}): fetch it again") from error
+        raw = read_json(path)
+    except UserError as error:
+        raise UserError(f"source {where}: {error}: fetch it again") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UserError(f"source {where}: {path} has no model_type: it is not a transformers configuration")
     return raw
@@ -242,10 +257,14 @@ def _check_weight_files(folder: Path, where: str) -> tuple[list[Path], bool]:
 
 def _shards(index: Path, where: str) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [index.parent / Path(name).name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json(index)["weight_map"]
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"source {where}: {index} is not a readable weight index: fetch it again") from error
+    if outside:  # transformers would follow it
+        raise UserError(f"source {where}: {index} names {outside[0]!r}, which is not a file beside it: fetch it again")
+    return [index.parent / name for name in names]
 
 
 def _check_safetensors(path: Path, where: str) -> None:

@@ -88,6 +88,7 @@ def commit_checkpoint(
     unlist_checkpoint(final)
     temporary.rename(final)
     fsync_path(run.checkpoints)
+    run.note_checkpoint(step)
     _apply_keep_last(run, final, keep_last)
     return final
 

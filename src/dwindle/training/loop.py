@@ -33,7 +33,7 @@ Status = Literal["running", "finished", "stopped", "diverged"]
 
 
 class TrainingDiverged(UserError):
-    """Too many consecutive steps had a non-finite loss or gradient; the state was saved first."""
+    """Too many consecutive steps had a non-finite loss or gradient; checkpoints from before are kept."""
 
 
 class Batches(Protocol):
@@ -168,7 +168,7 @@ class Trainer:
         if self.status == "diverged":
             raise TrainingDiverged(
                 f"training.lr: step {self.step} was number {self.bad_steps_in_a_row} in a row with a non-finite loss "
-                "or gradient: use a lower rate, or check the data there; the state is saved"
+                "or gradient: use a lower rate, or check the data there"
             )
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
