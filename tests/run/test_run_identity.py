@@ -162,10 +162,8 @@ def test_a_diverged_run_keeps_its_healthy_checkpoints_and_may_change_its_rate(
             attempt(settings, run, callbacks=[Poison()])
         assert [path.name for path in RunDirectory(run).list_checkpoints()] == ["step-00000006"]
     edit(run, "training.lr=1e-3")
-    with pytest.warns(UserWarning, match=r"from step 6 on: training\.lr from 0\.003 to 0\.001"):
-        interrupted_again = pytest.raises(Killed)
-        with interrupted_again:
-            resume(run, callbacks=[Poison(), KillAt(7)])
+    with pytest.raises(Killed), pytest.warns(UserWarning, match=r"from step 6 on: training\.lr from 0\.003 to 0\.001"):
+        resume(run, callbacks=[Poison(), KillAt(7)])
     with pytest.warns(UserWarning, match="from step 6 on"):  # killed before its next checkpoint: still permitted
         assert resume(run, callbacks=[Poison()]).status == "finished"
     changes = [event for event in read_ledger(run / "model") if event["event"] == "resume"]

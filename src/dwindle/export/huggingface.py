@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NotRequired, TypedDict, Unpack
 
 from transformers.utils import logging
@@ -41,6 +40,8 @@ class About(TypedDict):
     """For the card."""
     results: NotRequired[Mapping[str, float | int | str] | None]
     """For the card."""
+    source_card: NotRequired[Path | None]
+    """For the card: that of an earlier model made from the same source."""
 
 
 def save_model(
@@ -77,18 +78,26 @@ def write_model(
             file.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
-def try_save(model: Any, tokenizer: Any, out: str | PathLike[str], **about: Unpack[About]) -> None:
-    """Write everything but the weights to a folder that is deleted: what cannot be saved must fail before any work."""
-    with TemporaryDirectory(prefix="dwindle-") as folder:
-        try:
-            _write_files(model, tokenizer, Path(folder), Path(out), False, about)
-        except (UserError, OSError):
-            raise
-        except Exception as error:  # whatever transformers raises for settings that it loads and does not save
-            raise UserError(
-                f"source {about['source']}: the result could not be saved ({first_line(error)}): correct its "
-                "configuration or tokenizer files"
-            ) from error
+def try_save(
+    model: Any, tokenizer: Any, out: str | PathLike[str], *, overwrite: bool = False, **about: Unpack[About]
+) -> None:
+    """Write everything but the weights beside ``out`` and delete it: what cannot be saved must fail before any work."""
+    try:
+        with write_model(model, tokenizer, out, overwrite=overwrite, weights=False, **about):
+            raise _Tried
+    except _Tried:
+        pass
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers raises for settings that it loads and does not save
+        raise UserError(
+            f"source {about['source']}: the result could not be saved ({first_line(error)}): correct its "
+            "configuration or tokenizer files"
+        ) from error
+
+
+class _Tried(Exception):
+    """Everything was written, so it can be deleted."""
 
 
 def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, about: About) -> None:
@@ -115,6 +124,7 @@ def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: b
         results=about.get("results"),
         custom_code=is_custom(model.config),
         model_type=model.config.model_type,
+        source_card=about.get("source_card"),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 

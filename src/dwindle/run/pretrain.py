@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -32,8 +32,8 @@ from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
-from dwindle.export.huggingface import About, save_model, try_save
-from dwindle.pruning.ledger import Event, source_event
+from dwindle.export.huggingface import save_model, try_save
+from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
@@ -294,14 +294,7 @@ class Job:
     def _try_save(self) -> None:
         """Before the first step: whatever cannot be written must not wait for the last."""
         if self.world.is_main:
-            about = About(structure=self.anatomy.source, source=self.recipe.source.model, ledger=self._ledger_of(None))
-            try_save(self.trainer.model, self.tokenizer, self.run.model, **about, recipe=to_toml(self.recipe))
-
-    def _ledger_of(self, pruner: Pruner | None) -> list[Event]:
-        """The events of a model's history; without pruning, its source and the changes of its settings."""
-        if pruner is not None:
-            return pruner.ledger.events
-        return [source_event(self.recipe.source.model, self.anatomy, {}), *self.state.changes]
+            self._write(self.trainer.model, self.anatomy.source, self.run.model, {}, save=try_save)
 
     def finish(self, status: str) -> RunResult:
         """Write the final model, cut to what is alive, if training finished; returns how the run ended."""
@@ -460,15 +453,24 @@ class Job:
         self.world.barrier()  # the main process hosts the store and must not exit before all have read it
         return out
 
-    def _write(self, model: nn.Module, structure: Structure, out: Path, results: Results) -> None:
+    def _write(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        out: Path,
+        results: Results,
+        save: Callable[..., object] = save_model,
+    ) -> None:
+        source = self.recipe.source.model
+        ledger = [] if self.pruner is None else self.pruner.ledger.events
         try:
-            save_model(
+            save(
                 model,
                 self.tokenizer,
                 out,
                 structure=structure,
-                source=self.recipe.source.model,
-                ledger=self._ledger_of(self.pruner),
+                source=source,
+                ledger=ledger or [source_event(source, self.anatomy, {}), *self.state.changes],
                 recipe=to_toml(self.recipe),
                 results=results,
                 overwrite=True,
