@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.families import Family, family_of
 from dwindle.anatomy.structure import Layer, Structure, head_dim_of, source_structure
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 
 _LAYER_PREFIX = "model.layers."
 
@@ -101,7 +101,14 @@ class Anatomy:
         from dwindle.anatomy.build import build_on_meta
 
         family_of(config.model_type, config.name_or_path)
-        return cls.of(build_on_meta(config))
+        try:
+            return cls.of(build_on_meta(config))
+        except UserError:
+            raise
+        except Exception as error:  # whatever transformers raises for values that it does not check
+            where = f"source {config.name_or_path}: " if config.name_or_path else ""
+            reason = f"{error.args[0]!r} is unknown" if isinstance(error, KeyError) else first_line(error)
+            raise UserError(f"{where}no {config.model_type} model has this configuration: {reason}") from error
 
     def __getitem__(self, name: str) -> Row:
         return self._by_name[name]

@@ -24,7 +24,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from dwindle.core.errors import UserError
-from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned
+from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned, resolved
 from dwindle.core.reading import parse_json, read_limited
 
 RECIPE = "recipe.toml"
@@ -246,7 +246,7 @@ class RunDirectory:
 
     @property
     def _aside(self) -> Path:
-        real = self.path.resolve()  # a symbolic link is kept where it is
+        real = resolved(self.path)  # a symbolic link is kept where it is
         return real.parent / f".{real.name}.replaced"
 
     @contextmanager
@@ -254,10 +254,10 @@ class RunDirectory:
         """Put the old run aside while the new one is created; refused while a process writes the old one."""
         with self.locked():
             if self._aside.is_dir() and not self.has_begun:
-                shutil.rmtree(self.path.resolve())  # a failed attempt: the run it was to replace is still aside
+                shutil.rmtree(resolved(self.path))  # a failed attempt: the run it was to replace is still aside
             else:
                 self.discard_replaced()
-                os.rename(self.path.resolve(), self._aside)
+                os.rename(resolved(self.path), self._aside)
             try:
                 yield
             except BaseException:
@@ -267,7 +267,7 @@ class RunDirectory:
     def restore_replaced(self) -> None:
         """Put back the replaced run if the new one never began, or its process was killed between the renames."""
         if self._aside.is_dir() and not self.path.exists():
-            os.rename(self._aside, self.path.resolve())
+            os.rename(self._aside, resolved(self.path))
 
     def discard_replaced(self) -> None:
         """Delete the replaced run, once the new one has begun."""
@@ -280,10 +280,10 @@ class RunDirectory:
         """
         if self.has_begun or (only_replacing and not self._aside.is_dir()):
             return
-        shutil.rmtree(self.path.resolve(), ignore_errors=True)
+        shutil.rmtree(resolved(self.path), ignore_errors=True)
         self.restore_replaced()
         if self.path.is_symlink() and not self.path.exists():
-            self.path.resolve().mkdir()  # a link to an empty directory, as before
+            resolved(self.path).mkdir()  # a link to an empty directory, as before
 
     # Leftovers ---------------------------------------------------------------------------------------------
 
@@ -321,7 +321,7 @@ def unlist_checkpoint(checkpoint: Path) -> None:
 
 def model_title(model: Path) -> str:
     """A model directory's name; the models of a run are named after the run."""
-    model = model.resolve()
+    model = resolved(model)
     run = RunDirectory(model.parent.parent)
     if model.parent == run.milestones:
         return f"{run.path.name}, {model.name}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.reading import parse_toml
 from dwindle.core.run_directory import LEDGER, STRUCTURE
 from dwindle.core.sizes import format_count, format_range
 from dwindle.sources.aliases import alias_of
@@ -242,8 +242,8 @@ def _how_made(
 def _teacher(recipe: str, source: str) -> str:
     """Teacher and distillation settings; empty without a teacher."""
     try:
-        sections = tomllib.loads(recipe)
-    except tomllib.TOMLDecodeError:
+        sections = parse_toml(recipe)
+    except ValueError:
         return ""
     settings, trained = sections.get("distill"), sections.get("source")
     if not isinstance(settings, dict) or not settings.get("weight"):
@@ -270,8 +270,8 @@ def _unquoted(text: str) -> str:
 def _quoted(text: str) -> str:
     """A TOML string with a path shortened; the path ends at the closing quote and may hold spaces."""
     try:
-        value = str(tomllib.loads(f"value = {text}")["value"])
-    except tomllib.TOMLDecodeError:
+        value = str(parse_toml(f"value = {text}")["value"])
+    except ValueError:
         value = text[1:-1]
     if not _STARTS_ABSOLUTE.match(value):
         return _unquoted(text)

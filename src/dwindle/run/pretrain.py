@@ -53,7 +53,7 @@ from dwindle.run.plan import (
 )
 from dwindle.sources.loading import load, load_config, load_generation, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
-from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, write_failure
+from dwindle.training.checkpoint import Checkpoint, fitting, latest_checkpoint, open_checkpoint, write_failure
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
@@ -271,16 +271,19 @@ class Job:
     def _state(self, checkpoint: Checkpoint | None, valid: Tensor | None) -> RunState:
         """What a checkpoint records of the run as a whole; another run's checkpoint is refused."""
         source = self.recipe.source.model
-        generation = generation_of(checkpoint) or load_generation(source)
+        with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+            generation = generation_of(checkpoint) or load_generation(source)
         state = RunState({}, generation)
 
         def compare() -> None:
             if self.world.is_main:
                 state.identity = identity_of(self.recipe, valid)
-                state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
+                with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+                    state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
 
         self.world.main_first("identity", compare)
-        follow_rate(checkpoint, self.recipe.training.lr)
+        with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+            follow_rate(checkpoint, self.recipe.training.lr)
         return state
 
     def _report_changes(self) -> None:
@@ -320,7 +323,10 @@ class Job:
         config = load_config(source)
         physical = self.anatomy.source
         if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
-            physical = physical_structure(saved)
+            with fitting(checkpoint.path):
+                physical = physical_structure(saved)
+                if not self.anatomy.source.contains(physical):
+                    raise ValueError("its structure is not part of the source's")
         parallel = parallel_of(recipe, self.world, self.anatomy)
         self.engine = choose_engine(
             self.world, parallel, language_model_loss, device=self.device, precision=self.precision

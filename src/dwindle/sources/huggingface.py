@@ -19,12 +19,14 @@ from transformers import (
 )
 
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.limits import LIMITS, check_sizes
 from dwindle.core.reading import read_json
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 from dwindle.sources.generation import read_generation
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
+_MAX_TOKENIZER_BYTES = 1 << 28
 _CONFIG_FILES = ["config.json", "generation_config.json"]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
@@ -116,6 +118,7 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
             raise
         except Exception as error:
             raise _config_error(raw, where, error) from error
+    check_sizes({name: getattr(config, name, None) for name in LIMITS}, where)
     # "org/name" would make transformers fetch and run a kernel from the hub
     config._attn_implementation = config._experts_implementation = None
     return config
@@ -130,6 +133,9 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer; None if the directory has none."""
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
         return None
+    for file in folder.iterdir():
+        if any(file.match(pattern) for pattern in _TOKENIZER_FILES) and not _is_readable(file):
+            raise UserError(f"source {where}: {file} is not a regular file, or too large: fetch it again")
     with quiet_transformers():
         try:
             config = read_config(folder, where) if (folder / "config.json").is_file() else None
@@ -140,6 +146,10 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
             raise UserError(
                 f"source {where}: the tokenizer files cannot be read ({first_line(error)}): fetch them again"
             ) from error
+
+
+def _is_readable(file: Path) -> bool:
+    return file.is_dir() or (file.is_file() and file.stat().st_size <= _MAX_TOKENIZER_BYTES)
 
 
 def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
@@ -196,6 +206,7 @@ def _raw_config(folder: Path, where: str) -> dict[str, Any]:
         raise UserError(f"source {where}: {error}: fetch it again") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UserError(f"source {where}: {path} has no model_type: it is not a transformers configuration")
+    check_sizes(raw, where)
     return raw
 
 

@@ -18,7 +18,7 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.aliases import ALIASES
 from dwindle.sources.built_tokenizers import gguf_tokenizer
-from dwindle.sources.common import build_model, check_finite, parse_dtype
+from dwindle.sources.common import build_model, check_finite, limit_ids, parse_dtype
 from dwindle.sources.generation import implied_generation
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors
@@ -59,6 +59,7 @@ def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.flo
         model, tokenizer = _read(kind, path, where, wanted)
         if kind != "huggingface":
             model.generation_config = implied_generation(model.config, where)
+        limit_ids(tokenizer, model.config)
         check_finite(model, where)
         return Loaded(model.to(target).eval(), tokenizer, where, kind)
 
@@ -109,6 +110,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
     else:
         tokenizer = llama2c.read_tokenizer(path, llama2c.read_header(path))
+    limit_ids(tokenizer, load_config(where))
     return needed_tokenizer(tokenizer, where)
 
 

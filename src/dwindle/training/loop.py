@@ -18,6 +18,7 @@ from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
+    fitting,
     load_model_tensors,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -302,6 +303,10 @@ class Trainer:
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; the model must already have the checkpoint's shapes."""
+        with fitting(checkpoint.path):
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         self.load_state_dict(checkpoint.state)
         load_model_tensors(self.model, checkpoint.pieces("model"))
         load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))
