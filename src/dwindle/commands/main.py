@@ -14,7 +14,7 @@ from typing import NoReturn, TextIO
 from dwindle import commands
 from dwindle.commands.app import app
 from dwindle.core.errors import UserError
-from dwindle.core.terminal import plain, say
+from dwindle.core.terminal import plain, say, shortened
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 
@@ -54,7 +54,7 @@ def _named(error: OSError) -> str:
 def _fail(message: str, code: int) -> NoReturn:
     """One line on standard error; output that cannot be written is not tried again on exit."""
     with suppress(OSError):
-        say(plain(f"error: {message}"), error=True)
+        say(shortened(plain(f"error: {message}")), error=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -7,8 +7,9 @@ import json
 import os
 import stat
 import tomllib
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes
@@ -22,7 +23,7 @@ MAX_DEPTH = 64
 """Of tables and lists inside each other, far below what recursive functions can bear."""
 
 
-def open_regular(path: Path) -> IO[bytes]:
+def open_regular(path: Path) -> BufferedReader:
     """Open for reading; a pipe or device, which may never end, is an OSError instead of a wait."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:

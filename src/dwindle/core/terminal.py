@@ -26,6 +26,11 @@ def plain(text: str, *, keep: str = "") -> str:
     return "".join(letter if letter in keep or _is_shown(letter) else _spelled(letter) for letter in text)
 
 
+def shortened(text: str, limit: int = 1000) -> str:
+    """A long text without its middle: names and values from files can have megabytes."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
 def _is_shown(letter: str) -> bool:
     return unicodedata.category(letter) not in ("Cc", "Cf", "Cs") and letter not in _SEPARATORS
 
@@ -45,6 +50,6 @@ class PlainConsole(Console):
     def __init__(self, *, stderr: bool = False, file: TextIO | None = None, **options: Any) -> None:
         super().__init__(stderr=stderr, file=file, markup=False, emoji=False, **options)
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         """All strings pass here: cells, titles and captions of tables as well as lines."""
         return super().render_str(plain(text, keep="\n\t"), **(options | {"markup": False, "emoji": False}))

@@ -65,9 +65,8 @@ def gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> P
     except UserError:
         raise
     except Exception as error:  # tokens, types, scores and merges of any type come from the file
-        raise UserError(
-            f"source {path}: its vocabulary cannot be used ({first_line(error)}): fetch it again"
-        ) from error
+        reason = first_line(error)
+        raise UserError(f"source {path}: its vocabulary cannot be used ({reason}): fetch it again") from error
 
 
 def _gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> PreTrainedTokenizerBase | None:
