@@ -7,13 +7,10 @@ square brackets that rich reads as markup. Everything that commands print goes t
 from __future__ import annotations
 
 import sys
-import unicodedata
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
-
-_SEPARATORS = "\u2028\u2029\x85"
 
 
 def plain(text: str, *, keep: str = "") -> str:
@@ -21,18 +18,14 @@ def plain(text: str, *, keep: str = "") -> str:
 
     ``keep`` are control characters of our own, such as line breaks.
     """
-    if text.isascii() and text.isprintable():
+    if text.isprintable():
         return text
-    return "".join(letter if letter in keep or _is_shown(letter) else _spelled(letter) for letter in text)
+    return "".join(letter if letter.isprintable() or letter in keep else _spelled(letter) for letter in text)
 
 
 def shortened(text: str, limit: int = 1000) -> str:
     """A long text without its middle: names and values from files can have megabytes."""
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
-
-
-def _is_shown(letter: str) -> bool:
-    return unicodedata.category(letter) not in ("Cc", "Cf", "Cs") and letter not in _SEPARATORS
 
 
 def _spelled(letter: str) -> str:

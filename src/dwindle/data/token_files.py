@@ -311,6 +311,10 @@ def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[Enco
 def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
     if sum(shard["tokens"] for shard in index["shards"]) != index["tokens"]:
         raise ValueError("token counts do not add up")
+    texts = [index["tokenizer"], index["sha256"], *(e["sha256"] for e in (*index["shards"], index["documents"]))]
+    counts = [index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
+    if not all(type(text) is str for text in texts) or not all(type(n) is int and n > 0 for n in counts):
+        raise ValueError("a checksum or a count is not one")
     item_bytes = np.dtype(_DTYPES[index["dtype"]]).itemsize
     expected = {shard["file"]: shard["tokens"] * item_bytes for shard in index["shards"]}
     expected[_DOCUMENTS_NAME] = index["documents"]["count"] * 8

@@ -348,7 +348,14 @@ class Job:
     def _whole_model(self, checkpoint: Checkpoint | None, config: Any) -> nn.Module:
         if checkpoint is None:
             return self._fresh_model()
-        return build(config, {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()})
+        with fitting(checkpoint.path):
+            tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
+            try:
+                return build(config, tensors)
+            except RuntimeError as error:
+                if "size mismatch" not in str(error):
+                    raise
+                raise ValueError("its tensors do not have the sizes that its state says") from error
 
     def _fresh_model(self) -> nn.Module:
         """The source at the start of training."""

@@ -149,6 +149,8 @@ class _Header:
             if not 1 <= num_dims <= 8:
                 raise damaged(self.path, f"tensor {name} has {num_dims} dimensions")
             shape = tuple(reversed(self.unpack(f"{num_dims}Q")))
+            if not all(1 <= length < 1 << 40 for length in shape):
+                raise damaged(self.path, f"tensor {name!r:.60} has an impossible shape")
             entries.append((name, shape, *self.unpack("IQ")))
         if len({name for name, *_ in entries}) != len(entries):
             raise damaged(self.path, "two of its tensors have the same name")

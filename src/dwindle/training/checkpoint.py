@@ -35,6 +35,8 @@ from dwindle.training.muon import ALIVE_SIZES
 CHECKSUMS_FILE = "checksums.json"
 _NOT_MOMENTS = ("step", ALIVE_SIZES)
 """Optimizer state that does not have the shape of its parameter."""
+_MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, SafetensorError)
+"""What reading state of wrong types, names or sizes raises; torch's own errors are RuntimeErrors."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -204,7 +206,7 @@ def fitting(checkpoint: Path) -> Iterator[None]:
     """A checkpoint whose checksums match and whose content does not fit was edited, or written by another version."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, AssertionError, SafetensorError) as error:
+    except _MISFITS as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else first_line(error)
         raise UserError(
             f"{checkpoint}: does not fit this run ({reason}): it was edited, or written by another version; delete it "
