@@ -25,10 +25,10 @@ golden: $(VENV)/.installed  ## compare this tree bit for bit with another commit
 	$(BIN)/python tests/golden/record.py --against build/golden.json
 
 fuzz: $(VENV)/.installed  ## hostile inputs for an hour: make fuzz MINUTES=5
-	$(BIN)/python tests/fuzz/campaign.py --minutes $(MINUTES)
+	$(BIN)/python tests/fuzz/fuzz_campaign.py --minutes $(MINUTES)
 
 faults: $(VENV)/.installed  ## kills, full disks, power cuts, clock jumps and slow disks over all kinds of runs
-	$(BIN)/python tests/faults/campaign.py
+	$(BIN)/python tests/faults/fault_campaign.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

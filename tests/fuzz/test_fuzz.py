@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from campaign import known
+from fuzz_campaign import known
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from targets import TARGETS, Place, survives

@@ -77,7 +77,9 @@ def write_checkpoint(
 
 def begin_checkpoint(run: RunDirectory, step: int) -> None:
     """Create the temporary directory, after removing those of killed processes."""
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    if not run.checkpoints.is_dir():
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        fsync_path(run.path)  # or a power cut could take the directory with the first checkpoint in it
     run.remove_unfinished_checkpoints()
     run.unfinished_checkpoint(step).mkdir()
 
