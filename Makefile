@@ -6,7 +6,9 @@ PIP := $(BIN)/python -m pip
 FAST := $(addprefix tests/,core anatomy data recipe pruning training quantization project)
 BASE ?= HEAD
 
-.PHONY: demo check test golden lint types install clean
+MINUTES ?= 60
+
+.PHONY: demo check test golden fuzz faults lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 	$(BIN)/dwindle demo --overwrite
@@ -21,6 +23,12 @@ golden: $(VENV)/.installed  ## compare this tree bit for bit with another commit
 	rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)
 	$(BIN)/python tests/golden/record.py --src build/base/src --out build/golden.json
 	$(BIN)/python tests/golden/record.py --against build/golden.json
+
+fuzz: $(VENV)/.installed  ## hostile inputs for an hour: make fuzz MINUTES=5
+	$(BIN)/python tests/fuzz/fuzz_campaign.py --minutes $(MINUTES)
+
+faults: $(VENV)/.installed  ## kills, full disks, power cuts, clock jumps and slow disks over all kinds of runs
+	$(BIN)/python tests/faults/fault_campaign.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -50,10 +50,32 @@ def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) 
         time.sleep(0.02)
     os.kill(children_of(launcher.pid)[-1], signal.SIGKILL)
     _, messages = launcher.communicate(timeout=60)
-    assert launcher.returncode != 0 and "was killed by SIGKILL" in messages
+    assert launcher.returncode != 0 and "was killed by SIGKILL" in messages and "Traceback" not in messages
     assert RunDirectory(run).list_checkpoints() and not (run / "model").exists()
     resume(run)
     assert_same(run, tmp_path / "alone")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the processes")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_processes_end_with_their_launcher(tmp_path: Path, number: int) -> None:
+    tiny_directory(tmp_path / "model", tie_word_embeddings=True)
+    settings = recipe(tmp_path, "ddp", tokens=4000 * 168)
+    write_toml(settings, tmp_path / "recipe.toml")
+    run = RunDirectory(tmp_path / "run")
+    launcher = launch("pretrain", str(tmp_path / "recipe.toml"), "--out", str(run.path), "--nproc", "2")
+    deadline = time.monotonic() + 90
+    while not run.has_begun and time.monotonic() < deadline and launcher.poll() is None:
+        time.sleep(0.02)
+    ranks = children_of(launcher.pid)
+    os.kill(launcher.pid, number)
+    launcher.wait(timeout=60)
+    while any(Path(f"/proc/{rank}/stat").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [rank for rank in ranks if Path(f"/proc/{rank}/stat").exists()] and len(ranks) == 2
+    assert run.status == "stopped" and run.list_checkpoints() and not run.is_finished
+    with run.locked():
+        pass
 
 
 def test_mistakes_are_found_before_any_process_starts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from made_runs import make_run
 
 from dwindle.core.errors import UserError
 from dwindle.report.run import Run
-from dwindle.report.server import ReportServer
+from dwindle.report.server import MAX_CONNECTIONS, ReportServer
 
 
 @pytest.fixture
@@ -112,3 +112,24 @@ def test_a_taken_port_is_a_clear_error(server: ReportServer, tmp_path: Path) -> 
     for port in (server.server_port, 99_999):
         with pytest.raises(UserError, match=f"--port {port}: cannot be used"):
             ReportServer(Run(tmp_path / "run"), port)
+
+
+def test_idle_clients_do_not_keep_others_out(server: ReportServer) -> None:
+    idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(200)]
+    busy = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    for _ in range(3):
+        busy.request("GET", "/data.json")
+        reply = busy.getresponse()
+        assert reply.status == 200 and reply.read()
+        assert ask(server, "/")[0] == 200
+    assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) <= MAX_CONNECTIONS + 20
+    for connection in (busy, *idle):
+        connection.close()
+
+
+@pytest.mark.parametrize("address", ["http://[::1/", "//[", "/" + "a" * 70_000, "\x00"])
+def test_odd_addresses_are_answered(server: ReportServer, address: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+        host = f"Host: 127.0.0.1:{server.server_port}\r\nConnection: close\r\n"
+        connection.sendall(f"GET {address} HTTP/1.1\r\n{host}\r\n".encode())
+        assert connection.recv(100).split(b" ")[1] in (b"400", b"404", b"414")

@@ -174,13 +174,15 @@ def test_a_link_stays_a_link(place: Path, tmp_path: Path) -> None:
         assert names(tmp_path) == ["disk", "link"] and names(real.parent) == ["real"]
 
 
-def test_divergence_is_saved_and_said_even_when_validation_diverges(place: Path, tmp_path: Path) -> None:
-    """A loss that is not a number must not keep the state from being written."""
+def test_divergence_is_said_even_when_validation_diverges(place: Path, tmp_path: Path) -> None:
     settings = recipe(place, tokens=40 * 192, lr=1e13, max_bad_steps=8)
     settings.validation, settings.checkpoint = ValidationConfig(every=2), CheckpointConfig(every=100)
-    with pytest.raises(TrainingDiverged, match="the state is saved"):
+    with pytest.raises(TrainingDiverged, match="it has no checkpoint: begin again with"):
         pretrain(settings, tmp_path / "run")
-    assert names(tmp_path / "run" / "checkpoints")
+    settings.checkpoint.every = 1
+    with pytest.raises(TrainingDiverged, match="continues from step-00000001"):
+        pretrain(settings, tmp_path / "run", overwrite=True)
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000001"]
 
 
 def test_skipped_steps_are_counted(place: Path, tmp_path: Path) -> None:

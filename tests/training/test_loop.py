@@ -186,12 +186,12 @@ def test_a_finite_loss_with_an_infinite_gradient_is_skipped() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_too_many_bad_steps_save_and_stop(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, every=100)
+def test_too_many_bad_steps_stop_and_keep_the_checkpoints_from_before(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, every=1, keep_last=1)
     trainer = make_trainer(tiny_llama(), [Poison({2, 3, 4, 5}), checkpointer], max_bad_steps=1)
     with pytest.raises(TrainingDiverged, match=r"step 4 .* 2 in a row"):
         trainer.run()
-    assert [path.name for path in RunDirectory(tmp_path).list_checkpoints()] == ["step-00000004"]
+    assert [path.name for path in RunDirectory(tmp_path).list_checkpoints()] == ["step-00000002"]
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -257,7 +257,7 @@ class SignalAt(Callback):
             os.kill(os.getpid(), self.number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with StopSignal() as stop:

@@ -109,11 +109,15 @@ class Anatomy:
         from dwindle.anatomy.build import build_on_meta
 
         try:
-            model = build_on_meta(config)
-        except ValueError as error:
+            return cls.of(build_on_meta(config))
+        except UserError:
+            raise
+        except Exception as error:  # whatever transformers raises for values that it does not check
             where = f"source {config.name_or_path}: " if config.name_or_path else ""
-            raise UserError(f"{where}{config.model_type!r} is not a causal model: {first_line(error)}") from error
-        return cls.of(model)
+            if str(error).startswith("Unrecognized configuration class"):
+                raise UserError(f"{where}{config.model_type!r} is not a causal model: {first_line(error)}") from error
+            reason = f"{error.args[0]!r} is unknown" if isinstance(error, KeyError) else first_line(error)
+            raise UserError(f"{where}no {config.model_type} model has this configuration: {reason}") from error
 
     def __getitem__(self, name: str) -> Row:
         return self._by_name[name]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, Self
 
 from dwindle.core.errors import UserError
+from dwindle.core.names import public_name
 
 Kind = Literal["attn", "ffn", "stem"]
 KINDS: tuple[Kind, ...] = ("attn", "ffn", "stem")
@@ -109,10 +110,10 @@ class Structure:
     @classmethod
     def full(cls, *, hidden: int, ffn: list[int], kv_of_query: list[list[int]]) -> Structure:
         """A model with nothing removed; irregular key/value maps (a model pruned earlier) are allowed."""
-        layers = tuple(
-            Layer(tuple(range(len(kv))), tuple(kv), tuple(range(n))) for kv, n in zip(kv_of_query, ffn, strict=True)
-        )
-        return cls(tuple(range(hidden)), layers)
+        upto = cache(lambda n: tuple(range(n)))  # equal layers share their indices, so that wide models stay small
+        heads = {tuple(kv): tuple(kv) for kv in kv_of_query}
+        layers = tuple(Layer(upto(len(kv)), heads[tuple(kv)], upto(n)) for kv, n in zip(kv_of_query, ffn, strict=True))
+        return cls(upto(hidden), layers)
 
     @property
     def is_uniform(self) -> bool:
@@ -165,7 +166,7 @@ class Structure:
             }
             for la in self.layers
         ]
-        return {"format": FORMAT, "source": source, "hidden": list(self.hidden), "layers": layers}
+        return {"format": FORMAT, "source": public_name(source), "hidden": list(self.hidden), "layers": layers}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str = "structure") -> Self:

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from dwindle.core.errors import UserError
+from dwindle.core.terminal import PlainConsole, plain, say
 
 API_NAMES = {"target": "to"}
 """Arguments of the Python API whose option has another name."""
@@ -42,7 +43,7 @@ class Commands(TyperGroup):
             error.args = (in_options(str(error), options),)
             raise
         except KeyboardInterrupt as stop:  # typer would print nothing
-            print(f"interrupted: {stop}" if stop.args else "interrupted", file=sys.stderr)
+            say(f"interrupted: {stop}" if stop.args else "interrupted", error=True)
             raise typer.Exit(130) from None
 
 
@@ -86,9 +87,7 @@ def print_result(what: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(what))
         return
-    from rich.console import Console
-
-    Console().print(what)
+    PlainConsole().print(what)
 
 
 def resolve_model(name: str) -> str:
@@ -98,7 +97,7 @@ def resolve_model(name: str) -> str:
     model = model_of_run(Path(name))
     if model is None:
         return name
-    print(f"{name} is a run: using its model, {model}", file=sys.stderr)
+    say(plain(f"{name} is a run: using its model, {model}"), error=True)
     return str(model)
 
 
@@ -127,4 +126,4 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"
         padding = "padding by `dwindle export --round 32`"
         ways = padding if remedy is None else f"{remedy}, or {padding},"
-        print(f"note: {what}; {ways} avoids it", file=sys.stderr)
+        say(f"note: {what}; {ways} avoids it", error=True)

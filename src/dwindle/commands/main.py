@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import pkgutil
 import sys
 import warnings
-from typing import TextIO
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
 from dwindle import commands
 from dwindle.commands.app import app
 from dwindle.core.errors import UserError
+from dwindle.core.terminal import plain, say, shortened
+
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 
 
 def main() -> None:
@@ -20,15 +25,43 @@ def main() -> None:
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
     try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
-            app()
+        _run()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error), 2)
+    except OSError as error:  # of a file that no other message names
+        _fail(f"{_named(error)}{error.strerror or error}", 2)
+    except MemoryError:
+        _fail("there is not enough memory: use a smaller model, or fewer tokens at a time", 2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", error=True)
         sys.exit(130)
+
+
+def _run() -> None:
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # here, where a full disk behind a redirection can still be reported
+
+
+def _named(error: OSError) -> str:
+    names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+    return f"{names[-1]}: " if names else "standard output: " if error.errno in _OUTPUT_ERRORS else ""
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    """One line on standard error; output that cannot be written is not tried again on exit."""
+    with suppress(OSError):
+        say(shortened(plain(f"error: {message}")), error=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
 
 
 _show_others = warnings.showwarning
@@ -44,7 +77,7 @@ def _show_warning(
 ) -> None:
     """Print our own warnings as one line, without the source location."""
     if category.__module__.partition(".")[0] == "dwindle":
-        print(f"warning: {message}", file=sys.stderr)
+        say(plain(f"warning: {message}"), error=True)
     else:
         _show_others(message, category, filename, lineno, file, line)
 

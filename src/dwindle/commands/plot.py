@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+from dwindle.core.terminal import plain, say
 
 RunArguments = Annotated[
     list[str],
@@ -36,4 +37,4 @@ def plot(
         print_result({"out": out, "files": names}, as_json)
         return
     for name in names:
-        print(Path(out) / name)
+        say(plain(str(Path(out) / name)))

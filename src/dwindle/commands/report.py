@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from dwindle.commands.app import Json, app, print_result
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import REPORT
+from dwindle.core.terminal import plain, say
 
 RunArgument = Annotated[
     list[str],
@@ -55,8 +55,8 @@ def report(
         print_result({"report": str(path), "figures": figures, "missing": summary["missing"]}, as_json)
         return
     for line in summary["missing"]:
-        print(f"note: {line}", file=sys.stderr)
-    print(path)
+        say(plain(f"note: {line}"), error=True)
+    say(plain(str(path)))
 
 
 def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
@@ -74,11 +74,11 @@ def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
+            say("stopped", error=True)
 
 
 def _open(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):
-        print(f"no browser found: open {url}", file=sys.stderr)
+        say(f"no browser found: open {url}", error=True)

@@ -9,6 +9,7 @@ import typer
 from dwindle.commands.app import Device, Json, TextField, app, chosen_device, print_result, resolve_model
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
+from dwindle.core.terminal import say
 from dwindle.evaluation.config import EvalConfig
 
 
@@ -48,4 +49,4 @@ def table(
     if as_json:
         print_result(found.to_json(), as_json)
     else:
-        print(found.markdown() if markdown else found.text())
+        say(found.markdown() if markdown else found.text())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from typing import Annotated, Any
 
 import typer
 
 from dwindle.commands.app import note_odd_sizes
 from dwindle.core.run_directory import RunDirectory
+from dwindle.core.terminal import plain, say
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -31,12 +31,12 @@ def print_run(result: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.to_json()))
     elif result.status == "stopped":
-        print(f"stopped after step {result.step:,}; continue with: {RunDirectory(result.run).resume_command}")
+        say(plain(f"stopped after step {result.step:,}; continue with: {RunDirectory(result.run).resume_command}"))
     else:
         parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
         measured = (("loss", result.loss), ("validation", result.valid_loss))
         parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
-        print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
+        say(f"finished: {', '.join(parts)}\nmodel: {plain(str(result.model))}")
         prune = result.recipe.prune
         note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
     _exit(result)
@@ -46,10 +46,10 @@ def _exit(result: Any) -> None:
     """A non-zero status for a run that was stopped or missed its target, so that scripts do not use its model."""
     if result.skipped_steps:
         skipped = f"{result.skipped_steps:,} of {result.step:,} steps were skipped"
-        print(f"warning: {skipped}: their loss or gradient was not finite", file=sys.stderr)
+        say(f"warning: {skipped}: their loss or gradient was not finite", error=True)
     if result.status == "stopped":
         raise typer.Exit(128 + (result.signal or signal.SIGINT))
     if not result.target_reached:
         left = f"{result.parameters:,} parameters are left"
-        print(f"error: the target was not reached, {left}: give it more tokens or a faster pace", file=sys.stderr)
+        say(f"error: the target was not reached, {left}: give it more tokens or a faster pace", error=True)
         raise typer.Exit(1)

@@ -16,7 +16,6 @@ import functools
 import inspect
 import json
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from dwindle.core import reading
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 
@@ -73,10 +73,10 @@ def from_toml(cls: type[T], text: str, where: str = "") -> T:
 
 
 def parse_toml(text: str, where: str = "") -> dict[str, Any]:
-    """``tomllib.loads`` with an error that names the file and the line."""
+    """The tables of TOML text; an error names the file and the line."""
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return reading.parse_toml(text)
+    except ValueError as error:
         prefix = f"{where}: " if where else ""
         raise UserError(f"{prefix}not valid TOML: {' '.join(str(error).split())}") from None
 
@@ -87,13 +87,15 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     if path.is_dir():
         raise UserError(f"{path} is a directory: give the .toml file itself")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: give the path of a .toml file") from None
+        content = reading.read_limited(path, reading.MAX_TOML_BYTES)
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise UserError(f"{path} does not exist: give the path of a .toml file") from None
+        raise
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text: save it as UTF-8") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return parse_toml(text, str(path))
 
 
@@ -139,8 +141,8 @@ def value_from_text(cls: type[Config], key: Key, text: str) -> Any:
     if text.lower() == "none" and may_be_empty:
         return None
     candidates: list[Any] = [text]
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        candidates = [*tomllib.loads(f"value = {text}").values(), text] if "\n" not in text else [text]
+    with contextlib.suppress(ValueError):
+        candidates = [*reading.parse_toml(f"value = {text}").values(), text] if "\n" not in text else [text]
     if any(typing.get_origin(member) is list for member in _members(annotation)):
         inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         candidates.append([_item(annotation, part.strip()) for part in inside.split(",") if part.strip()])
@@ -162,8 +164,8 @@ def value_from_text(cls: type[Config], key: Key, text: str) -> Any:
 def _item(annotation: Any, text: str) -> Any:
     """One item of a comma-separated list: a number where the list holds numbers."""
     numeric = any(inner in (int, float) for member in _members(annotation) for inner in typing.get_args(member))
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        return tomllib.loads(f"value = {text}")["value"] if numeric else text
+    with contextlib.suppress(ValueError):
+        return reading.parse_toml(f"value = {text}")["value"] if numeric else text
     return text
 
 
@@ -174,8 +176,8 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 
 def _parse_key(text: str) -> Key:
     node: Any = {}
-    with contextlib.suppress(tomllib.TOMLDecodeError):
-        node = tomllib.loads(f"{text} = 0")
+    with contextlib.suppress(ValueError):
+        node = reading.parse_toml(f"{text} = 0")
     key: list[str] = []
     while isinstance(node, dict) and node:
         name, node = next(iter(node.items()))

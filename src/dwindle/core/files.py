@@ -73,7 +73,7 @@ def atomic_directory(
     """
     if not keep_existing:
         refuse_existing(target, marker=marker, overwrite=overwrite, option=option)
-    target = target.resolve() if target.is_symlink() else target
+    target = resolved(target) if target.is_symlink() else target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_abandoned(target.parent, target.name)
@@ -189,10 +189,10 @@ def refuse_existing(
 
 def refuse_place(target: Path, option: str = "--out") -> None:
     """Refuse a directory that cannot be replaced by a rename: a mount point, or a parent of the current one."""
-    if os.path.ismount(target.resolve()):
+    if os.path.ismount(resolved(target, option)):
         raise UserError(f"{option} {target} is the root of a file system: give a directory inside it")
     with suppress(FileNotFoundError):  # the current directory was deleted, so no directory holds it
-        here, real = Path.cwd(), target.resolve()
+        here, real = Path.cwd(), resolved(target, option)
         if here.is_relative_to(real):
             what = "is" if here == real else "holds"
             raise UserError(
@@ -202,11 +202,11 @@ def refuse_place(target: Path, option: str = "--out") -> None:
 
 def refuse_sources(target: Path, sources: Sequence[str | PathLike[str]], option: str = "--out") -> None:
     """Refuse a target that is, or holds, an input; wildcards are expanded, names that are not files are skipped."""
-    whole = target.resolve()
+    whole = resolved(target, option)
     for source in sources:
         name = os.path.expanduser(source)
         found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        for path in (Path(one).resolve() for one in found):
+        for path in (resolved(Path(one), option) for one in found):
             if path.is_relative_to(whole):
                 what = "is" if path == whole else "holds"
                 raise UserError(f"{option} {target} {what} the input {source}: choose another place")
@@ -214,10 +214,19 @@ def refuse_sources(target: Path, sources: Sequence[str | PathLike[str]], option:
 
 def refuse_unwritable(target: Path, option: str) -> None:
     """Refuse a path below something that is not a writable directory."""
-    nearest = next(parent for parent in target.resolve().parents if parent.exists())
+    nearest = next(parent for parent in resolved(target, option).parents if parent.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         why = f"{nearest} is not a writable directory"
         raise UserError(f"{option} {target} cannot be written ({why}): choose another place")
+
+
+def resolved(path: Path, option: str = "--out") -> Path:
+    """``path.resolve()``; a loop of links, or a name that no file can have, is a ``UserError``."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop, before Python 3.13
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option} {path} cannot be used ({reason}): choose another place") from error
 
 
 # Leftovers of killed processes -----------------------------------------------------------------------------

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+
+_LOCAL = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
+
+
+def public_name(source: str | os.PathLike[str]) -> str:
+    """The name of a model in files that are published: the last part of a local path, hub ids and aliases as they are.
+
+    A path tells who made a model, and on which machine.
+    """
+    name = os.fspath(source)
+    if not (_LOCAL.match(name) or name.count("/") > 1 or os.path.exists(name)):
+        return name
+    return re.split(r"[/\\]", os.path.abspath(os.path.expanduser(name)))[-1] or name
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from dwindle.core.terminal import plain
 
 T = TypeVar("T")
 
@@ -20,10 +23,11 @@ class Bar:
     """``with Bar("calibrating", total=64) as bar: … bar.advance()``"""
 
     def __init__(self, description: str, total: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(stderr=True)
         self._progress = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
-        self._progress.add_task(description, total=total)
+        self._progress.add_task(plain(description), total=total)
         self._task = self._progress.tasks[0]
         self._last_line = time.monotonic()
 
@@ -46,7 +50,7 @@ class Bar:
 
 def status(description: str) -> AbstractContextManager[Any]:
     """A spinner on a terminal for a wait of unknown length; nothing elsewhere."""
-    return Console(stderr=True).status(description) if sys.stderr.isatty() else nullcontext()
+    return Console(stderr=True).status(Text(plain(description))) if sys.stderr.isatty() else nullcontext()
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:

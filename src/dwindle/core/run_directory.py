@@ -6,23 +6,26 @@ RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoi
 RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
 RUN/tokens/, RUN/tensorboard/        tokenized text, TensorBoard's events
 RUN/evaluation/, RUN/report.html     results
-RUN/.lock                            held by the process that writes the run
+RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
 .RUN.replaced                        the run that ``--overwrite`` replaces, until the new one has made a step
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from shlex import quote
-from typing import Literal
+from typing import Any, Literal
 
 from dwindle.core.errors import UserError
-from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned
+from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned, resolved
+from dwindle.core.reading import parse_json, read_limited
 
 RECIPE = "recipe.toml"
 METRICS = "metrics.jsonl"
@@ -36,6 +39,8 @@ LOGS = (METRICS, LEDGER)
 FOLDERS = ("model", "checkpoints", "milestones", "tokens", "tensorboard")
 
 _STEP = "step-"
+_STEP_NAME = re.compile(r"step-[0-9]{1,15}")
+_MAX_NOTES_BYTES = 4096
 _TEMPORARY = ".tmp-"
 _FRESH_S = 120.0
 
@@ -81,7 +86,7 @@ class RunDirectory:
 
     def list_checkpoints(self) -> list[Path]:
         """Oldest first, damaged ones included; empty for a run that was killed before its first."""
-        found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and p.name.removeprefix(_STEP).isdigit()]
+        found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and _STEP_NAME.fullmatch(p.name)]
         return sorted(found, key=checkpoint_step)
 
     def structure_files(self) -> Iterator[Path]:
@@ -140,6 +145,11 @@ class RunDirectory:
         return f"dwindle resume {quote(str(self.path))}"
 
     @property
+    def restart_command(self) -> str:
+        """How to replace the run by a new one with the same recipe."""
+        return f"`dwindle pretrain {quote(str(self.recipe))} --out {quote(str(self.path))} --overwrite`"
+
+    @property
     def command_after_failure(self) -> str:
         """What to run again: a new run that has not begun is removed, so there is nothing to resume."""
         return f"`{self.resume_command}`" if self.has_begun else "the same command again"
@@ -159,6 +169,38 @@ class RunDirectory:
         if not overwrite:
             resume = f"`{self.resume_command}` continues it"
             raise UserError(f"--out {self.path}: a run exists there: {resume}, --overwrite replaces it")
+
+    # Notes, in the lock file: it stays with the run when a disk that holds the checkpoints does not --------------
+
+    def note_checkpoint(self, step: int) -> None:
+        """A checkpoint was written."""
+        self._note({"checkpoint": step})
+
+    def note_divergence(self, step: int) -> None:
+        """Training ended because its loss was not finite; until the next checkpoint, ``resume`` may change the rate."""
+        self._note(self._notes() | {"diverged": step})
+
+    @property
+    def last_checkpoint_step(self) -> int | None:
+        """Step of the last checkpoint that was written, whether or not it is still there."""
+        return _whole(self._notes().get("checkpoint"))
+
+    @property
+    def diverged_at(self) -> int | None:
+        """The step at which training diverged; None if it did not, or went on since."""
+        return _whole(self._notes().get("diverged"))
+
+    def _notes(self) -> dict[str, Any]:
+        try:
+            found = parse_json(read_limited(self.lock, _MAX_NOTES_BYTES))
+        except (UserError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _note(self, notes: dict[str, Any]) -> None:
+        """In place: the lock belongs to the file itself."""
+        with suppress(OSError):  # a note is for later advice; what matters is in the checkpoint
+            self.lock.write_text(json.dumps(notes) + "\n", encoding="utf-8")
 
     # Lock --------------------------------------------------------------------------------------------------
 
@@ -204,7 +246,7 @@ class RunDirectory:
 
     @property
     def _aside(self) -> Path:
-        real = self.path.resolve()  # a symbolic link is kept where it is
+        real = resolved(self.path)  # a symbolic link is kept where it is
         return real.parent / f".{real.name}.replaced"
 
     @contextmanager
@@ -212,10 +254,10 @@ class RunDirectory:
         """Put the old run aside while the new one is created; refused while a process writes the old one."""
         with self.locked():
             if self._aside.is_dir() and not self.has_begun:
-                shutil.rmtree(self.path.resolve())  # a failed attempt: the run it was to replace is still aside
+                shutil.rmtree(resolved(self.path))  # a failed attempt: the run it was to replace is still aside
             else:
                 self.discard_replaced()
-                os.rename(self.path.resolve(), self._aside)
+                os.rename(resolved(self.path), self._aside)
             try:
                 yield
             except BaseException:
@@ -225,7 +267,7 @@ class RunDirectory:
     def restore_replaced(self) -> None:
         """Put back the replaced run if the new one never began, or its process was killed between the renames."""
         if self._aside.is_dir() and not self.path.exists():
-            os.rename(self._aside, self.path.resolve())
+            os.rename(self._aside, resolved(self.path))
 
     def discard_replaced(self) -> None:
         """Delete the replaced run, once the new one has begun."""
@@ -238,10 +280,10 @@ class RunDirectory:
         """
         if self.has_begun or (only_replacing and not self._aside.is_dir()):
             return
-        shutil.rmtree(self.path.resolve(), ignore_errors=True)
+        shutil.rmtree(resolved(self.path), ignore_errors=True)
         self.restore_replaced()
         if self.path.is_symlink() and not self.path.exists():
-            self.path.resolve().mkdir()  # a link to an empty directory, as before
+            resolved(self.path).mkdir()  # a link to an empty directory, as before
 
     # Leftovers ---------------------------------------------------------------------------------------------
 
@@ -279,7 +321,7 @@ def unlist_checkpoint(checkpoint: Path) -> None:
 
 def model_title(model: Path) -> str:
     """A model directory's name; the models of a run are named after the run."""
-    model = model.resolve()
+    model = resolved(model)
     run = RunDirectory(model.parent.parent)
     if model.parent == run.milestones:
         return f"{run.path.name}, {model.name}"
@@ -293,6 +335,10 @@ def _has_one_line(ledger: Path) -> bool:
             return bool(file.readline()) and not file.readline()
     except OSError:
         return False
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -11,6 +11,8 @@ from dwindle.core.errors import UserError
 
 SHAPE_KEYS = ("hidden", "heads", "ffn")
 
+MAX_COUNT = 10**18
+"""Of parameters or tokens; beyond it is a typing mistake."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma separates thousands, it is not a decimal point
 _COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
@@ -19,11 +21,16 @@ _SHARE = re.compile(r"(?P<percent>\d+\.?\d*|\.\d+)\s*%\s*(?P<nonemb>nonemb)?|(?P
 
 def parse_count(text: str | int | float, name: str = "value") -> int:
     """A whole number from ``"100M"``, ``"64k"``, ``"1_000"`` or a plain number; decimal units (k = 1000)."""
+    if isinstance(text, int) and abs(text) > MAX_COUNT:
+        raise UserError(f"{name}: is above {MAX_COUNT:.0e}: give a smaller number")
     match = _COUNT.fullmatch(str(text).strip())
     if match is None:
-        raise UserError(f"{name}: {text!r} is not a number such as 100M, 64k or 1500000")
+        raise UserError(f"{name}: {text!r:.60} is not a number such as 100M, 64k or 1500000")
     digits, unit = match.groups()
-    return round(float(digits.replace("_", "").replace(",", "")) * _UNITS[unit.lower()])
+    value = float(digits.replace("_", "").replace(",", "")) * _UNITS[unit.lower()]
+    if value > MAX_COUNT:
+        raise UserError(f"{name}: {str(text).strip():.40} is above {MAX_COUNT:.0e}: give a smaller number")
+    return round(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +58,13 @@ def parse_size(text: str, key: str) -> Size:
             count = parse_count(text, key)
         except UserError:
             forms = "100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
-            raise UserError(f"{key}: {text!r} is not a size such as {forms}") from None
+            raise UserError(f"{key}: {text!r:.60} is not a size such as {forms}") from None
         if count <= 0:
             raise UserError(f"{key}: {text!r} must be above 0")
         return Size("count", count)
     share = float(match["fraction"]) if match["fraction"] else float(match["percent"]) / 100
     if not 0 < share < 1:
-        raise UserError(f"{key}: {text!r} must be above 0 and below 100%: it is the share that is kept")
+        raise UserError(f"{key}: {text!r:.60} must be above 0 and below 100%: it is the share that is kept")
     return Size("nonemb share" if match["nonemb"] else "share", share)
 
 
@@ -65,8 +72,8 @@ def _parse_shape(text: str, key: str) -> dict[str, int]:
     shape: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
-        if name not in SHAPE_KEYS or not number.isdecimal() or int(number) == 0:
-            raise UserError(f"{key}: {part.strip()!r} is not part of a shape such as hidden=512,heads=8,ffn=1280")
+        if name not in SHAPE_KEYS or not re.fullmatch(r"[0-9]{1,12}", number) or int(number) == 0:
+            raise UserError(f"{key}: {part.strip()!r:.60} is not part of a shape such as hidden=512,heads=8,ffn=1280")
         if name in shape:
             raise UserError(f"{key}: {text!r} gives {name} twice")
         shape[name] = int(number)

@@ -12,6 +12,11 @@ from dwindle.core.errors import UserError
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 _BLOCK_BYTES = 1 << 17
+_INPUT_BYTES = 1 << 12
+"""Decoded at once: a few kilobytes can expand to a hundred megabytes."""
+_MAX_RATIO = 250
+_TRUSTED_BYTES = 1 << 26
+_MAX_XZ_MEMORY = 1 << 28
 
 
 class CorruptError(Exception):
@@ -22,37 +27,71 @@ def open_compressed(raw: io.BufferedReader, compression: str | None, label: str)
     """The uncompressed bytes of ``raw``; ``label`` is the start of the message if a package is missing."""
     if compression is None:
         return raw
+    taken = _Taken(raw)
     if compression == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"))
-    if compression == ".xz":
-        return lzma.open(raw, "rb")
-    assert compression == ".zst", compression
-    return _open_zstd(raw, label)
+        opened: Any = gzip.GzipFile(fileobj=taken, mode="rb")  # type: ignore[call-overload]
+    elif compression == ".xz":
+        opened = _Frames(taken, lambda: lzma.LZMADecompressor(memlimit=_MAX_XZ_MEMORY), lzma.LZMAError)
+    else:
+        assert compression == ".zst", compression
+        opened = _zstd(taken, label)
+    return io.BufferedReader(_Measured(opened, taken), buffer_size=_BLOCK_BYTES)
 
 
-def _open_zstd(raw: io.BufferedReader, label: str) -> IO[bytes]:
+def _zstd(raw: _Taken, label: str) -> io.RawIOBase:
     try:
         standard: Any = importlib.import_module("compression.zstd")  # Python 3.14
-        return io.BufferedReader(_ZstdStream(raw, standard.ZstdDecompressor, standard.ZstdError))
+        return _Frames(raw, standard.ZstdDecompressor, standard.ZstdError)
     except ModuleNotFoundError:
         pass
     try:
         import zstandard
     except ImportError as error:
         raise UserError(f"{label} needs the zstandard package: pip install zstandard") from error
-    return io.BufferedReader(
-        _ZstdStream(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
-    )
+    return _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
 
 
-class _ZstdStream(io.RawIOBase):
-    """All frames of a zstd file, one after the other.
+class _Taken:
+    """Counts the compressed bytes that were read."""
 
-    Both libraries have the same decompressor interface (``decompress``, ``eof``, ``unused_data``). The stream reader of
-    ``zstandard`` is not used, because it does not report a file that ends in the middle of a frame.
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw = raw
+        self.count = 0
+
+    def read(self, size: int = -1) -> bytes:
+        block = self._raw.read(size)
+        self.count += len(block)
+        return block
+
+
+class _Measured(io.RawIOBase):
+    """Refuses what expands far more than text does, before it fills the memory."""
+
+    def __init__(self, inner: Any, taken: _Taken) -> None:
+        self._inner = inner
+        self._taken = taken
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._inner.readinto(buffer) or 0
+        self._count += count
+        if self._count > _TRUSTED_BYTES and self._count > _MAX_RATIO * self._taken.count:
+            raise CorruptError(f"it expands more than {_MAX_RATIO} times, which no text does")
+        return count
+
+
+class _Frames(io.RawIOBase):
+    """All frames of a file, one after the other.
+
+    The decoders of xz and of both libraries for zstd have the same interface (``decompress``, ``eof``,
+    ``unused_data``). The stream reader of ``zstandard`` is not used, because it does not report a file that ends in the
+    middle of a frame.
     """
 
-    def __init__(self, raw: io.BufferedReader, new_decoder: Any, error: type[Exception]) -> None:
+    def __init__(self, raw: _Taken, new_decoder: Any, error: type[Exception]) -> None:
         self._raw = raw
         self._new_decoder = new_decoder
         self._error = error
@@ -65,7 +104,7 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            self._input = self._input or self._raw.read(_BLOCK_BYTES)
+            self._input = self._input or self._raw.read(_INPUT_BYTES)
             if not self._input:
                 if self._decoder is not None:
                     raise CorruptError("the data ends in the middle of a frame")
@@ -78,6 +117,9 @@ class _ZstdStream(io.RawIOBase):
 
     def _decode_block(self) -> None:
         if self._decoder is None:
+            self._input = self._input.lstrip(b"\0")  # padding between the streams of an xz file
+            if not self._input:
+                return
             self._decoder = self._new_decoder()
         try:
             self._output = memoryview(self._decoder.decompress(self._input))

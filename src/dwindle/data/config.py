@@ -38,7 +38,7 @@ class DataConfig(Config):
     """Tokens per training sequence."""
     text_field: Annotated[str, Field(min_length=1)] = "text"
     """Field of JSON lines, or column of Parquet, that holds the text."""
-    seed: Annotated[int, Field(ge=0)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seed of the sample order; not set takes ``training.seed``."""
     cache_dir: str | None = None
     """Where tokenized text is cached; not set puts it into the run directory."""

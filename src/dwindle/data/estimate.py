@@ -56,7 +56,10 @@ def estimated_epochs(
 def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:
     """Exact for token files; extrapolated from the beginning for text."""
     if is_token_files(name):
-        return open_token_files(name).num_tokens
+        files = open_token_files(name)
+        files.check_tokenizer(encoder.fingerprint, option)
+        files.check_ids(encoder.num_embeddings, option)
+        return files.num_tokens
     texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)
     sample, left = list[str](), _ENCODED_CHARS
     for text in texts:

@@ -10,7 +10,6 @@ import glob
 import gzip
 import hashlib
 import io
-import json
 import logging
 import lzma
 import zlib
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.reading import parse_json
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
 from dwindle.data.pydoc_text import pydoc_documents
 
@@ -227,7 +227,7 @@ class JsonLinesInput(FileInput):
 
     def _text_of(self, line: str, number: int) -> str:
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise self._error(f"is not valid JSON ({error}): fix or remove the line", number) from error
         if not isinstance(record, dict):

@@ -23,8 +23,10 @@ import numpy.typing as npt
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
+from dwindle.core.reading import read_json
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
+from dwindle.sources.common import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,6 +81,15 @@ class TokenFiles:
                 if _sha256_of(self.directory / entry["file"], bar) != entry["sha256"]:
                     raise _damaged(self.directory / entry["file"], "its content differs from its checksum")
 
+    def check_ids(self, num_embeddings: int | None, option: str = "data") -> None:
+        """Raise UserError for token ids beyond the model's embedding; every token is looked at."""
+        if num_embeddings is None or num_embeddings > np.iinfo(self._shards[0].dtype).max:
+            return
+        for shard in self._shards:
+            for start in range(0, len(shard), _HASH_BLOCK_BYTES):
+                largest = int(shard[start : start + _HASH_BLOCK_BYTES].max())
+                check_ids(largest, num_embeddings, f"{option}: {self.directory} holds")
+
     def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
         """Raise UserError if the files were written with another tokenizer."""
         if fingerprint != self.tokenizer_fingerprint:
@@ -100,9 +111,9 @@ def open_token_files(directory: str | Path) -> TokenFiles:
     if not index_path.is_file():
         raise UserError(f"{folder} has no {INDEX_NAME}: give a directory written by dwindle tokenize")
     try:
-        index = json.loads(index_path.read_text(encoding="utf-8"))
+        index = read_json(index_path)
         is_ours = index["kind"] == _KIND
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (UserError, KeyError, TypeError) as error:
         raise _damaged(index_path, "it is not an index of token files") from error
     if not is_ours or index.get("format") != FORMAT:
         raise UserError(
@@ -300,6 +311,10 @@ def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[Enco
 def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
     if sum(shard["tokens"] for shard in index["shards"]) != index["tokens"]:
         raise ValueError("token counts do not add up")
+    texts = [index["tokenizer"], index["sha256"], *(e["sha256"] for e in (*index["shards"], index["documents"]))]
+    counts = [index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
+    if not all(type(text) is str for text in texts) or not all(type(n) is int and n > 0 for n in counts):
+        raise ValueError("a checksum or a count is not one")
     item_bytes = np.dtype(_DTYPES[index["dtype"]]).itemsize
     expected = {shard["file"]: shard["tokens"] * item_bytes for shard in index["shards"]}
     expected[_DOCUMENTS_NAME] = index["documents"]["count"] * 8

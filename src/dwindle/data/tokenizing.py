@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dwindle.core.errors import UserError
+from dwindle.sources.common import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +48,8 @@ class DocumentEncoder:
         self.end_of_text = end_of_text_id(tokenizer)
         self.beginning_of_text = beginning_of_text_id(tokenizer, self.end_of_text)
         self.dtype = np.dtype("<u2" if _largest_id(tokenizer) < 2**16 else "<u4")
+        self.num_embeddings: int | None = getattr(tokenizer, "num_embeddings", None)
+        """Rows of the model's embedding, if the tokenizer was loaded with its model."""
         self._tokenizer = tokenizer
         self._backend = _private_backend(tokenizer)
 
@@ -77,6 +80,7 @@ class DocumentEncoder:
                 ids.insert(0, self.beginning_of_text)
             if is_last:
                 ids.append(self.end_of_text)
+            check_ids(max(ids, default=0), self.num_embeddings, "tokenizer: gives")
             yield EncodedPiece(np.array(ids, dtype=self.dtype), is_first)
 
     def _ids(self, texts: list[str]) -> Iterator[list[int]]:

@@ -96,6 +96,7 @@ def open_stream(
         if is_token_files(name):
             files = open_token_files(name)
             files.check_tokenizer(encoder.fingerprint, option)
+            files.check_ids(encoder.num_embeddings, option)
             parts.append(files)
             continue
         source = open_input(name, text_field=text_field, option=option)
@@ -119,7 +120,9 @@ def cached_token_files(
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(source.name).name).strip("-")[:40]
     directory = cache_dir / f"{stem}-{key}"
     if (directory / INDEX_NAME).is_file():
-        return open_token_files(directory)
+        files = open_token_files(directory)
+        files.check_ids(encoder.num_embeddings, "data.cache_dir")
+        return files
     return write_inputs(
         [source], encoder, directory, max_tokens=max_tokens, keep_existing=True, out_option="data.cache_dir"
     )

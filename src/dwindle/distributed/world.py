@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.distributed.launch import stop_with_launcher
 
 T = TypeVar("T")
 
 _TIMEOUT = timedelta(minutes=10)
 """Limit of one collective; a process that died is noticed sooner, by its launcher or its connections."""
+_LOST_CONNECTION = re.compile(r"gloo|Connection (closed|reset|refused)|Broken pipe|NCCL.*remote process exited", re.I)
+"""How torch's libraries say that a process has died."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -97,11 +101,17 @@ def joined(device: str) -> Iterator[World]:
     if not launched or int(os.environ["WORLD_SIZE"]) == 1:
         yield World()
         return
+    stop_with_launcher()
     world = _join(device)
     try:
         yield world
     except UserError as error:
         raise error if world.is_main else UserError(f"process {world.rank}: {error}") from error
+    except (dist.DistError, RuntimeError) as error:
+        if not _LOST_CONNECTION.search(str(error)):
+            raise
+        message = f"process {world.rank}: another process has ended, and this one cannot continue alone"
+        raise UserError(message) from error
     dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import json
 import lzma
 import os
 import zlib
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.reading import parse_json
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
 from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Task, make_item
 
@@ -162,8 +162,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = parse_json(line)
+        except ValueError:
             row = BrokenItem("not JSON")
         if not isinstance(row, (dict, BrokenItem)):
             row = BrokenItem("not a JSON object")

@@ -18,6 +18,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
+from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.precision import Precision
 from dwindle.evaluation.config import EngineName, EvalConfig
@@ -119,9 +120,9 @@ def trained_tokens(source: Path) -> int | None:
     if not run.recipe.is_file():
         return None
     try:
-        lines = run.metrics.read_text(encoding="utf-8").splitlines()
-        return int(json.loads(lines[-1])["tokens"])
-    except (OSError, IndexError, KeyError, ValueError):
+        lines = read_limited(run.metrics, MAX_STATE_BYTES).splitlines()
+        return int(parse_json(lines[-1])["tokens"])
+    except (UserError, IndexError, KeyError, TypeError, ValueError):
         return None
 
 

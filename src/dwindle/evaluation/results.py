@@ -16,6 +16,7 @@ from rich.table import Table
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
+from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
 
@@ -143,14 +144,14 @@ class EvalResult:
             parts += ["", self._task_table()]
         if (average := self.average()) is not None:
             value = _percent(average, self.average_stderr())
-            parts.append(f"average of the seven main metrics: [bold]{value}[/bold]")
+            parts.append(f"average of the seven main metrics: {value}")
         if self.texts:
             parts += ["", self._text_table()]
         parts.append("")
-        parts += [f"[bold]{result.title}[/bold] prompt: {_escape(result.prompt)}" for result in self.tasks]
-        parts += [f"[bold]{_escape(text.name)}[/bold]: {_escape(text.prompt)}" for text in self.texts]
+        parts += [f"{result.title} prompt: {result.prompt}" for result in self.tasks]
+        parts += [f"{text.name}: {text.prompt}" for text in self.texts]
         for name, count, reasons in self.skipped():
-            parts.append(f"[yellow]{_escape(f'{name}: {count} skipped: {reasons}')}[/yellow]")
+            parts.append(f"{name}: {count} skipped: {reasons}")
         return Stack(*parts)
 
     def skipped(self) -> list[tuple[str, int, str]]:
@@ -161,7 +162,7 @@ class EvalResult:
 
     def _headline(self) -> str:
         limited = f", first {self.limit} items of each" if self.limit is not None else ""
-        return _escape(
+        return (
             f"{self.model}: {format_count(self.parameters)} parameters, zero-shot, {self.engine} engine, {self.dtype} "
             f"on {self.device}, batch {self.batch}{limited}, {self.seconds:.1f} s"
         )
@@ -191,18 +192,16 @@ class EvalResult:
             table.add_column(column, justify="right", no_wrap=True)
         for text in self.texts:
             numbers = (text.word_perplexity, text.byte_perplexity, text.bits_per_byte, text.nats_per_token)
-            table.add_row(
-                _escape(text.name), str(text.num_documents), f"{text.num_tokens:,}", *(f"{x:.4f}" for x in numbers)
-            )
+            table.add_row(text.name, str(text.num_documents), f"{text.num_tokens:,}", *(f"{x:.4f}" for x in numbers))
         return table
 
 
 def read_result(path: Path) -> EvalResult:
     """Read a file written by ``dwindle eval --out``."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error}): give a result of `dwindle eval --out`") from error
+        data = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}: give a result of `dwindle eval --out`") from error
     return EvalResult.from_json(data, str(path))
 
 
@@ -215,8 +214,3 @@ def _percent(value: float | None, stderr: float | None = None) -> str:
 def _with_infinity(row: Any) -> dict[str, Any]:
     """Restore the infinities that ``finite`` turned into null; no other field of a text can be null."""
     return {key: math.inf if value is None else value for key, value in row.items()}
-
-
-def _escape(text: str) -> str:
-    """Escape square brackets, which rich reads as markup."""
-    return text.replace("[", "\\[")

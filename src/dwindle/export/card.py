@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.reading import parse_toml
 from dwindle.core.run_directory import LEDGER, STRUCTURE
 from dwindle.core.sizes import format_count, format_range
 from dwindle.sources.aliases import alias_of
@@ -46,8 +46,11 @@ class Origin:
     licence: str | None = None
 
 
-def origin_of(source: str) -> Origin:
-    """What is known about a source from its name or, if it is local, from its model card; never from the network."""
+def origin_of(source: str, card: Path | None = None) -> Origin:
+    """What is known about a source from its name or, if it is local, from its model card; never from the network.
+
+    ``card`` is that of a model made from the source, which says the same of it.
+    """
     if (alias := alias_of(source)) is not None:
         return Origin(source, alias.hub_id, alias.licence)
     path = Path(source).expanduser()
@@ -56,7 +59,9 @@ def origin_of(source: str) -> Origin:
         return Origin(path.resolve().name, facts.get("base_model"), facts.get("license"))
     if _HUB_ID.fullmatch(source):
         return Origin(source, source)
-    return Origin(re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source)
+    facts = {} if card is None else _card_facts(card)
+    name = re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source
+    return Origin(name, facts.get("base_model"), facts.get("license"))
 
 
 def model_card(
@@ -70,13 +75,15 @@ def model_card(
     results: Mapping[str, float | int | str] | None = None,
     custom_code: bool = False,
     model_type: str = "",
+    source_card: Path | None = None,
 ) -> str:
     """The model card as Markdown with Hugging Face metadata.
 
     ``structure`` is the content of ``structure.json``, ``results`` are names and values to print, ``custom_code`` says
-    that loading needs the modelling file beside the weights, and ``model_type`` is that of the configuration.
+    that loading needs the modelling file beside the weights, ``model_type`` is that of the configuration, and
+    ``source_card`` is the card of a model made from the same source.
     """
-    origin = origin_of(source)
+    origin = origin_of(source, source_card)
     prunes = [event for event in ledger if event.get("event") == "prune"]
     before = next((event.get("parameters") for event in ledger if event.get("event") == "source"), None)
     after = num_parameters or (prunes[-1].get("parameters") if prunes else before)
@@ -236,8 +243,8 @@ def _how_made(
 def _teacher(recipe: str, source: str) -> str:
     """Teacher and distillation settings; empty without a teacher."""
     try:
-        sections = tomllib.loads(recipe)
-    except tomllib.TOMLDecodeError:
+        sections = parse_toml(recipe)
+    except ValueError:
         return ""
     settings, trained = sections.get("distill"), sections.get("source")
     if not isinstance(settings, dict) or not settings.get("weight"):
@@ -264,8 +271,8 @@ def _unquoted(text: str) -> str:
 def _quoted(text: str) -> str:
     """A TOML string with a path shortened; the path ends at the closing quote and may hold spaces."""
     try:
-        value = str(tomllib.loads(f"value = {text}")["value"])
-    except tomllib.TOMLDecodeError:
+        value = str(parse_toml(f"value = {text}")["value"])
+    except ValueError:
         value = text[1:-1]
     if not _STARTS_ABSOLUTE.match(value):
         return _unquoted(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +18,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
@@ -238,6 +238,7 @@ class _Export:
             source=source,
             ledger=ledger,
             recipe=self._recipe(),
+            source_card=Path(self.loaded.source) / "README.md",
             overwrite=self.overwrite,
             weights=weights,
         )
@@ -265,7 +266,7 @@ class _Export:
         folder = Path(self.loaded.source)
         files = (folder / STRUCTURE, folder / LEDGER)
         if (resized is None or not resized.changed) and all(file.is_file() for file in files):
-            found = json.loads(files[0].read_text(encoding="utf-8"))
+            found = read_json(files[0], limit=MAX_STATE_BYTES)
             return Structure.from_json(found, str(files[0])), read_ledger(files[1]), str(found["source"])
         settings = {"made_stock": resized.cost()} if resized is not None and resized.changed else {}
         event = source_event(self.loaded.source, anatomy, settings)

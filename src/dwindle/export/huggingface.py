@@ -18,6 +18,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.families import outside_family
 from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.structure import Structure
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title
@@ -41,6 +42,8 @@ class About(TypedDict):
     """For the card."""
     results: NotRequired[Mapping[str, float | int | str] | None]
     """For the card."""
+    source_card: NotRequired[Path | None]
+    """For the card: that of an earlier model made from the same source."""
 
 
 def save_model(
@@ -70,37 +73,64 @@ def write_model(
     The caller may verify it or add files; if it raises, the directory is deleted. ``weights=False`` writes everything
     but the weights, for formats that store them in their own file.
     """
-    structure = about["structure"].to_json(about["source"])
-    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
     with atomic_directory(Path(out), marker=STRUCTURE, overwrite=overwrite) as folder:
-        if weights:
-            _save_quietly(model, folder)
-        else:
-            model.config.save_pretrained(folder)
-            if getattr(model, "generation_config", None) is not None:
-                model.generation_config.save_pretrained(folder)
-        if weights and is_custom(model.config):
-            shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
-        if (table := outside_family(model.config.model_type)) is not None:
-            write_family(table, folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
-        (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
-        card = model_card(
-            name=model_title(Path(out)),
-            source=about["source"],
-            structure=structure,
-            ledger=about["ledger"],
-            recipe=about.get("recipe"),
-            results=about.get("results"),
-            custom_code=is_custom(model.config),
-            model_type=model.config.model_type,
-        )
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        _write_files(model, tokenizer, folder, Path(out), weights, about)
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors creates files that only their owner can read
+
+
+def try_save(
+    model: Any, tokenizer: Any, out: str | PathLike[str], *, overwrite: bool = False, **about: Unpack[About]
+) -> None:
+    """Write everything but the weights beside ``out`` and delete it: what cannot be saved must fail before any work."""
+    try:
+        with write_model(model, tokenizer, out, overwrite=overwrite, weights=False, **about):
+            raise _Tried
+    except _Tried:
+        pass
+    except UserError:
+        raise
+    except Exception as error:  # whatever transformers raises for settings that it loads and does not save
+        raise UserError(
+            f"source {about['source']}: the result could not be saved ({first_line(error)}): correct its "
+            "configuration or tokenizer files"
+        ) from error
+
+
+class _Tried(Exception):
+    """Everything was written, so it can be deleted."""
+
+
+def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, about: About) -> None:
+    structure = about["structure"].to_json(about["source"])
+    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
+    if weights:
+        _save_quietly(model, folder)
+    else:
+        model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+    if weights and is_custom(model.config):
+        shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
+    if (table := outside_family(model.config.model_type)) is not None:
+        write_family(table, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
+    (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
+    card = model_card(
+        name=model_title(out),
+        source=about["source"],
+        structure=structure,
+        ledger=about["ledger"],
+        recipe=about.get("recipe"),
+        results=about.get("results"),
+        custom_code=is_custom(model.config),
+        model_type=model.config.model_type,
+        source_card=about.get("source_card"),
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

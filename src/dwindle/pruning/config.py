@@ -203,7 +203,7 @@ class PostTrainingConfig(PruneConfig):
     """Calibration sequences. Not set: 64, with adapt and uniform 512."""
     seq_len: Annotated[int, Field(ge=2)] | None = None
     """Tokens per calibration sequence. Not set: 256, with adapt and uniform 64."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the calibration sample and the random metric."""
 
     def record(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
     {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
+    {"event": "resume", "step": …, "tokens": …, "changed": {"training.lr": {"was": …, "is": …}}}
 
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
@@ -14,10 +15,10 @@ A ledger written by ``replay`` has ``"replayed": true`` in its first line: its m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -25,11 +26,17 @@ from dwindle.anatomy.structure import KINDS, Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile
+from dwindle.core.names import public_name
+from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import LEDGER
 from dwindle.core.sizes import parse_count
 from dwindle.pruning.strategies.base import Choice
+from dwindle.pruning.target import Sizes, sizes_of
 
 FORMAT = 1
+EVENTS = ("prune", "compact", "allocation", "resume")
+"""What may follow the first line."""
+_UNITS = {"attn": "query", "ffn": "ffn"}
 
 Event = dict[str, Any]
 
@@ -63,11 +70,17 @@ def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> E
     return {
         "event": "source",
         "format": FORMAT,
-        "source": source,
+        "source": public_name(source),
         "parameters": anatomy.count(anatomy.source).total,
+        **_source_counts(anatomy),
+        "options": dict(options),
+    }
+
+
+def _source_counts(anatomy: Anatomy) -> dict[str, list[int]]:
+    return {
         "layer_parameters": anatomy.layer_counts(anatomy.source),
         "layer_kv_heads": [len(la.kv_heads) for la in anatomy.source.layers],
-        "options": dict(options),
     }
 
 
@@ -91,14 +104,17 @@ def read_ledger(path: str | PathLike[str]) -> list[Event]:
     if not path.is_file():
         raise UserError(f"ledger {path} does not exist: give a {LEDGER} or a directory that holds one")
     events: list[Event] = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read_limited(path, MAX_STATE_BYTES).splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            events.append(parse_json(line))
+            if not isinstance(events[-1], dict):
+                raise ValueError("it is not a table")
+        except ValueError as error:
+            if number == len(lines) and not line.endswith(b"\n"):
                 break
-            raise UserError(f"{path}:{number}: not a JSON line ({error.msg}): the ledger is damaged") from error
+            reason = getattr(error, "msg", error)
+            raise UserError(f"{path}:{number}: not a JSON line ({reason}): the ledger is damaged") from error
     if not events or events[0].get("event") != "source" or events[0].get("format") != FORMAT:
         raise UserError(f"{path}: does not begin with a source line of format {FORMAT}: not a dwindle ledger")
     return events
@@ -112,7 +128,7 @@ def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[E
         raise UserError(f"at {at}: give a number of prune events of at least 0, or a size such as '100M'")
     size, done = (None if isinstance(at, int) else parse_count(at, "at")), 0
     for number, event in enumerate(events):
-        if event["event"] not in ("source", "prune"):
+        if event.get("event") not in ("source", "prune"):
             continue
         done += event["event"] == "prune"
         if done == at if size is None else event["parameters"] <= size:
@@ -127,5 +143,86 @@ def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:
     structure = source
     for event in events:
         if event["event"] == "prune":
-            structure = structure.without(Group(event["type"], tuple(tuple(m) for m in event["indices"])))
+            structure = structure.without(_group(event))
     return structure
+
+
+def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) -> Structure:
+    """The structure after all events, each checked against the model: a tampered or incomplete ledger is an error.
+
+    Every removed index must still be there, and every line's ``parameters`` must be what is left.
+    """
+    structure, before = anatomy.source, (0, 0)
+    for number, event in enumerate(events, 1):
+        try:
+            if number == 1:
+                _check_source(anatomy, event)
+            else:
+                structure = _checked_step(anatomy, structure, event)
+                before = _checked_order(event, before)
+            count = anatomy.count(structure).total
+            if event["event"] in ("source", "prune") and event["parameters"] != count:
+                raise ValueError(f"parameters is {event['parameters']!r:.30} where {count:,} are left")
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+            raise UserError(f"{where}:{number}: {reason}: the ledger does not describe this model") from error
+    return structure
+
+
+def _check_source(anatomy: Anatomy, event: Event) -> None:
+    for key, expected in _source_counts(anatomy).items():
+        if event.get(key, expected) != expected:  # not in older ledgers
+            raise ValueError(f"{key} is not that of the source")
+
+
+def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Structure:
+    if event["event"] not in EVENTS:
+        raise ValueError(f"{event['event']!r:.30} is not an event that may follow the first line")
+    if event["event"] == "allocation":
+        for key in ("importance", "sparsity"):
+            if len(event[key]) != anatomy.num_layers or not all(type(n) in (int, float, NoneType) for n in event[key]):
+                raise ValueError(f"{key} is not one number for each of {anatomy.num_layers} layers")
+    if event["event"] == "compact":
+        _check_sizes(event, sizes_of(structure), sizes_of(anatomy.source))
+    if event["event"] != "prune":
+        return structure
+    if event["type"] not in KINDS:
+        raise ValueError(f"type is {event['type']!r:.30}, not one of {', '.join(KINDS)}")
+    group = _group(event)
+    alive = (
+        (structure.hidden,) if group.kind == "stem" else tuple(la.unit(_UNITS[group.kind]) for la in structure.layers)
+    )
+    if len(group.members) != len(alive):
+        raise ValueError(f"indices has {len(group.members)} lists where {len(alive)} are needed")
+    if not any(group.members):
+        raise ValueError("indices is empty")
+    for members, there in zip(group.members, alive, strict=True):
+        if any(type(index) is not int for index in members) or len(set(members)) != len(members):
+            raise ValueError("indices are not whole numbers, each once")
+        if missing := set(members).difference(there):
+            raise ValueError(f"index {min(missing)} of {group.kind} is not there or was removed before")
+        if len(members) == len(there):
+            raise ValueError(f"nothing of {group.kind} would be left")
+    return structure.without(group)
+
+
+def _check_sizes(event: Event, least: Sizes, most: Sizes) -> None:
+    """The sizes of a compaction lie between what is alive and the source's."""
+    for key in least:
+        size, low, high = (
+            value if isinstance(value, list) else [value] for value in (event[key], least[key], most[key])
+        )
+        if not all(type(n) is int and min(low) <= n <= max(high) for n in size):
+            raise ValueError(f"{key} is {event[key]!r:.40}, not between {min(low):,} and {max(high):,}")
+
+
+def _checked_order(event: Event, before: tuple[int, int]) -> tuple[int, int]:
+    """Steps and tokens never go back; methods without training leave them out, or at 0."""
+    now = (event.get("step", before[0]), event.get("tokens", before[1]))
+    if any(type(value) is not int for value in now) or now[0] < before[0] or now[1] < before[1]:
+        raise ValueError(f"step and tokens are {now[0]!r:.30} and {now[1]!r:.30} after {before[0]} and {before[1]}")
+    return now
+
+
+def _group(event: Event) -> Group:
+    return Group(event["type"], tuple(tuple(members) for members in event["indices"]))

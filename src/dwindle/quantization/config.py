@@ -26,5 +26,5 @@ class QuantizeConfig(Config):
     """Tokens per window of the validation text."""
     valid_tokens: Annotated[int, Field(ge=1)] = 65_536
     """Maximum tokens of the validation text."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the calibration sample."""

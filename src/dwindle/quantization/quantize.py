@@ -23,6 +23,7 @@ from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.progress import track
+from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
@@ -275,9 +276,9 @@ def load(source: str | PathLike[str]) -> Loaded:
     """Load a directory that ``quantize`` wrote, as a model that ``evaluate`` can run."""
     folder = Path(source)
     try:
-        description = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        description = read_json(folder / MARKER)
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (UserError, OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"source {folder}: not a complete directory of quantized weights ({error}): quantize the model again"
         ) from error
@@ -299,7 +300,7 @@ def load(source: str | PathLike[str]) -> Loaded:
 def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The model with its integer modules, which follow from the scheme."""
     scheme, group = SCHEMES[description["scheme"]], description["group"]
-    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"), object_hook=_with_infinities)
+    raw = json.loads(json.dumps(read_json(folder / "config.json")), object_hook=_with_infinities)
     model: Any = build_on_meta(_config(raw))
     rounds = scheme.activation_bits is not None
     for name, module in list(model.named_modules()):

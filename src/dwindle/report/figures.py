@@ -42,6 +42,8 @@ def build_figures(run: Run) -> list[Figure]:
 
 def line(name: str, color: str, x: Floats, y: Floats, *, points: int = MAX_POINTS, style: Any = "line") -> Series:
     """A series, thinned to about ``points`` points that draw the same line."""
+    drawn = np.isfinite(x) & np.isfinite(y)
+    x, y = x[drawn], y[drawn]
     kept = thin_steps(y, points) if style == "step" else thin(y, points)
     return Series(name, color, rounded(x[kept], 12), rounded(y[kept]), style)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from dwindle.core import reading
+from dwindle.core.errors import UserError
+from dwindle.core.reading import open_regular, parse_json
 
 _FINGERPRINT_BYTES = 512
 _LINES_AT_ONCE = 1000
@@ -38,7 +41,7 @@ class GrowingJsonLines:
     def read(self) -> tuple[bool, list[Record]]:
         """(whether reading restarted, new records since the last call)."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 restarted = not self._still_there(file)
                 if restarted:
                     self._offset, self._before_offset, self.num_bad = 0, b"", 0
@@ -89,24 +92,24 @@ def _no_garbage_collection() -> Iterator[None]:
 def _parsed(lines: list[bytes]) -> list[Any]:
     """One value per line, None for an invalid one; valid lines are parsed together, which is three times as fast."""
     try:
-        values = json.loads(b"[" + b",".join(lines) + b"]")
-    except (ValueError, RecursionError):
+        values = parse_json(b"[" + b",".join(lines) + b"]")
+    except ValueError:
         values = []
     return values if len(values) == len(lines) else [_value(line) for line in lines]
 
 
 def _value(line: bytes) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except ValueError:
         return None
 
 
 def read_json(path: Path) -> Any:
     """The value in a JSON file, or None if it cannot be read."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return reading.read_json(path, limit=reading.MAX_STATE_BYTES)
+    except UserError:
         return None
 
 

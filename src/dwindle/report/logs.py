@@ -99,7 +99,10 @@ def _has_place(record: Record) -> bool:
 def _numbers(values: list[Any]) -> Floats:
     """Floats; NaN for everything that is not a number."""
     try:
-        return np.array(values, dtype=np.float64)
+        whole = np.array(values, dtype=np.float64)
+        if whole.ndim != 1:  # every value is a list of numbers
+            raise ValueError
+        return whole
     except (TypeError, ValueError, OverflowError):
         found = [float(value) if isinstance(value, bool) else number(value) for value in values]
         return np.array(found, dtype=np.float64)
@@ -177,7 +180,7 @@ class LedgerLog:
         elif event == "allocation":
             self.allocations.append([float(value) for value in record["importance"]])
         else:
-            return False
+            return event == "resume"  # settings that a resumed run changed
         return True
 
     def _prune(self, record: Record) -> None:
@@ -185,7 +188,9 @@ class LedgerLog:
         members: list[list[int]] = record["indices"]
         if not set(map(type, chain.from_iterable(members))) <= {int}:
             raise TypeError("indices are whole numbers")
-        step, tokens, left = float(record["step"]), float(record["tokens"]), float(record["parameters"])
+        step, tokens, left = (number(record[key]) for key in ("step", "tokens", "parameters"))
+        if step is None or tokens is None or left is None:
+            raise TypeError("step, tokens and parameters are finite numbers")
         prunes, saliency = self.prunes, record.get("saliency")
         if not isinstance(saliency, dict):
             saliency = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.reading import open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
 from dwindle.report.architecture import ArchitectureView, find_architecture
 from dwindle.report.jsonlines import read_json
@@ -122,8 +122,8 @@ def read_structure(run: RunDirectory) -> dict[str, Any] | None:
 
 def parse_recipe(text: str | None) -> dict[str, Any]:
     try:
-        return tomllib.loads(text or "")
-    except tomllib.TOMLDecodeError:
+        return parse_toml(text or "")
+    except ValueError:
         return {}
 
 
@@ -141,7 +141,7 @@ def short_name(source: str) -> str:
 
 def _read_text(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_RECIPE_LIMIT_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_json
 from dwindle.core.run_directory import FOLDERS, RunDirectory
 from dwindle.core.sizes import format_count
 from dwindle.report.jsonlines import Record, number
@@ -24,6 +23,7 @@ MAX_DEPTH = 4
 MISSED = "target missed"
 """Status of a run that finished above its target."""
 _TAIL_BYTES = 1 << 18
+_MAX_LINE_BYTES = 1 << 26
 _COLUMNS = ("source.model", "prune.target", "training.tokens")
 """Settings with their own column."""
 
@@ -120,9 +120,9 @@ def render_runs(rows: list[RunRow]) -> Table:
     if differ:
         table.add_column("differs in", overflow="fold", min_width=14)
     if usual:
-        table.caption = escape(f"unless noted: {short_settings(usual, with_off=True)}")
+        table.caption = f"unless noted: {short_settings(usual, with_off=True)}"
     if same_source:
-        table.title = escape(f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters")
+        table.title = f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters"
     for row in rows:
         losses = ["" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.valid_loss)]
         own = {key: value for key, value in row.settings.items() if value != usual.get(key)}
@@ -134,7 +134,7 @@ def render_runs(rows: list[RunRow]) -> Table:
             *losses,
             *([short_settings(own, with_off=True)] if differ else []),
         ]
-        table.add_row(*map(escape, cells))
+        table.add_row(*cells)
     return table
 
 
@@ -159,15 +159,16 @@ def _whole(value: Any) -> int | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        with open_regular(path) as file:
+            return file.read(MAX_TOML_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return ""
 
 
 def _first_record(path: Path) -> Record:
     try:
-        with path.open("rb") as file:
-            return _record(file.readline())
+        with open_regular(path) as file:
+            return _record(file.readline(_MAX_LINE_BYTES))
     except OSError:
         return {}
 
@@ -180,21 +181,21 @@ def _last_records(path: Path, wanted: Callable[[Record], bool]) -> list[Record]:
     tail = _TAIL_BYTES
     while True:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = file.seek(0, 2)
                 file.seek(max(size - tail, 0))
                 lines = file.read().split(b"\n")
         except OSError:
             return []
         found = [record for line in lines[size > tail :] if (record := _record(line)) and wanted(record)]
-        if found or size <= tail:
+        if found or size <= tail or tail > _MAX_LINE_BYTES:
             return found
         tail *= 4
 
 
 def _record(line: bytes) -> Record:
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

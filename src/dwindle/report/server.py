@@ -6,8 +6,10 @@ No URL is mapped to a file: the server knows three routes and answers everything
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
@@ -19,6 +21,7 @@ from dwindle.report.run import Run
 from dwindle.report.summary import encode, fingerprint, summarise
 
 HOST = "127.0.0.1"
+MAX_CONNECTIONS = 64
 
 
 class LiveReport:
@@ -39,22 +42,56 @@ class LiveReport:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Serves the report of one run, to this machine only."""
+    """Serves the report of one run, to this machine only.
+
+    A connection that is kept open holds a thread. Beyond ``MAX_CONNECTIONS`` the one that has waited longest is closed,
+    so that clients that only connect cannot keep others out.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
+    request_queue_size = 128
 
     def __init__(self, run: Run, port: int = 0) -> None:
         self.report = LiveReport(run)
+        self._lock = threading.Lock()
+        self._open: dict[Any, None] = {}
+        """Connections, the one that has waited longest first."""
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise UserError(f"--port {port}: cannot be used ({why}): choose another, or 0 for any free port") from error
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, after closing the oldest connection if there are too many."""
+        with self._lock:
+            self._open[request] = None
+            oldest = next(iter(self._open)) if len(self._open) > MAX_CONNECTIONS else None
+        if oldest is not None:
+            self.forget(oldest)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.forget(request)
+        super().shutdown_request(request)
+
+    def touch(self, request: Any) -> None:
+        """A request arrived on this connection: it has not been waiting."""
+        with self._lock:
+            if request in self._open:
+                del self._open[request]
+                self._open[request] = None
+
+    def forget(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect."""
-        if not isinstance(sys.exception(), ConnectionError):
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
     @property
@@ -67,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "dwindle"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout = 30
+    timeout = 10
+    """Seconds for the next request, or for the rest of one."""
 
     HEADERS: ClassVar[dict[str, str]] = {
         "Cache-Control": "no-store",
@@ -81,7 +119,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_own_name():
             self._answer(HTTPStatus.FORBIDDEN, b"use the address 127.0.0.1\n", "text/plain; charset=utf-8")
             return
-        path = urlsplit(self.path).path
+        self.server.touch(self.connection)
+        try:
+            path = urlsplit(self.path).path
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, b"not an address\n", "text/plain; charset=utf-8")
+            return
         if path == "/":
             page = render_page(self.server.report.summary(), live=True)
             self._answer(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8")

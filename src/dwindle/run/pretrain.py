@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_random, config_for
@@ -32,11 +32,12 @@ from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
-from dwindle.export.huggingface import save_model
+from dwindle.export.huggingface import save_model, try_save
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -50,13 +51,13 @@ from dwindle.run.plan import (
     teacher_dtype,
     teacher_of,
 )
-from dwindle.sources.loading import load, load_config, load_tokenizer
+from dwindle.sources.loading import load, load_config, load_generation, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
-from dwindle.training.checkpoint import Checkpoint, latest_checkpoint, open_checkpoint, write_failure
+from dwindle.training.checkpoint import Checkpoint, fitting, latest_checkpoint, open_checkpoint, write_failure
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
-from dwindle.training.loop import Trainer
+from dwindle.training.loop import Trainer, TrainingDiverged
 from dwindle.training.loss import language_model_loss
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import LRSchedule, build_optimizer
@@ -148,9 +149,13 @@ def _continue(recipe: Recipe, run: RunDirectory, world: World, callbacks: Sequen
             run.tidy()
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
-        checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
+        checkpoint = world.main_first("checkpoint", lambda: _newest(recipe, run, world))
         job = Job(recipe, run, checkpoint, stop, world, callbacks)
-        result = job.finish(job.trainer.run())
+        try:
+            status = job.trainer.run()
+        except TrainingDiverged as error:
+            raise _after_divergence(error, run, job.trainer.step, world) from error
+        result = job.finish(status)
         result.signal = stop.number if result.status == "stopped" else None
         return result
 
@@ -180,11 +185,30 @@ def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
     return choose_parallel(world, recipe.training.parallel, anatomy.count(anatomy.source).total)
 
 
-def _newest(run: RunDirectory, world: World) -> Checkpoint | None:
-    """The newest good checkpoint; without one, the logs of an earlier attempt are emptied."""
+def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:
+    """The same error with the way out; the run remembers that its rate may now be changed."""
+    if world.is_main:
+        run.note_divergence(step)
+    if not (good := run.list_checkpoints()):
+        return TrainingDiverged(f"{error}; it has no checkpoint: begin again with {run.restart_command}")
+    edit = f"lower training.lr in {run.recipe}"
+    return TrainingDiverged(f"{error}: {edit}, then `{run.resume_command}` continues from {good[-1].name}")
+
+
+def _newest(recipe: Recipe, run: RunDirectory, world: World) -> Checkpoint | None:
+    """The newest good checkpoint; without one, the logs of an attempt that never wrote one are emptied."""
     if run.list_checkpoints():
         return open_checkpoint(latest_checkpoint(run.path))
-    for log in (run.metrics, run.ledger) if world.is_main else ():
+    if not world.is_main:
+        return None
+    if run.last_checkpoint_step is not None:
+        raise UserError(
+            f"{run.checkpoints}: holds no checkpoint, although step {run.last_checkpoint_step:,} was saved: mount or "
+            f"restore it, or begin again with {run.restart_command}"
+        )
+    if run.has_begun:
+        warnings.warn(f"{run.path}: ended before its first checkpoint: begins again", PlanWarning, stacklevel=2)
+    for log in (run.metrics, run.ledger):
         truncate_to(log, 0)
     return None
 
@@ -210,6 +234,8 @@ class Job:
         data = self.world.main_first(
             "data", lambda: open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
         )
+        self.anatomy = Anatomy.of_config(load_config(recipe.source.model))
+        self.state = self._state(checkpoint, data.valid_windows)
         batches = BatchStream(
             data.mixture,
             tokens_per_step=recipe.num_tokens_per_step,
@@ -236,8 +262,42 @@ class Job:
             engine=self.engine,
             teacher=teacher,
         )
-        if checkpoint is not None:
+        if checkpoint is None:
+            self.world.main_first("try to save", self._try_save)
+        else:
             self.trainer.load_checkpoint(checkpoint)
+            self._report_changes()
+
+    def _state(self, checkpoint: Checkpoint | None, valid: Tensor | None) -> RunState:
+        """What a checkpoint records of the run as a whole; another run's checkpoint is refused."""
+        source = self.recipe.source.model
+        with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+            generation = generation_of(checkpoint) or load_generation(source)
+        state = RunState({}, generation)
+
+        def compare() -> None:
+            if self.world.is_main:
+                state.identity = identity_of(self.recipe, valid)
+                with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+                    state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
+
+        self.world.main_first("identity", compare)
+        with nullcontext() if checkpoint is None else fitting(checkpoint.path):
+            follow_rate(checkpoint, self.recipe.training.lr)
+        return state
+
+    def _report_changes(self) -> None:
+        """Changes that this ``resume`` makes to the run, in its ledger and on standard error."""
+        for event in self.state.new_changes if self.world.is_main else ():
+            if self.pruner is not None:
+                self.pruner.ledger.append(event)
+            changed = ", ".join(f"{name} from {c['was']} to {c['is']}" for name, c in event["changed"].items())
+            warnings.warn(f"{self.run.path}: from step {event['step']:,} on: {changed}", PlanWarning, stacklevel=2)
+
+    def _try_save(self) -> None:
+        """Before the first step: whatever cannot be written must not wait for the last."""
+        if self.world.is_main:
+            self._write(self.trainer.model, self.anatomy.source, self.run.model, {}, save=try_save)
 
     def finish(self, status: str) -> RunResult:
         """Write the final model, cut to what is alive, if training finished; returns how the run ended."""
@@ -261,10 +321,12 @@ class Job:
         """The source's weights, or those of a checkpoint at the shapes they were saved with; sets up the pruner."""
         recipe, source = self.recipe, self.recipe.source.model
         config = load_config(source)
-        self.anatomy = Anatomy.of_config(config)
         physical = self.anatomy.source
         if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
-            physical = physical_structure(saved)
+            with fitting(checkpoint.path):
+                physical = physical_structure(saved)
+                if not self.anatomy.source.contains(physical):
+                    raise ValueError("its structure is not part of the source's")
         parallel = parallel_of(recipe, self.world, self.anatomy)
         self.engine = choose_engine(
             self.world, parallel, language_model_loss, device=self.device, precision=self.precision
@@ -273,6 +335,7 @@ class Job:
         model = self.engine.build(
             resized, weights_dtype(self.precision), lambda: self._whole_model(checkpoint, resized)
         )
+        cast(Any, model).generation_config = self.state.generation
         plan = plan_pruning(recipe, self.anatomy)
         self.pruner: Pruner | None = None
         if plan is not None:
@@ -285,7 +348,14 @@ class Job:
     def _whole_model(self, checkpoint: Checkpoint | None, config: Any) -> nn.Module:
         if checkpoint is None:
             return self._fresh_model()
-        return build(config, {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()})
+        with fitting(checkpoint.path):
+            tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
+            try:
+                return build(config, tensors)
+            except RuntimeError as error:
+                if "size mismatch" not in str(error):
+                    raise
+                raise ValueError("its tensors do not have the sizes that its state says") from error
 
     def _fresh_model(self) -> nn.Module:
         """The source at the start of training."""
@@ -346,7 +416,7 @@ class Job:
         return build_optimizer(model, training)
 
     def _callbacks(self, others: Sequence[Callback]) -> list[Callback]:
-        callbacks: list[Callback] = []
+        callbacks: list[Callback] = [self.state]
         if self.pruner is not None:
             callbacks.append(self.pruner)
         if self.validator is not None:
@@ -396,16 +466,24 @@ class Job:
         self.world.barrier()  # the main process hosts the store and must not exit before all have read it
         return out
 
-    def _write(self, model: nn.Module, structure: Structure, out: Path, results: Results) -> None:
-        ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
+    def _write(
+        self,
+        model: nn.Module,
+        structure: Structure,
+        out: Path,
+        results: Results,
+        save: Callable[..., object] = save_model,
+    ) -> None:
+        source = self.recipe.source.model
+        ledger = [] if self.pruner is None else self.pruner.ledger.events
         try:
-            save_model(
+            save(
                 model,
                 self.tokenizer,
                 out,
                 structure=structure,
-                source=self.recipe.source.model,
-                ledger=ledger if self.pruner is None else self.pruner.ledger.events,
+                source=source,
+                ledger=ledger or [source_event(source, self.anatomy, {}), *self.state.changes],
                 recipe=to_toml(self.recipe),
                 results=results,
                 overwrite=True,

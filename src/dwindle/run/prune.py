@@ -22,9 +22,9 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows
-from dwindle.export.huggingface import check_output, save_model
+from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
-from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure
+from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
@@ -126,6 +126,10 @@ def prune(
     _check_even(to, target, anatomy.source)
     check_prunable(anatomy, target, config)
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
+    if out is not None:
+        first = source_event(loaded.source, anatomy, {})
+        about = About(structure=anatomy.source, source=loaded.source, ledger=[first])
+        try_save(loaded.model, loaded.tokenizer, out, overwrite=overwrite, **about)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     windows = _windows(loaded, data, text_field, config) if needs_text(config) else None
     events = prune_in_rounds(prunable, target, config, windows, loaded.source)
@@ -206,11 +210,12 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
     loaded = source if isinstance(source, Loaded) else load(source)
     anatomy = Anatomy.of(loaded.model)
     before = anatomy.count(anatomy.source)
-    if events[0]["parameters"] != before.total:
+    if (begins := events[0].get("parameters")) != before.total:
         raise UserError(
-            f"ledger {ledger}: it begins at {events[0]['parameters']:,} parameters, {loaded.source} has "
-            f"{before.total:,}: give the source that the ledger was written for"
+            f"ledger {ledger}: it begins at {begins!r:.30} parameters, {loaded.source} has {before.total:,}: give the "
+            "source that the ledger was written for"
         )
+    verified_structure(anatomy, events, os.fspath(ledger))
     if isinstance(at, str) and is_share(at):  # of the source, as in --to and milestones
         at = str(parse_target(at, anatomy, "at").num_parameters)
     events = ledger_until(events, at)

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 
 _SPACE = "▁"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -60,6 +60,16 @@ transformers does not, which only matters for two or more whitespace characters 
 
 def gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> PreTrainedTokenizerBase | None:
     """The tokenizer of a GGUF header; None if it has no vocabulary."""
+    try:
+        return _gguf_tokenizer(metadata, architecture, path)
+    except UserError:
+        raise
+    except Exception as error:  # tokens, types, scores and merges of any type come from the file
+        reason = first_line(error)
+        raise UserError(f"source {path}: its vocabulary cannot be used ({reason}): fetch it again") from error
+
+
+def _gguf_tokenizer(metadata: dict[str, Any], architecture: str, path: Path) -> PreTrainedTokenizerBase | None:
     tokens = metadata.get("tokenizer.ggml.tokens")
     kind = metadata.get("tokenizer.ggml.model", "no_vocab")
     if kind in ("no_vocab", "none") or not tokens:

@@ -153,6 +153,21 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     return found
 
 
+def limit_ids(tokenizer: Any, config: PreTrainedConfig) -> None:
+    """Note on a tokenizer how many rows its model's embedding has: whoever encodes text checks the ids against it."""
+    if tokenizer is not None:
+        tokenizer.num_embeddings = getattr(config, "vocab_size", None)
+
+
+def check_ids(largest: int, num_embeddings: int | None, what: str) -> None:
+    """Raise UserError for a token id that the embedding does not have: an index error, or silently wrong, later."""
+    if num_embeddings is not None and largest >= num_embeddings:
+        raise UserError(
+            f"{what} token {largest:,}, and the model's embedding has {num_embeddings:,} rows: use the tokenizer that "
+            "belongs to the model"
+        )
+
+
 def interleaved_to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorder the rows of a query or key projection for transformers' rotary embedding.
 

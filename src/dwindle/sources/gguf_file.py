@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dwindle.core.errors import UserError, install_hint
+from dwindle.core.limits import MAX_ITEMS
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -56,10 +57,21 @@ class GgufFile:
         """A value under the architecture's prefix: ``get("block_count")`` is ``llama.block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
+    def number(self, key: str, default: float) -> float:
+        """A finite number under the architecture's prefix."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise damaged(self.path, f"{self.architecture}.{key} is {value!r:.40}, not a number")
+        return float(value)
+
     def check_complete(self) -> None:
-        """Raise UserError if a tensor lies beyond the end of the file, before minutes of dequantising."""
-        for name, info in self.tensors.items():
-            if info.offset + _num_bytes(info, name, self.path) > len(self.blob):
+        """Raise UserError if a tensor overlaps another or the end of the file, before minutes of dequantising."""
+        end = 0
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
+            if info.offset < end:
+                raise damaged(self.path, f"the data of tensor {name} lies inside that of another tensor")
+            end = info.offset + _num_bytes(info, name, self.path)
+            if end > len(self.blob):
                 raise damaged(self.path, f"it ends before the data of tensor {name}")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
@@ -86,11 +98,11 @@ def open_gguf(path: Path) -> GgufFile:
         raise damaged(path, "it is empty or not readable") from error
     try:
         metadata, tensors = _Header(blob, path).parse()
-    except (struct.error, UnicodeDecodeError, OverflowError, KeyError, MemoryError) as error:
+    except (struct.error, ValueError, TypeError, OverflowError, KeyError, MemoryError) as error:
         raise damaged(path, "its header is truncated or inconsistent") from error
     if not isinstance(metadata.get("general.architecture"), str):
         raise damaged(path, "its header has no general.architecture")
-    if int(metadata.get("split.count", 1)) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"source {path}: is one part of a split GGUF: merge the parts with `llama-gguf-split --merge`")
     return GgufFile(path, metadata, tensors, blob)
 
@@ -121,6 +133,8 @@ class _Header:
         metadata = {}
         for _ in range(metadata_count):
             key = self.string()
+            if key in metadata:
+                raise damaged(self.path, f"its header has {key!r:.60} twice")
             metadata[key] = self.value(self.unpack("I")[0])
         tensors = self.tensor_table(tensor_count, int(metadata.get("general.alignment", 32)))
         return metadata, tensors
@@ -132,10 +146,14 @@ class _Header:
         for _ in range(count):
             name = self.string()
             (num_dims,) = self.unpack("I")
-            if num_dims > 8:
+            if not 1 <= num_dims <= 8:
                 raise damaged(self.path, f"tensor {name} has {num_dims} dimensions")
             shape = tuple(reversed(self.unpack(f"{num_dims}Q")))
+            if not all(1 <= length < 1 << 40 for length in shape):
+                raise damaged(self.path, f"tensor {name!r:.60} has an impossible shape")
             entries.append((name, shape, *self.unpack("IQ")))
+        if len({name for name, *_ in entries}) != len(entries):
+            raise damaged(self.path, "two of its tensors have the same name")
         start = -(-self.position // alignment) * alignment
         return {name: TensorInfo(shape, kind, start + offset) for name, shape, kind, offset in entries}
 
@@ -159,6 +177,8 @@ class _Header:
         if kind == _ARRAY:
             element, count = self.unpack("IQ")
             self.check_count(count)
+            if count > MAX_ITEMS or element == _ARRAY:
+                raise damaged(self.path, "it has a list of lists, or one that is longer than any vocabulary")
             if element in _SCALARS:
                 return list(self.unpack(f"{count}{_SCALARS[element]}"))
             return [self.value(element) for _ in range(count)]

@@ -23,6 +23,7 @@ from dwindle.anatomy.families import family_of
 from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
+from dwindle.core.limits import MAX_WIDTH, check_sizes
 from dwindle.core.progress import track
 from dwindle.sources.common import config_reason, interleaved_to_halves
 from dwindle.sources.gguf_file import GgufFile
@@ -212,9 +213,10 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     architecture = architecture_of(file)
     _refuse_unsupported(file)
     hidden_size = _whole(file, "embedding_length")
+    check_sizes({"hidden_size": hidden_size, "num_hidden_layers": _whole(file, "block_count")}, str(file.path))
     layers = _layer_sizes(file)
     num_heads, num_kv_heads, ffn = layers[0]
-    head_dim = int(file.get("attention.key_length") or hidden_size // num_heads)
+    head_dim = _whole(file, "attention.key_length", max(hidden_size // num_heads, 1))
     values: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_hidden_layers": len(layers),
@@ -222,7 +224,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": _whole(file, "context_length"),
-        "rms_norm_eps": float(file.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon", 1e-6),
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": _rope(file, head_dim),
@@ -304,8 +306,8 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         value = file.get(key)
         column = value if isinstance(value, list) else [value] * num_layers
-        if len(column) != num_layers or not all(isinstance(number, int) for number in column):
-            raise UserError(f"source {file.path}: deci.{key} is {value!r}: the file is not a usable model")
+        if len(column) != num_layers or not all(type(number) is int and number <= MAX_WIDTH for number in column):
+            raise UserError(f"source {file.path}: deci.{key} is {value!r:.60}: the file is not a usable model")
         if min(column) < 1:
             raise _refuse(file, f"has a layer without attention or FFN (deci.{key} is 0), which is not supported")
         columns.append(column)
@@ -328,6 +330,7 @@ def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> Pre
         values["attention_multiplier"] = 1 / math.sqrt(head_dim)
     if values["rope_parameters"].get("rope_type") == "longrope":
         values["original_max_position_embeddings"] = values["rope_parameters"]["original_max_position_embeddings"]
+    check_sizes(values, str(file.path))
     try:
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     except Exception as error:
@@ -397,11 +400,12 @@ def _refuse_unsupported(file: GgufFile) -> None:
 def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
     value = file.get(key, default)
     if isinstance(value, list):
-        if len(set(value)) > 1:
+        if any(one != value[0] for one in value):
             raise _refuse(file, f"has a different {key} in every layer")
         value = value[0] if value else None
-    if not isinstance(value, int) or value <= 0:
-        raise UserError(f"source {file.path}: {file.architecture}.{key} is {value!r}: the file is not a usable model")
+    if type(value) is not int or value <= 0:
+        what = f"{file.architecture}.{key} is {value!r:.60}"
+        raise UserError(f"source {file.path}: {what}: the file is not a usable model")
     return value
 
 
@@ -415,8 +419,8 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """``rope_parameters`` of the file; an error if transformers has no exact counterpart."""
-    rope: dict[str, Any] = {"rope_theta": float(file.get("rope.freq_base", 10000.0))}
-    rotary_dim = int(file.get("rope.dimension_count") or head_dim)
+    rope: dict[str, Any] = {"rope_theta": file.number("rope.freq_base", 10000.0)}
+    rotary_dim = int(file.number("rope.dimension_count", head_dim)) or head_dim
     if rotary_dim != head_dim:
         if file.architecture not in ("phi3", "glm4"):
             raise _refuse(file, f"rotates {rotary_dim} of {head_dim} channels, which is not supported")
@@ -430,9 +434,9 @@ def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 def _rope_scaling(file: GgufFile) -> dict[str, Any]:
     kind = file.get("rope.scaling.type", "none")
-    if kind == "none" and file.get("rope.scale_linear", 1.0) != 1.0:
-        return {"rope_type": "linear", "factor": float(file.get("rope.scale_linear"))}
-    factor = float(file.get("rope.scaling.factor", 1.0))
+    if kind == "none" and (linear := file.number("rope.scale_linear", 1.0)) != 1.0:
+        return {"rope_type": "linear", "factor": linear}
+    factor = file.number("rope.scaling.factor", 1.0)
     if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return {"rope_type": "default"}
     if kind == "linear":
@@ -443,12 +447,12 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
         if file.get(f"rope.scaling.{key}", 1.0) != 1.0:
             raise _refuse(file, f"sets {file.architecture}.rope.scaling.{key}, which is not supported")
     rope = {"rope_type": "yarn", "factor": factor, **_yarn_attention(file, factor)}
-    original = file.get("rope.scaling.original_context_length")
+    original = int(file.number("rope.scaling.original_context_length", 0))
     if original:
         rope["original_max_position_embeddings"] = int(original)
     for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if (value := file.get(f"rope.scaling.{key}")) is not None:
-            rope[name] = float(value)
+        if file.get(f"rope.scaling.{key}") is not None:
+            rope[name] = file.number(f"rope.scaling.{key}", 0.0)
     return rope
 
 
@@ -480,20 +484,23 @@ def yarn_factor(rope: dict[str, Any]) -> float:
 
 def _longrope(file: GgufFile) -> dict[str, Any]:
     """phi3's two tables of frequency divisors, and the context length at which one replaces the other."""
-    original = file.get("rope.scaling.original_context_length")
+    original = int(file.number("rope.scaling.original_context_length", 0))
     tables = ("rope_factors_long.weight", "rope_factors_short.weight")
     if file.architecture != "phi3" or not original or any(name not in file.tensors for name in tables):
         raise _refuse(file, "has rope factor tables that are not supported")
+    if any(len(file.tensors[name].shape) != 1 or file.tensors[name].shape[0] > MAX_WIDTH for name in tables):
+        raise _refuse(file, "has rope factor tables of a wrong shape")
+    file.check_complete()
     long_factor, short_factor = (file.read(name).reshape(-1).tolist() for name in tables)
     rope = {
         "rope_type": "longrope",
-        "original_max_position_embeddings": int(original),
-        "factor": _whole(file, "context_length") / int(original),
+        "original_max_position_embeddings": original,
+        "factor": _whole(file, "context_length") / original,
         "long_factor": long_factor,
         "short_factor": short_factor,
     }
-    if (attention := file.get("rope.scaling.attn_factor")) is not None:
-        rope["attention_factor"] = float(attention)
+    if file.get("rope.scaling.attn_factor") is not None:
+        rope["attention_factor"] = file.number("rope.scaling.attn_factor", 1.0)
     return rope
 
 
@@ -503,6 +510,9 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     Its converter always uses 8192 as the original context, and every published model uses 1 and 4 as the two frequency
     factors, so the largest divisor is the scale. Other divisors are an error.
     """
+    if math.prod(file.tensors["rope_freqs.weight"].shape) > MAX_WIDTH:
+        raise _refuse(file, "has a rope_freqs table that is not Llama 3's")
+    file.check_complete()
     stored = file.read("rope_freqs.weight").reshape(-1)
     if (stored == 1.0).all():
         return {"rope_type": "default"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,17 +21,23 @@ from transformers import (
 from dwindle.anatomy.families import register_family
 from dwindle.anatomy.family_files import NAMES, file_beside
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.limits import LIMITS, check_sizes
+from dwindle.core.reading import read_json
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
+from dwindle.sources.generation import read_generation
 from dwindle.sources.text_tower import read_text_tower, text_config
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
+_MAX_TOKENIZER_BYTES = 1 << 28
 _DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 _CONFIG_FILES = ["config.json", "generation_config.json", *NAMES]
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"]
 _CHAT_FILES = ["chat_template*"]
 _SAFETENSORS_FILES = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 _PICKLE_FILES = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
+MODEL_FILES = [*_CONFIG_FILES, *_TOKENIZER_FILES, *_CHAT_FILES, *_SAFETENSORS_FILES, *_PICKLE_FILES]
+"""Patterns of all files that are read."""
 
 
 def looks_like_hub_id(source: str) -> bool:
@@ -109,6 +115,9 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
     Dropout is switched off: with it, a masked model and a compacted one would train differently.
     """
     config = text_config(_read_config(folder, where))
+    check_sizes({name: getattr(config, name, None) for name in LIMITS}, where)
+    # "org/name" would make transformers fetch and run a kernel from the hub
+    config._attn_implementation = config._experts_implementation = None
     for name in _DROPOUTS:
         if getattr(config, name, None):
             setattr(config, name, 0.0)
@@ -130,10 +139,18 @@ def _read_config(folder: Path, where: str) -> PreTrainedConfig:
             raise _config_error(raw, where, error) from error
 
 
+def generation_of(folder: Path, where: str) -> GenerationConfig:
+    """The generation settings of a directory, repaired."""
+    return read_generation(folder, _raw_config(folder, where), where)
+
+
 def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer; None if the directory has none."""
     if not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab.*")):
         return None
+    for file in folder.iterdir():
+        if any(file.match(pattern) for pattern in _TOKENIZER_FILES) and not _is_readable(file):
+            raise UserError(f"source {where}: {file} is not a regular file, or too large: fetch it again")
     with quiet_transformers():
         try:
             config = read_config(folder, where) if (folder / "config.json").is_file() else None
@@ -146,14 +163,20 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
             ) from error
 
 
+def _is_readable(file: Path) -> bool:
+    return file.is_dir() or (file.is_file() and file.stat().st_size <= _MAX_TOKENIZER_BYTES)
+
+
 def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
     """The model of a directory, with every weight checked to be there; ``dtype`` None keeps the stored dtype."""
     raw = _raw_config(folder, where)
     _refuse_quantized(raw, where)
     files, safetensors = _check_weight_files(folder, where)
-    config = read_config(folder, where)
+    config, generation = read_config(folder, where), generation_of(folder, where)
     if config.model_type != raw["model_type"]:
-        return read_text_tower(folder, files, config, dtype, where)
+        model = read_text_tower(files, config, dtype, where)
+        model.generation_config = generation
+        return model
     loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
     options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
     with quiet_transformers():
@@ -161,6 +184,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
             model, info = loader.from_pretrained(
                 folder,
                 config=config,
+                generation_config=generation,
                 dtype="auto" if dtype is None else dtype,
                 local_files_only=True,
                 use_safetensors=safetensors,
@@ -179,6 +203,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     assert isinstance(model, PreTrainedModel)
     check_loaded(model, info, where)
     check_floating(model, _integers(files, safetensors), where)
+    model.generation_config = generation
     return model
 
 
@@ -195,11 +220,12 @@ def _raw_config(folder: Path, where: str) -> dict[str, Any]:
     check_folder(folder, where)
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"source {where}: {path} is not readable JSON ({error}): fetch it again") from error
+        raw = read_json(path)
+    except UserError as error:
+        raise UserError(f"source {where}: {error}: fetch it again") from error
     if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
         raise UserError(f"source {where}: {path} has no model_type: it is not a transformers configuration")
+    check_sizes(raw, where)
     return raw
 
 
@@ -261,10 +287,14 @@ def _check_weight_files(folder: Path, where: str) -> tuple[list[Path], bool]:
 
 def _shards(index: Path, where: str) -> list[Path]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return [index.parent / Path(name).name for name in sorted(set(weight_map.values()))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json(index)["weight_map"]
+        names = sorted(set(weight_map.values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"source {where}: {index} is not a readable weight index: fetch it again") from error
+    if outside:  # transformers would follow it
+        raise UserError(f"source {where}: {index} names {outside[0]!r}, which is not a file beside it: fetch it again")
+    return [index.parent / name for name in names]
 
 
 def _check_safetensors(path: Path, where: str) -> None:

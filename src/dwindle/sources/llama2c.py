@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedTokenizerBase
 
 from dwindle.core.errors import UserError
+from dwindle.core.limits import check_sizes
 from dwindle.sources.built_tokenizers import finish, sentencepiece
 from dwindle.sources.common import interleaved_to_halves
 
@@ -123,6 +124,8 @@ def _check_numbers(path: Path, numbers: tuple[int, ...]) -> None:
     dim, _, _, num_heads, num_kv_heads, *_ = numbers
     if any(not 0 < number < 2**24 for number in numbers):
         raise _not_llama2c(path, "its header has impossible sizes")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    check_sizes(dict(zip(names, numbers, strict=False)), str(path))
     if dim % num_heads or num_heads % num_kv_heads or (dim // num_heads) % 2:
         raise _not_llama2c(path, f"{dim} channels do not divide into {num_heads} / {num_kv_heads} heads")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import status
@@ -18,7 +18,8 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.sources import huggingface, llama2c
 from dwindle.sources.aliases import ALIASES
 from dwindle.sources.built_tokenizers import gguf_tokenizer
-from dwindle.sources.common import build_model, check_finite, parse_dtype
+from dwindle.sources.common import build_model, check_finite, limit_ids, parse_dtype
+from dwindle.sources.generation import implied_generation
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config, gguf_tensors
 
@@ -53,9 +54,12 @@ def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.flo
     where = os.fspath(source)
     wanted = parse_dtype(dtype)
     target = _device(device)
-    kind, path = _locate(where, weights=True)
+    kind, path = locate(where, weights=True)
     with status(f"loading {where}"):
         model, tokenizer = _read(kind, path, where, wanted)
+        if kind != "huggingface":
+            model.generation_config = implied_generation(model.config, where)
+        limit_ids(tokenizer, model.config)
         check_finite(model, where)
         return Loaded(model.to(target).eval(), tokenizer, where, kind)
 
@@ -79,16 +83,25 @@ def _read(
 def load_config(source: str | os.PathLike[str]) -> PreTrainedConfig:
     """The configuration only, which is enough to count parameters or to plan a run."""
     where = os.fspath(source)
-    kind, path = _locate(where, weights=False)
+    kind, path = locate(where, weights=False)
     if kind == "huggingface":
         return huggingface.read_config(path, where)
     return gguf_config(open_gguf(path)) if kind == "gguf" else llama2c.read_header(path).config()
 
 
+def load_generation(source: str | os.PathLike[str]) -> GenerationConfig:
+    """The generation settings only: stop tokens and sampling, without what transformers refuses to save."""
+    where = os.fspath(source)
+    kind, path = locate(where, weights=False)
+    if kind == "huggingface":
+        return huggingface.generation_of(path, where)
+    return implied_generation(load_config(where), where)
+
+
 def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer only; an error if the source has none."""
     where = os.fspath(source)
-    kind, path = _locate(where, weights=False)
+    kind, path = locate(where, weights=False)
     tokenizer: PreTrainedTokenizerBase | None
     if kind == "huggingface":
         tokenizer = huggingface.read_tokenizer(path, where)
@@ -97,6 +110,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
         tokenizer = gguf_tokenizer(file.metadata, file.architecture, path)
     else:
         tokenizer = llama2c.read_tokenizer(path, llama2c.read_header(path))
+    limit_ids(tokenizer, load_config(where))
     return needed_tokenizer(tokenizer, where)
 
 
@@ -117,7 +131,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
         huggingface.check_folder(found[1], where)
 
 
-def _locate(where: str, *, weights: bool) -> tuple[SourceKind, Path]:
+def locate(where: str, *, weights: bool) -> tuple[SourceKind, Path]:
     """The kind of a source and its file or directory."""
     return _locate_here(where) or ("huggingface", huggingface.fetch(where, weights=weights))
 

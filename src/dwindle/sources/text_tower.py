@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
@@ -45,7 +45,7 @@ def text_name(stored: str) -> str | None:
 
 
 def read_text_tower(
-    folder: Path, files: list[Path], config: PreTrainedConfig, dtype: torch.dtype | None, where: str
+    files: list[Path], config: PreTrainedConfig, dtype: torch.dtype | None, where: str
 ) -> PreTrainedModel:
     """The text model with its tensors from safetensors files; one line says what is left out."""
     if any(file.suffix != ".safetensors" for file in files):
@@ -70,7 +70,4 @@ def read_text_tower(
         SourceNotice,
         stacklevel=2,
     )
-    model = build_model(config, tensors, dtype or next(iter(tensors.values())).dtype, where)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
+    return build_model(config, tensors, dtype or next(iter(tensors.values())).dtype, where)

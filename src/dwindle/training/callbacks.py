@@ -114,6 +114,9 @@ class Validator(Callback):
 class Checkpointer(Callback):
     """Saves a checkpoint every ``every`` steps and after the last step of this process.
 
+    While steps are skipped because their loss is not finite, nothing is saved: the checkpoints of a run that diverges
+    are those from before, from which it can be resumed with a lower rate.
+
     Append-only files (metrics, ledger) are not copied into the checkpoint: they are fsynced, and their length is
     recorded. Loading a checkpoint truncates them to it, so that a resumed run writes each line exactly once.
     """
@@ -140,7 +143,8 @@ class Checkpointer(Callback):
         self._lengths: dict[str, int] = {}
 
     def after_step(self, trainer: Trainer) -> None:
-        if trainer.status != "running" or (self.every and trainer.step % self.every == 0):
+        is_due = trainer.status != "running" or (self.every and trainer.step % self.every == 0)
+        if is_due and (trainer.status == "finished" or not trainer.bad_steps_in_a_row):
             self.save(trainer)
         if self._writer is not None and trainer.status != "running":
             self._writer.wait()

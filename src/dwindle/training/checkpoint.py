@@ -12,16 +12,19 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import fsync_path
+from dwindle.core.reading import MAX_STATE_BYTES, open_regular, read_json
 from dwindle.core.run_directory import STATE, RunDirectory, checkpoint_step, unlist_checkpoint
 from dwindle.core.sizes import format_bytes
 from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
@@ -32,6 +35,8 @@ from dwindle.training.muon import ALIVE_SIZES
 CHECKSUMS_FILE = "checksums.json"
 _NOT_MOMENTS = ("step", ALIVE_SIZES)
 """Optimizer state that does not have the shape of its parameter."""
+_MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, AssertionError, SafetensorError)
+"""What reading state of wrong types, names or sizes raises; torch's own errors are RuntimeErrors."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -72,7 +77,9 @@ def write_checkpoint(
 
 def begin_checkpoint(run: RunDirectory, step: int) -> None:
     """Create the temporary directory, after removing those of killed processes."""
-    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    if not run.checkpoints.is_dir():
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
+        fsync_path(run.path)  # or a power cut could take the directory with the first checkpoint in it
     run.remove_unfinished_checkpoints()
     run.unfinished_checkpoint(step).mkdir()
 
@@ -88,6 +95,7 @@ def commit_checkpoint(
     unlist_checkpoint(final)
     temporary.rename(final)
     fsync_path(run.checkpoints)
+    run.note_checkpoint(step)
     _apply_keep_last(run, final, keep_last)
     return final
 
@@ -122,15 +130,17 @@ def _apply_keep_last(run: RunDirectory, newest: Path, keep_last: int) -> None:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, naming the file; None if every checksum matches."""
     try:
-        checksums = json.loads((checkpoint / CHECKSUMS_FILE).read_bytes())
+        checksums = read_json(checkpoint / CHECKSUMS_FILE)
         expected = {str(name): str(digest) for name, digest in checksums.items()}
-    except (OSError, ValueError, AttributeError):
+    except (UserError, AttributeError):
         return f"{CHECKSUMS_FILE} is missing or unreadable"
     if STATE not in expected:
         return f"{CHECKSUMS_FILE} does not list {STATE}"
     for name, digest in expected.items():
+        if Path(name).name != name:
+            return f"{CHECKSUMS_FILE} names a file elsewhere"
         try:
-            with (checkpoint / name).open("rb") as file:
+            with open_regular(checkpoint / name) as file:
                 actual = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             return f"{name} is missing or unreadable"
@@ -184,10 +194,26 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open one checkpoint directory (usually from ``latest_checkpoint``) and read its JSON state."""
     try:
-        state = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / STATE}: cannot be read ({error}): choose another checkpoint") from error
+        state = read_json(path / STATE, limit=MAX_STATE_BYTES)
+    except UserError as error:
+        raise UserError(f"{error}: choose another checkpoint") from error
+    with fitting(path):
+        if state.get("step", checkpoint_step(path)) != checkpoint_step(path):
+            raise ValueError(f"{STATE} belongs to step {state['step']!r:.30}")
     return Checkpoint(path, state)
+
+
+@contextmanager
+def fitting(checkpoint: Path) -> Iterator[None]:
+    """A checkpoint whose checksums match and whose content does not fit was edited, or written by another version."""
+    try:
+        yield
+    except _MISFITS as error:
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else first_line(error)
+        raise UserError(
+            f"{checkpoint}: does not fit this run ({reason}): it was edited, or written by another version; delete it "
+            "to resume from the one before"
+        ) from error
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

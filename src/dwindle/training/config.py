@@ -59,7 +59,7 @@ class TrainingConfig(Config):
     """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
     ce_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
     """Tokens whose logits exist at the same time in the loss."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of everything random."""
     max_bad_steps: Annotated[int, Field(ge=1)] = 10
     """Stop after this many non-finite steps in a row."""

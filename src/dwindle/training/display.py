@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,13 +40,15 @@ class Display(Callback):
     def after_step(self, trainer: Trainer) -> None:
         fields = self.fields(trainer)
         if self._live is not None:
-            self._live.update(_panel(fields, trainer.step, trainer.num_steps))
+            with suppress(OSError):
+                self._live.update(_panel(fields, trainer.step, trainer.num_steps))
             return
         now = time.monotonic()
         if now - self._last_line >= _PLAIN_LINE_EVERY_S or trainer.status != "running":
             self._last_line = now
             line = "  ".join(f"{name} {value}" for name, value in fields.items())
-            print(line, file=self.console.file, flush=True)
+            with suppress(OSError):  # the terminal may be gone, the run goes on
+                print(line, file=self.console.file, flush=True)
 
     def fields(self, trainer: Trainer) -> dict[str, str]:
         """Name and text of each field, in order."""
@@ -69,7 +72,8 @@ class Display(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         if self._live is not None:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
             self._live = None
 
 

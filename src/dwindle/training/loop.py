@@ -18,6 +18,7 @@ from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
+    fitting,
     load_model_tensors,
     load_optimizer_tensors,
     optimizer_tensors,
@@ -33,7 +34,7 @@ Status = Literal["running", "finished", "stopped", "diverged"]
 
 
 class TrainingDiverged(UserError):
-    """Too many consecutive steps had a non-finite loss or gradient; the state was saved first."""
+    """Too many consecutive steps had a non-finite loss or gradient; checkpoints from before are kept."""
 
 
 class Batches(Protocol):
@@ -168,7 +169,7 @@ class Trainer:
         if self.status == "diverged":
             raise TrainingDiverged(
                 f"training.lr: step {self.step} was number {self.bad_steps_in_a_row} in a row with a non-finite loss "
-                "or gradient: use a lower rate, or check the data there; the state is saved"
+                "or gradient: use a lower rate, or check the data there"
             )
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
@@ -302,6 +303,10 @@ class Trainer:
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; the model must already have the checkpoint's shapes."""
+        with fitting(checkpoint.path):
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Checkpoint) -> None:
         self.load_state_dict(checkpoint.state)
         load_model_tensors(self.model, checkpoint.pieces("model"))
         load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))

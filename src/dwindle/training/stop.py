@@ -1,12 +1,18 @@
-"""Ctrl-C and SIGTERM ask the loop to finish its step, save and exit; a second Ctrl-C exits at once."""
+"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal) ask the loop to finish its step, save and exit.
+
+A second Ctrl-C exits at once.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
+
+from dwindle.distributed.launch import STOPPING
 
 _MESSAGE = b"\nstopping after this step and a checkpoint (Ctrl-C again: abort now)\n"
 
@@ -28,8 +34,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._handle)
+            for number in STOPPING:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -42,6 +49,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested, self.number = True, number
-            os.write(2, _MESSAGE)  # not print: a signal may interrupt a buffered write
+            with suppress(OSError):  # the terminal may be gone
+                os.write(2, _MESSAGE)  # not print: a signal may interrupt a buffered write
         elif number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,0 +1,54 @@
+"""The largest sizes that are believed when a header or configuration names them: beyond any model, below any harm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dwindle.core.errors import UserError
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 13
+MAX_CHANNELS = 1 << 24
+"""FFN channels of all layers."""
+MAX_ITEMS = 1 << 22
+"""Entries of one list in a header, such as a vocabulary or its merges."""
+
+LIMITS = {
+    "hidden_size": MAX_WIDTH,
+    "intermediate_size": MAX_WIDTH,
+    "num_hidden_layers": MAX_LAYERS,
+    "num_attention_heads": MAX_HEADS,
+    "num_key_value_heads": MAX_HEADS,
+    "head_dim": 1 << 14,
+    "vocab_size": 1 << 24,
+    "max_position_embeddings": 1 << 40,
+}
+
+
+def check_sizes(sizes: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a size that no model has; names that are missing or None have a default."""
+    for name, limit in LIMITS.items():
+        value = sizes.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= limit):
+            raise UserError(f"source {where}: {name} is {value!r:.40}: a model has 1 to {limit:,}")
+    layers, width = sizes.get("num_hidden_layers"), sizes.get("intermediate_size")
+    if layers and width and layers * width > MAX_CHANNELS:
+        raise UserError(f"source {where}: {layers:,} layers of intermediate_size {width:,} are more than any model has")
+    if (shapes := sizes.get("layer_shapes")) is not None:
+        _check_layer_shapes(shapes, layers, where)
+
+
+def _check_layer_shapes(shapes: Any, num_layers: Any, where: str) -> None:
+    """The sizes of every layer, in models whose layers differ."""
+    if not isinstance(shapes, list) or len(shapes) != num_layers:
+        raise UserError(f"source {where}: layer_shapes does not have the sizes of each of {num_layers!r:.20} layers")
+    for number, shape in enumerate(shapes):
+        per_kv = shape.get("queries_per_kv") if isinstance(shape, dict) else None
+        if not isinstance(per_kv, list) or not per_kv or not all(type(n) is int and n > 0 for n in per_kv):
+            raise UserError(f"source {where}: layer_shapes[{number}] has no usable queries_per_kv")
+        own = {"intermediate_size": shape.get("intermediate_size", 0), "num_attention_heads": sum(per_kv)}
+        check_sizes(own, f"{where}: layer_shapes[{number}]")
+    if sum(shape["intermediate_size"] for shape in shapes) > MAX_CHANNELS:
+        raise UserError(f"source {where}: its layers have more channels than any model")

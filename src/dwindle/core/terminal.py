@@ -1,0 +1,48 @@
+"""Printing text of others: names of files, contents of configurations and logs, messages of libraries.
+
+Such text may hold escape sequences that recolour or rewrite a terminal, line breaks that fake further messages, and
+square brackets that rich reads as markup. Everything that commands print goes through here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+
+def plain(text: str, *, keep: str = "") -> str:
+    """``text`` with control characters, direction overrides and lone surrogates written out: ``\\x1b``, ``\\n``.
+
+    ``keep`` are control characters of our own, such as line breaks.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else _spelled(letter) for letter in text)
+
+
+def shortened(text: str, limit: int = 1000) -> str:
+    """A long text without its middle: names and values from files can have megabytes."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+def _spelled(letter: str) -> str:
+    return letter.encode("unicode_escape").decode("ascii")
+
+
+def say(text: str, *, error: bool = False, flush: bool = False) -> None:
+    """Print plain lines on standard output, or on standard error; line breaks are ours."""
+    print(plain(text, keep="\n\t"), file=sys.stderr if error else sys.stdout, flush=flush)
+
+
+class PlainConsole(Console):
+    """A rich console for which every text is only text: no markup, no emoji codes, no control characters."""
+
+    def __init__(self, *, stderr: bool = False, file: TextIO | None = None, **options: Any) -> None:
+        super().__init__(stderr=stderr, file=file, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """All strings pass here: cells, titles and captions of tables as well as lines."""
+        return super().render_str(plain(text, keep="\n\t"), **(options | {"markup": False, "emoji": False}))

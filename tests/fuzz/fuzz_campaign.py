@@ -1,0 +1,126 @@
+"""``make fuzz``: every target, turn by turn, for an hour; prints a table.
+
+An input that fails is added to ``corpus.json``, which the tests replay. In this campaign an input may take 20 seconds
+and the process may grow by 1 GB; more is a failure too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "fuzz"), str(TESTS.parent / "src")]
+
+from targets import TARGETS, Place, survives  # noqa: E402
+
+CORPUS = TESTS / "fuzz" / "corpus.json"
+SECONDS_PER_INPUT = 20
+SECONDS_PER_TURN = 5.0
+BYTES_PER_TURN = 1 << 30
+
+
+@dataclass
+class Count:
+    """Of one target."""
+
+    inputs: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+def fuzz(name: str, place: Place, random: Random, count: Count) -> None:
+    """A few seconds of one target."""
+    started, before = time.monotonic(), _peak_bytes()
+    while time.monotonic() - started < SECONDS_PER_TURN:
+        given = TARGETS[name][0](random, place)
+        count.inputs += 1
+        signal.alarm(SECONDS_PER_INPUT)
+        try:
+            survives(name, place, given)
+        except Exception:
+            _fail(name, given, count, traceback.format_exc())
+        finally:
+            signal.alarm(0)
+        if _peak_bytes() - before > BYTES_PER_TURN:
+            _fail(name, given, count, "more than 1 GB of memory")
+            before = _peak_bytes()
+    count.seconds += time.monotonic() - started
+
+
+def _fail(name: str, given: Any, count: Count, what: str) -> None:
+    count.failures += 1
+    keep(name, given)
+    print(f"{name}: {given!r:.300}\n{what}", file=sys.stderr)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def known(name: str) -> list[Any]:
+    """Inputs of a target that failed once."""
+    found = json.loads(CORPUS.read_text()) if CORPUS.exists() else {}
+    return [_decoded(one) for one in found.get(name, [])]
+
+
+def keep(name: str, given: Any) -> None:
+    """Add an input to the corpus."""
+    found = json.loads(CORPUS.read_text()) if CORPUS.exists() else {}
+    if (one := _encoded(given)) not in found.setdefault(name, []):
+        found[name].append(one)
+        CORPUS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    return {"parts": [_encoded(part) for part in value]} if isinstance(value, tuple) else value
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return base64.b64decode(value["bytes"]) if "bytes" in value else tuple(map(_decoded, value["parts"]))
+
+
+def _too_long(number: int, frame: Any) -> None:
+    raise RuntimeError(f"an input took more than {SECONDS_PER_INPUT} s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only", default="", help="targets whose name contains this")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, _too_long)
+    counts = {name: Count() for name in TARGETS if options.only in name}
+    random, end = Random(options.seed), time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(Path(folder).resolve())
+        while time.monotonic() < end:
+            for name, count in counts.items():
+                fuzz(name, place, random, count)
+    print("| target | inputs | failures | inputs per second |\n| --- | --- | --- | --- |")
+    for name, count in counts.items():
+        print(f"| {name} | {count.inputs:,} | {count.failures} | {count.inputs / max(count.seconds, 1e-9):.0f} |")
+    print(f"\n{sum(count.inputs for count in counts.values()):,} inputs, seed {options.seed}")
+    return int(any(count.failures for count in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
