@@ -18,7 +18,8 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
-from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title
+from dwindle.core.quality import Quality
+from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
 from dwindle.export.card import model_card
 from dwindle.pruning.ledger import Event
 
@@ -39,6 +40,8 @@ class About(TypedDict):
     """For the card."""
     results: NotRequired[Mapping[str, float | int | str] | None]
     """For the card."""
+    quality: NotRequired[Quality | None]
+    """Loss and samples of source and result; written as ``quality.json``."""
 
 
 def save_model(
@@ -83,6 +86,8 @@ def write_model(
             tokenizer.save_pretrained(folder)
         (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
         (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
+        if (quality := about.get("quality")) is not None:
+            quality.write(folder / QUALITY)
         card = model_card(
             name=model_title(Path(out)),
             source=about["source"],

@@ -25,6 +25,7 @@ from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
+from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
 from dwindle.data.training_data import open_training_data
@@ -37,6 +38,7 @@ from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.run.judging import QualityRecorder
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -83,6 +85,8 @@ class RunResult:
     target_reached: bool
     skipped_steps: int = 0
     """Steps whose loss or gradient was not finite."""
+    quality: Quality | None = None
+    """Loss and samples of the source and, of a finished run, of its result."""
     signal: int | None = None
     """The signal that stopped it, if any."""
 
@@ -222,6 +226,7 @@ class Job:
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
+        self.recorder = QualityRecorder(run.quality, self.tokenizer, self.validator, recipe.data.valid)
         self.trainer = Trainer(
             model,
             optimizer,
@@ -242,7 +247,8 @@ class Job:
     def finish(self, status: str) -> RunResult:
         """Write the final model, cut to what is alive, if training finished; returns how the run ended."""
         trainer = self.trainer
-        written = self._save(self.run.model, self._results()) if status == "finished" else None
+        quality = self.recorder.quality
+        written = self._save(self.run.model, self._results(), quality) if status == "finished" else None
         return RunResult(
             run=self.run.path,
             recipe=self.recipe,
@@ -255,6 +261,7 @@ class Job:
             model=written,
             target_reached=self.pruner is None or self.pruner.finished,
             skipped_steps=trainer.bad_steps,
+            quality=quality,
         )
 
     def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -351,6 +358,7 @@ class Job:
             callbacks.append(self.pruner)
         if self.validator is not None:
             callbacks.append(self.validator)
+        callbacks.append(self.recorder)
         if self.recipe.validation.tasks:
             callbacks.append(self._task_evaluator())
         callbacks += others
@@ -385,18 +393,24 @@ class Job:
             found["validation loss (nats per token)"] = round(self.validator.last, 4)
         return found
 
-    def _save(self, out: Path, results: Results) -> Path:
+    def _save(self, out: Path, results: Results, quality: Quality | None = None) -> Path:
         """All processes gather the weights of a sharded model; the main one writes, and the others wait for it."""
         if self.pruner is not None:
             model, structure = self.pruner.prunable.compacted(), self.pruner.prunable.alive
         else:
             model, structure = self.engine.gather(self.trainer.model), self.anatomy.source
-        main = self.world.is_main
-        self.world.main_first(f"save {out}", lambda: self._write(model, structure, out, results) if main else None)
+
+        def write() -> None:
+            if self.world.is_main:
+                self._write(model, structure, out, results, quality)
+
+        self.world.main_first(f"save {out}", write)
         self.world.barrier()  # the main process hosts the store and must not exit before all have read it
         return out
 
-    def _write(self, model: nn.Module, structure: Structure, out: Path, results: Results) -> None:
+    def _write(
+        self, model: nn.Module, structure: Structure, out: Path, results: Results, quality: Quality | None
+    ) -> None:
         ledger = [source_event(self.recipe.source.model, self.anatomy, {})]
         try:
             save_model(
@@ -408,6 +422,7 @@ class Job:
                 ledger=ledger if self.pruner is None else self.pruner.ledger.events,
                 recipe=to_toml(self.recipe),
                 results=results,
+                quality=quality,
                 overwrite=True,
             )
         except NotWritten as failure:
