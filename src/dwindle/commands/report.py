@@ -26,6 +26,7 @@ def report(
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
     port: Annotated[int, typer.Option(help="Port for --watch; 0: any free port.")] = 0,
+    published: Annotated[bool, typer.Option(help="Add the run's cost beside the published one.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Overwrite a file that is not a report.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -44,9 +45,9 @@ def report(
         raise UserError("--out: cannot be combined with --watch: omit one of them")
     found = open_run(run)
     if watch:
-        _serve(run, port, open_page, as_json)
+        _serve(run, port, open_page, published, as_json)
         return
-    summary = summarise(found)
+    summary = summarise(found, published=published)
     path = write_page(render_page(summary), out or found.directory.report, overwrite=overwrite)
     if open_page:
         _open(path.resolve().as_uri())
@@ -59,12 +60,12 @@ def report(
     print(path)
 
 
-def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
+def _serve(run: str, port: int, open_page: bool, published: bool, as_json: bool) -> None:
     """Serve the report until Ctrl-C."""
     from dwindle.report.run import Run
     from dwindle.report.server import ReportServer
 
-    with ReportServer(Run(Path(run)), port) as server:
+    with ReportServer(Run(Path(run)), port, published=published) as server:
         if as_json:
             print(json.dumps({"url": server.url}), flush=True)
         else:

@@ -21,6 +21,7 @@ COLORS = {
     "stem": "#0c7d62",
     "train": "#6b675f",
     "valid": "#8a2fb0",
+    "source": "#2563c9",
     "size": "#1c1b19",
     "speed": "#2f6f86",
     "warn": "#b3261e",

@@ -24,8 +24,8 @@ HOST = "127.0.0.1"
 class LiveReport:
     """The summary of a run, refreshed on request if its files changed; thread-safe."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, *, published: bool = False) -> None:
+        self._run, self._published = run, published
         self._lock = threading.Lock()
         self._seen: object = None
         self._summary: dict[str, Any] = {}
@@ -34,7 +34,7 @@ class LiveReport:
         with self._lock:
             if (now := self._run.signature()) != self._seen:
                 self._run.refresh()
-                self._seen, self._summary = now, summarise(self._run)
+                self._seen, self._summary = now, summarise(self._run, published=self._published)
             return self._summary
 
 
@@ -44,8 +44,8 @@ class ReportServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, run: Run, port: int = 0) -> None:
-        self.report = LiveReport(run)
+    def __init__(self, run: Run, port: int = 0, *, published: bool = False) -> None:
+        self.report = LiveReport(run, published=published)
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
