@@ -237,6 +237,7 @@ class _Export:
             source=source,
             ledger=ledger,
             recipe=self._recipe(),
+            quality=None if source == self.loaded.source else RunDirectory(Path(self.loaded.source)).read_quality(),
             overwrite=self.overwrite,
             weights=weights,
         )

@@ -20,7 +20,8 @@ from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
-from dwindle.export.card import model_card
+from dwindle.export import card_figure
+from dwindle.export.card import Card, model_card
 from dwindle.pruning.ledger import Event
 
 
@@ -41,7 +42,7 @@ class About(TypedDict):
     results: NotRequired[Mapping[str, float | int | str] | None]
     """For the card."""
     quality: NotRequired[Quality | None]
-    """Loss and samples of source and result; written as ``quality.json``."""
+    """Loss and samples of source and result; written as ``quality.json``, and for the card."""
 
 
 def save_model(
@@ -88,17 +89,23 @@ def write_model(
         (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
         if (quality := about.get("quality")) is not None:
             quality.write(folder / QUALITY)
-        card = model_card(
+        card = Card(
             name=model_title(Path(out)),
             source=about["source"],
             structure=structure,
             ledger=about["ledger"],
             recipe=about.get("recipe"),
             results=about.get("results"),
-            custom_code=is_custom(model.config),
+            quality=about.get("quality"),
+            custom_code=weights and is_custom(model.config),
             model_type=model.config.model_type,
+            chat=bool(getattr(tokenizer, "chat_template", None)),
+            tokenizer=tokenizer is not None,
+            runtime="transformers" if weights else "onnxruntime",
         )
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+        if (figure := card_figure.architecture_svg(structure, about["ledger"])) is not None:
+            (folder / card_figure.NAME).write_text(figure, encoding="utf-8")
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors creates files that only their owner can read

@@ -26,6 +26,7 @@ from dwindle.core.progress import track
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.export.quantised_card import quantised_card
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
@@ -259,8 +260,21 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
             model.generation_config.save_pretrained(folder)
         result.tokenizer.save_pretrained(folder)
         (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
         for file in folder.iterdir():
             file.chmod(0o644)
+
+
+def _card(result: Quantized, out: Path) -> str:
+    """What the directory holds, what loads it, and what rounding cost."""
+    return quantised_card(
+        name=out.resolve().name,
+        source=result.source,
+        scheme=f"{result.scheme}: {SCHEMES[result.scheme].note}",
+        num_bytes=(result.bytes_before, result.bytes_after),
+        perplexity=result.perplexity,
+        chat=bool(getattr(result.tokenizer, "chat_template", None)),
+    )
 
 
 def _mark_config(path: Path, scheme: str) -> None:
