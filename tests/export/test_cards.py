@@ -98,7 +98,7 @@ def test_results_stand_against_the_source(tmp_path: Path) -> None:
     for folder in (tmp_path / "out", tmp_path / "again"):
         card = (folder / "README.md").read_text()
         row = f"| {quality.source_loss:.4f} | {quality.result_loss:.4f} | {quality.change:+.4f} |"
-        assert row in card and "by the source | by this model" in card
+        assert row in card and "| beginning | source | this model |" in card
         titles = ["How it was made", "Results", "Run it", "Architecture", "Limits"]
         assert re.findall(r"^## (.*)$", card, re.MULTILINE) == titles
         assert card.index("## Limits") < card.index("<details>") < card.index("- method: adapt")

@@ -260,7 +260,7 @@ def _results(card: Card) -> str:
         name = f"{_VALIDATION} (nats per token)" if quality.held_out else "loss (nats per token)"
         rows.append((name, f"{source:.4f}", f"{result:.4f}", f"{quality.change:+.4f}"))
         if max(source, result) < 15:
-            rows.append(("perplexity", f"{exp(source):.5g}", f"{exp(result):.5g}", f"× {exp(quality.change):.3g}"))
+            rows.append(("perplexity", f"{exp(source):.4g}", f"{exp(result):.4g}", f"× {exp(quality.change):.3g}"))
     measured = quality is not None and quality.change is not None
     for name, value in (card.results or {}).items():
         if not (measured and name.startswith(_VALIDATION)):
@@ -281,7 +281,8 @@ def _samples(quality: Quality | None) -> str:
         f"| {_plain(sample.prompt)} | {_plain(sample.source or '')} | {_plain(sample.result or '')} |"
         for sample in shown
     )
-    return f"| the likeliest continuation of | by the source | by this model |\n|---|---|---|\n{rows}"
+    table = f"| beginning | source | this model |\n|---|---|---|\n{rows}"
+    return f"The likeliest continuation of the same beginnings, token by token:\n\n{table}"
 
 
 def _run_it(card: Card) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 NAME = "architecture.svg"
 
-_WIDTH, _LEFT, _AREA, _GAP = 720, 64, 96, 40
+_WIDTH, _LEFT, _AREA, _GAP = 720, 64, 96, 22
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#5d5a54}.kept{fill:#2563c9}.ffn{fill:#c2570a}"
     ".gone{fill:none;stroke:#a8a49b;stroke-width:.7}.lost{fill:#e4e1db}"
