@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, Model, app, print_result, resolve_model
+from dwindle.commands.guidance import say_next
 
 
 @app.command()
@@ -34,4 +35,8 @@ def export(
 
     model = resolve_model(model)
     found = export(model, to, out, type_=type_, stock=stock, round_to=round_to, threads=threads, overwrite=overwrite)
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    if as_json:
+        print_result(found.to_json(), as_json)
+        return
+    print(found.render())
+    say_next({f"run it in {runtime}": command for runtime, command in found.ways_to_run().items()})

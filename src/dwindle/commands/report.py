@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.guidance import export_command, say_next
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import REPORT
 
@@ -58,6 +59,8 @@ def report(
     for line in summary["missing"]:
         print(f"note: {line}", file=sys.stderr)
     print(path)
+    if found.directory.is_finished:
+        say_next({"a file for llama.cpp": export_command(run, run.rstrip("/"))})
 
 
 def _serve(run: str, port: int, open_page: bool, published: bool, as_json: bool) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from dwindle.commands.app import note_odd_sizes
+from dwindle.commands.guidance import export_command, is_main_process, say_next
 from dwindle.core.run_directory import RunDirectory
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
@@ -25,8 +26,8 @@ def launch_resume(run: str, nproc: int, as_json: bool) -> None:
 
 
 def print_run(result: Any, as_json: bool) -> None:
-    """How a run ended, and the command that continues it; printed by the first of several processes."""
-    if os.environ.get("RANK", "0") != "0":
+    """How a run ended, how good its model is, and what to do next; printed by the first of several processes."""
+    if not is_main_process():
         return
     if as_json:
         print(json.dumps(result.to_json()))
@@ -37,9 +38,23 @@ def print_run(result: Any, as_json: bool) -> None:
         measured = (("loss", result.loss), ("validation", result.valid_loss))
         parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
         print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
+        _print_quality(result)
         prune = result.recipe.prune
         note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
+        report = f"dwindle report {quote(str(result.run))}"
+        say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})
     _exit(result)
+
+
+def _print_quality(result: Any) -> None:
+    quality = result.quality
+    if quality is None:
+        return
+    if quality.losses():
+        started = "random start" if result.recipe.source.random_init else "source"
+        print(f"validation: {quality.losses().replace('source', started, 1)} on {quality.measured_on()}")
+    for line in quality.sample_lines():
+        print(line)
 
 
 def _exit(result: Any) -> None:

@@ -58,6 +58,21 @@ class Quality:
             return ""
         return f"source {self.source_loss:.2f} → {self.result_loss:.2f} ({self.change:+.2f})"
 
+    def measured_on(self) -> str:
+        """``4,080 held-out tokens of pydoc``."""
+        kind = "held-out tokens" if self.held_out else "tokens (too few to hold any out)"
+        return f"{self.tokens:,} {kind} of {', '.join(self.text)}"
+
+    def sample_lines(self) -> list[str]:
+        """The samples for a terminal: the prompt, then both continuations, each on one line."""
+        lines = []
+        for sample in self.samples:
+            lines.append(f"greedy: {one_line(sample.prompt)} …")
+            for name, text in (("source", sample.source), ("result", sample.result)):
+                if text is not None:
+                    lines.append(f"  {name}: {one_line(text)}")
+        return lines
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -73,6 +88,11 @@ def read_quality(path: Path) -> Quality | None:
         return Quality(**found, samples=samples)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+def one_line(text: str) -> str:
+    """Text of a model or of a file as one printable line; a terminal obeys control characters."""
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
 
 
 def text_names(paths: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.resize import Resized, refuse_custom, resize
+from dwindle.export.running import ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
@@ -59,6 +60,10 @@ class Exported:
             "verified": self.verified.to_json() if self.verified is not None else None,
             "warnings": self.warnings,
         }
+
+    def ways_to_run(self) -> dict[str, str]:
+        """Runtimes and the command line for each."""
+        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"))
 
     def render(self) -> str:
         lines = [

@@ -28,7 +28,7 @@ from dwindle.core.json_safe import finite
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
-from dwindle.data.training_data import open_training_data
+from dwindle.data.training_data import TrainingData, open_training_data
 from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
@@ -210,23 +210,13 @@ class Job:
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
         self.tokenizer = load_tokenizer(recipe.source.model)
-        cache = Path(recipe.data.cache_dir) if recipe.data.cache_dir else run.tokens
-        data = self.world.main_first(
-            "data", lambda: open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
-        )
-        batches = BatchStream(
-            data.mixture,
-            tokens_per_step=recipe.num_tokens_per_step,
-            micro_batch=recipe.training.micro_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
+        data, batches = self._data()
         if checkpoint is None and self.world.is_main and (warning := repetition(data.mixture.epochs, recipe)):
             warnings.warn(warning, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
-        self.recorder = QualityRecorder(run.quality, self.tokenizer, self.validator, recipe.data.valid)
+        self.recorder = QualityRecorder(run.quality, self.tokenizer, self.validator, recipe.data.validated_on())
         self.trainer = Trainer(
             model,
             optimizer,
@@ -243,6 +233,22 @@ class Job:
         )
         if checkpoint is not None:
             self.trainer.load_checkpoint(checkpoint)
+
+    def _data(self) -> tuple[TrainingData, BatchStream]:
+        """The texts of the recipe, and the batches of this process."""
+        settings, seed = self.recipe.data, self.recipe.training.seed
+        cache = Path(settings.cache_dir) if settings.cache_dir else self.run.tokens
+        data = self.world.main_first(
+            "data", lambda: open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache)
+        )
+        batches = BatchStream(
+            data.mixture,
+            tokens_per_step=self.recipe.num_tokens_per_step,
+            micro_batch=self.recipe.training.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        return data, batches
 
     def finish(self, status: str) -> RunResult:
         """Write the final model, cut to what is alive, if training finished; returns how the run ended."""

@@ -91,6 +91,15 @@ class Pruned:
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
         return table
 
+    def verdict(self) -> list[str]:
+        """Loss and samples of source and result, line by line; empty if they were not measured."""
+        found = self.quality
+        if found is None or found.change is None:
+            return []
+        advice = "needs training" if found.needs_training else "usable as it is"
+        loss = f"loss {found.source_loss:.2f} → {found.result_loss:.2f} ({found.change:+.2f}): {advice}"
+        return [f"{loss}; measured on {found.measured_on()}", *found.sample_lines()]
+
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the model directory."""
         check_output(out, overwrite=overwrite, sources=[self.source, *self.inputs])

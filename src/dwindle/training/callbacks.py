@@ -99,19 +99,20 @@ class Validator(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.step == 0 and trainer.num_steps:
-            self.source = self._measure(trainer)
+            self.source = self.measure(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
         at_end = trainer.step == trainer.num_steps
         measured = at_end or (self.every and trainer.step % self.every == 0)
         if measured:
-            self.last = self._measure(trainer)
+            self.last = self.measure(trainer)
             trainer.extra_metrics["valid_loss"] = self.last
             trainer.notes["valid loss"] = f"{self.last:.4f}"
         if self.source is not None and (measured or trainer.step == 1):
             trainer.extra_metrics["source_valid_loss"] = self.source
 
-    def _measure(self, trainer: Trainer) -> float:
+    def measure(self, trainer: Trainer) -> float:
+        """The loss of the model as it is."""
         return trainer.engine.evaluate(
             trainer.model,
             self.windows_NT,

@@ -24,26 +24,33 @@ def prompt_tokens(windows_NT: Tensor | None, tokenizer: Any, count: int = 2) -> 
 
 def greedy_samples(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
     """The likeliest continuation of each prompt, as text; draws no random numbers and restores the model's mode."""
-    was_training = model.training
+    return [
+        continuation_text(tokenizer, prompt, greedy_tokens(model, prompt, NEW_TOKENS, tokenizer)) for prompt in prompts
+    ]
+
+
+def greedy_tokens(model: Any, prompt: Sequence[int], count: int, tokenizer: Any) -> list[int]:
+    """At most ``count`` token ids, without the one that ends a text."""
+    was_training, device = model.training, next(model.parameters()).device
+    cache, fresh, found = None, list(prompt), list[int]()
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            found = [_continuation(model, prompt, tokenizer.eos_token_id) for prompt in prompts]
+            while len(found) < count:
+                answer = model(input_ids=torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
+                cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
+                if fresh[0] == tokenizer.eos_token_id:
+                    break
+                found += fresh
     finally:
         model.train(was_training)
-    return [as_text(tokenizer, ids) for ids in found]
-
-
-def _continuation(model: Any, prompt: Sequence[int], end: int | None) -> list[int]:
-    device = next(model.parameters()).device
-    cache, fresh, found = None, list(prompt), list[int]()
-    while len(found) < NEW_TOKENS:
-        answer = model(input_ids=torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
-        cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
-        if fresh[0] == end:
-            break
-        found += fresh
     return found
+
+
+def continuation_text(tokenizer: Any, prompt: Sequence[int], found: Sequence[int]) -> str:
+    """Decoded together with the prompt: alone, some tokenizers drop the space before the first word."""
+    before, whole = as_text(tokenizer, prompt), as_text(tokenizer, [*prompt, *found])
+    return whole[len(before) :] if whole.startswith(before) else as_text(tokenizer, found)
 
 
 def as_text(tokenizer: Any, ids: Sequence[int]) -> str:
