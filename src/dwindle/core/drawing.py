@@ -118,7 +118,7 @@ def draw(pyplot: Any, figure: Figure) -> Any:
         _whole_numbers(bottom.xaxis)
     elif figure.x_unit == "percent":
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    if figure.id == "overlay":
+    if figure.id == "overlay" and figure.caption:
         drawn.supxlabel(figure.caption, x=0.01, ha="left", fontsize=8)
     drawn.suptitle(figure.title, x=0.01, ha="left", fontweight="bold")
     return drawn
