@@ -58,7 +58,7 @@ def _chosen(recipe: str, arguments: list[str], to: str | None, goal: str, tokens
         from dwindle.run.new import new_recipe, recipe_name
 
         texts, overrides = split_overrides(arguments)
-        made = new_recipe(recipe, texts, to, goal=goal, tokens=tokens, overrides=overrides)  # type: ignore[arg-type]
+        made = new_recipe(recipe, texts, to, goal=goal, tokens=tokens, overrides=overrides)
         return made[1], recipe_name(recipe, to)
     from dwindle.recipe.recipe import load_recipe
 

@@ -51,11 +51,12 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
+    if not as_json:
+        for line in result.verdict():
+            print(line)
+    note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
     if as_json:
         return
-    for line in result.verdict():
-        print(line)
-    note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
     training = {}
     if result.quality is not None and result.quality.needs_training:
         training["prune while training instead: better at the same size"] = pretrain_command(model, texts, to)

@@ -41,8 +41,9 @@ def print_run(result: Any, as_json: bool) -> None:
         _print_quality(result)
         prune = result.recipe.prune
         note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
-        report = f"dwindle report {quote(str(result.run))}"
-        say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})
+        if result.target_reached:
+            report = f"dwindle report {quote(str(result.run))}"
+            say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})
     _exit(result)
 
 

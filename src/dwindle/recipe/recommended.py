@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 Goal = Literal["quality", "speed", "stock"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
+
+
+def is_goal(text: str) -> TypeGuard[Goal]:
+    return text in GOALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ LEAST_STEPS = 200
 """Where the text is short, steps are made smaller rather than fewer than this."""
 WARMUP_SHARE = 0.02
 """Of the steps before the first event: 20 of 976, as long as the learning rate warms up."""
+HIDDEN = 576
+"""Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
 SEQ_LEN = 1024
 TOKENS_PER_STEP = 16384
 
@@ -41,21 +47,21 @@ HORIZON: Settings = {"prune.horizon": Setting(0.05, "all pruning in the first 5 
 RECOMMENDED: Mapping[Goal, Settings] = {
     "quality": {
         "training.optimizer": Setting("muon", "0.03 nats better than AdamW at 50 %"),
-        "training.lr": Setting(1.5e-3, "for steps of 16k tokens; smaller steps take less"),
+        "training.lr": Setting(1.5e-3, "by the size of a step and the width of the model"),
         "prune.selection": Setting("global", "the least salient group of any layer: layers get sizes of their own"),
         "prune.metric": Setting("group", "squared derivative of the loss by a mask on the group"),
         **HORIZON,
         **TEACHER,
     },
     "speed": {
-        "training.lr": Setting(1e-3, "for steps of 16k tokens; smaller steps take less"),
+        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
         "prune.second_order": Setting(True, "repairs the kept weights at each event"),
         "prune.round_to": Setting(64, "widths that matrix kernels like: decoding 1.6 instead of 1.4 times as fast"),
         **HORIZON,
         **TEACHER,
     },
     "stock": {
-        "training.lr": Setting(1e-3, "for steps of 16k tokens; smaller steps take less"),
+        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
         "prune.second_order": Setting(True, "repairs the kept weights at each event"),
         **HORIZON,
         **TEACHER,

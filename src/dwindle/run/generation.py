@@ -35,7 +35,7 @@ def generate(
     where = str(model_of_run(Path(model)) or fspath(model))
     if Path(where).suffix == ".gguf" and Path(where).is_file():
         require_xllamacpp()
-        return _in_child("llamacpp-default", where, threads, text=prompt, count=tokens, chat=chat)
+        return str(_in_child("llamacpp-default", where, threads, text=prompt, count=tokens, chat=chat))
     if (Path(where) / ONNX_FILE).is_file():
         tokenizer = load_tokenizer(where)
         ids = _prompt_ids(tokenizer, prompt, chat)

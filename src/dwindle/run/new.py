@@ -16,9 +16,11 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count, parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.estimate import estimated_tokens
+from dwindle.pruning.target import parse_target
 from dwindle.recipe.recipe import Recipe, recipe_from
 from dwindle.recipe.recommended import (
     GOALS,
+    HIDDEN,
     LEAST_STEPS,
     MEANING,
     PASSES,
@@ -30,6 +32,7 @@ from dwindle.recipe.recommended import (
     Goal,
     Setting,
     Settings,
+    is_goal,
 )
 from dwindle.run.plan import plan_pruning
 from dwindle.sources.loading import load_config, load_tokenizer
@@ -44,24 +47,25 @@ def new_recipe(
     texts: Sequence[str],
     to: str,
     *,
-    goal: Goal = "quality",
+    goal: str = "quality",
     tokens: str | int | None = None,
     valid: Sequence[str] = (),
     overrides: Iterable[str] = (),
 ) -> tuple[str, Recipe]:
     """The commented TOML text and the recipe, checked against the model; ``overrides`` are ``section.key=value``."""
-    if goal not in GOALS:
-        raise UserError(f"for {goal!r}: give one of {', '.join(GOALS)}")
+    if not is_goal(goal):
+        raise UserError(f"goal {goal!r}: give one of {', '.join(GOALS)}")
     if not texts:
         raise UserError("texts: none given: name the text to train on, such as books.txt")
     data = DataConfig(train=list(texts), valid=list(valid))
     data.check()
     config = load_config(model)
+    parse_target(to, Anatomy.of_config(config), "to")
     found = estimated_tokens(data, lambda: load_tokenizer(model))
     length = sum(found.values()) if found else math.inf
     amount = None if tokens is None else parse_count(tokens, "tokens")
     positions = getattr(config, "max_position_embeddings", None) or SEQ_LEN
-    chosen = scaled(goal, length, amount, positions)
+    chosen = scaled(goal, length, amount, positions, config.hidden_size)
     if valid:
         chosen.pop("data.holdout")
     fixed = {
@@ -74,11 +78,11 @@ def new_recipe(
     return _fitting(fixed | chosen, list(overrides), title, Anatomy.of_config(config))
 
 
-def scaled(goal: Goal, length: float, tokens: int | None, positions: int) -> dict[str, Setting]:
+def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden: int = HIDDEN) -> dict[str, Setting]:
     """The recommended settings for a text of ``length`` tokens; ``tokens`` to train on, if the user chose them.
 
     A short text is read at most ``PASSES`` times, in at least ``LEAST_STEPS`` steps where possible: smaller ones of
-    shorter sequences, with a learning rate that falls with the root of their size.
+    shorter sequences. The learning rate falls with the root of a step's size, and with the width of the model.
     """
     amount = tokens or int(min(TOKENS, PASSES * length * (1 - _VALID_SHARE * PASSES)))
     per_step = min(TOKENS_PER_STEP, max(_power(amount / LEAST_STEPS), 256))
@@ -88,11 +92,10 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int) -> dic
     warmup = max(round(WARMUP_SHARE * steps), 1)
     held_out = min(max(_VALID_SHARE * amount, 8 * seq_len), _MOST_VALID_TOKENS, max(_MOST_HELD_OUT * length, seq_len))
     held_out = max(held_out // seq_len, 1) * seq_len
+    share = held_out / (amount if length == math.inf else length)
     chosen: dict[str, Setting] = {
         "data.seq_len": Setting(seq_len),
-        "data.holdout": Setting(
-            _digits(held_out / length, up=True), "share of the text for validation, never trained on"
-        ),
+        "data.holdout": Setting(_digits(share, up=True), "share of the text for validation, never trained on"),
         "data.valid_tokens": Setting(int(held_out)),
         "training.tokens": Setting(amount, "" if length == math.inf else f"reads the text {amount / length:.1f} times"),
         "training.tokens_per_step": Setting(per_step, f"{steps:,} steps"),
@@ -102,7 +105,8 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int) -> dic
         **RECOMMENDED[goal],
     }
     rate, horizon = chosen["training.lr"], chosen["prune.horizon"]
-    chosen["training.lr"] = Setting(_digits(rate.value * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
+    by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
+    chosen["training.lr"] = Setting(_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
     if horizon.value * steps < 2 * warmup:  # few steps: leave some for the events
         chosen["prune.horizon"] = Setting(min(_digits(3 * warmup / steps, up=True), 1.0), "a short run prunes longer")
     if "prune.metric" in chosen and chosen["prune.metric"].value == "group" and warmup > 1:
@@ -157,7 +161,7 @@ def recipe_name(model: str, to: str) -> str:
 
 def _power(value: float) -> int:
     """The largest power of two that is not above; 2^30 at most."""
-    return 1 << min(max(int(math.log2(max(value, 1))), 0), 30)
+    return 1 << int(math.log2(min(max(value, 1), 1 << 30)))
 
 
 def _digits(value: float, *, up: bool = False) -> float:

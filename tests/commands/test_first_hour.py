@@ -1,0 +1,60 @@
+"""From a model and a text to an answer of the small model in llama.cpp: five commands, each printed by the last."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from dwindle.commands import main as cli
+from dwindle.pruning.ledger import read_ledger
+from edge_models import tiny_loaded
+
+
+def next_command(err: str) -> str:
+    """The first command that was printed."""
+    found = re.search(r"^next: (.*?)  +# ", err, re.MULTILINE)
+    assert found, err
+    return found[1]
+
+
+def test_five_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xllamacpp", reason="pip install -c constraints.txt -e '.[gguf]'")
+    monkeypatch.chdir(tmp_path)
+    source = tiny_loaded(hidden_size=64, intermediate_size=96, head_dim=32)
+    source.model.save_pretrained("model")
+    source.tokenizer.save_pretrained("model")
+    (tmp_path / "book.txt").write_text("It was the best of times, it was the worst of times. " * 300)
+
+    def run(command: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            cli.main()
+        return capsys.readouterr()
+
+    out, err = run("dwindle new model book.txt --to 50%")
+    assert "about" in out and "measured" in out and (tmp_path / "model-to-50pct.toml").is_file()
+    assert next_command(err) == "dwindle pretrain model-to-50pct.toml"
+
+    out, err = run(next_command(err))
+    assert re.search(r"^validation: source \d+\.\d\d → \d+\.\d\d \([+-]\d+\.\d\d\)", out, re.MULTILINE)
+    assert out.count("  source: ") == out.count("  result: ") == 2
+    assert next_command(err) == "dwindle report runs/model-to-50pct"
+
+    out, err = run(next_command(err))
+    assert Path(out.strip()).is_file()
+    assert next_command(err).startswith("dwindle export runs/model-to-50pct --to gguf --type q8_0")
+
+    out, err = run(next_command(err))
+    assert "verified in llama.cpp" in out and (tmp_path / "runs/model-to-50pct.gguf").is_file()
+    assert "ollama" in err and "llama-cli" in err
+    assert next_command(err) == "dwindle generate runs/model-to-50pct.gguf 'Once upon a time'"
+
+    out, _ = run(next_command(err))
+    assert out.startswith("Once upon a time") and len(out.strip()) > len("Once upon a time")
+    assert len(read_ledger(tmp_path / "runs/model-to-50pct")) > 2
