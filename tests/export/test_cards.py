@@ -22,6 +22,7 @@ from dwindle.export.exporting import export
 from dwindle.export.origin import origin_of
 from dwindle.pruning.ledger import read_ledger
 from dwindle.quantization.quantize import load as load_quantised
+from dwindle.sources.gguf_file import open_gguf
 from edge_models import tiny_loaded
 from tiny import tiny_directory
 
@@ -168,3 +169,21 @@ def test_what_a_model_says_cannot_become_markup() -> None:
     row = next(line for line in card.splitlines() if "&lt;b&gt;" in line)
     cell = r"&lt;b&gt;\*x\*&lt;/b&gt; / \!\[a\](b) 'c' \# d"
     assert row == f"| {cell} | {cell} | {cell} |" and "(t/&lt;i&gt;.txt)" in card
+
+
+def test_a_gguf_file_says_what_it_was_made_from(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+    export(tiny_loaded("llama", "stock"), "hf", tmp_path / "source", verify=False)
+    for name in ("structure.json", "ledger.jsonl"):
+        (tmp_path / "source" / name).unlink()
+    (tmp_path / "source" / "README.md").write_text("---\nlicense: mit\nbase_model: org/first\n---\n")
+    pruned = dwindle.prune(tmp_path / "source", "70%", out=tmp_path / "small", metric="magnitude")
+    for place, text in (
+        ("small", f": pruned from {pruned.before.total:,} to {pruned.after.total:,} parameters."),
+        ("source", "."),
+    ):
+        export(tmp_path / place, "gguf", tmp_path / f"{place}.gguf", verify=False)
+        found = open_gguf(tmp_path / f"{place}.gguf").metadata
+        about = "org/first, written by dwindle for llama.cpp and what is built on it"
+        assert found["general.description"] == about + text
+        assert (found["general.name"], found["general.license"]) == (place, "mit")

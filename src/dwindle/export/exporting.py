@@ -19,12 +19,13 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
-from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
+from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.origin import origin_of
 from dwindle.export.resize import Resized, refuse_custom, resize
 from dwindle.export.running import ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
@@ -188,9 +189,9 @@ class _Export:
         model = resized.model
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
-        name = Path(self.loaded.source).stem or "dwindle"
+        about = self._gguf_about()
         with atomic_file(self.target) as path:
-            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, name=name)
+            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, **about)
             verified = None
             if self.verify:
                 reference = _with_tensors(model, written.stored) if written.stored else model
@@ -275,6 +276,17 @@ class _Export:
         settings = {"made_stock": resized.cost()} if resized is not None and resized.changed else {}
         event = source_event(self.loaded.source, anatomy, settings)
         return anatomy.source, [event], self.loaded.source
+
+    def _gguf_about(self) -> dict[str, str]:
+        """Name, description and licence for the metadata: a GGUF file has no card."""
+        place = Path(self.loaded.source)
+        _, ledger, source = self._history(self.loaded.model, None)
+        origin, before = origin_of(source), ledger[0].get("parameters")
+        text = f"{origin.hub_id or origin.name}, written by dwindle for llama.cpp and what is built on it."
+        if len(ledger) > 1 and isinstance(before, int):
+            text = f"{text[:-1]}: pruned from {before:,} to {ledger[-1].get('parameters', before):,} parameters."
+        name = model_title(place) if place.is_dir() else place.stem or "dwindle"
+        return {"name": name, "description": text, "licence": origin.licence or ""}
 
     def _recipe(self) -> str | None:
         """The recipe of the run that the model belongs to, for the model card."""

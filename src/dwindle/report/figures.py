@@ -156,12 +156,12 @@ def _loss(run: Run) -> Figure | None:
     )
 
 
-def source_line(run: Run, name: str = "source") -> Series | None:
+def source_line(run: Run, name: str = "source", color: str = "source") -> Series | None:
     """The held-out loss of the source, over all tokens of the run; None if it was not measured."""
     tokens = run.metrics.tokens
     if run.source_loss is None or not len(tokens):
         return None
-    return Series(name, "source", rounded(tokens[[0, -1]], 12), [round(run.source_loss, 5)] * 2, "target")
+    return Series(name, color, rounded(tokens[[0, -1]], 12), [round(run.source_loss, 5)] * 2, "target")
 
 
 def _calm_top(values: Floats) -> float | None:

@@ -17,6 +17,8 @@ MAX_RUNS = 8
 """As many as there are distinguishable colours."""
 MIN_CURVE = 5
 """Validations of a run that make a curve."""
+MAX_DOTS = 20
+"""Validations that are drawn as points on it."""
 
 
 def overlay(runs: Sequence[Run], names: Sequence[str] = ()) -> Figure:
@@ -61,10 +63,9 @@ def _add_source(panel: Panel, runs: Sequence[Run]) -> None:
     measured = [run for run in runs if run.source_loss is not None and run.parameters_before is not None]
     if measured:
         largest = max(measured, key=lambda run: run.parameters_before or 0)
-        line = source_line(largest, "untouched source")
-        if line is not None:
-            panel.series.append(line)
-            late += line.y
+        if (source := source_line(largest, "untouched source", "size")) is not None:
+            panel.series.append(source)
+            late += source.y
     highest = max(y for series in panel.series for y in series.y)
     roof = max(late) + 0.15 * (max(late) - min(late))
     panel.top = roof if highest > roof else None
@@ -76,8 +77,9 @@ def _lines(run: Run, name: str, color: str) -> tuple[list[Series], list[Series],
     loss, valid = run.metrics.column("loss"), run.metrics.column("valid_loss")
     mean = moving_mean(loss.values, len(loss) // SMOOTH_SHARE)
     sizes = size_steps(run)
+    style = "dots" if len(valid) <= MAX_DOTS else "line"
     return (
-        [line(name, color, tokens[valid.rows], valid.values, style="dots")] if len(valid) else [],
+        [line(name, color, tokens[valid.rows], valid.values, style=style)] if len(valid) else [],
         [line(name, color, tokens[loss.rows], mean)] if len(loss) else [],
         [line(name, color, *sizes, style="step")] if sizes is not None and len(tokens) else [],
     )
