@@ -72,15 +72,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-def chosen_device(name: str) -> str:
-    """Resolves ``auto``: a GPU if there is one."""
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def print_result(what: Any, as_json: bool) -> None:
     """One JSON object, or anything that rich can render."""
     if as_json:

@@ -39,7 +39,7 @@ def latency(
         prompt_tokens=prompt,
         new_tokens=new,
         repeats=repeats,
-        type_=type_,
+        type=type_,
         round_to=round_to,
     )
     print_result(found.to_json() if as_json else found.render(), as_json)

@@ -26,6 +26,7 @@ def export(
     round_to: Annotated[
         int | None, typer.Option("--round", help="Pad hidden and FFN widths to a multiple of this (exact).")
     ] = None,
+    verify: Annotated[bool, typer.Option(help="Run the export in its runtime and compare it with its source.")] = True,
     threads: Annotated[int, typer.Option(help="Threads for the verification.")] = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing export.")] = False,
     as_json: Json = False,
@@ -34,7 +35,17 @@ def export(
     from dwindle.export.exporting import export
 
     model = resolve_model(model)
-    found = export(model, to, out, type_=type_, stock=stock, round_to=round_to, threads=threads, overwrite=overwrite)
+    found = export(
+        model,
+        to,
+        out,
+        type=type_,
+        stock=stock,
+        round_to=round_to,
+        verify=verify,
+        threads=threads,
+        overwrite=overwrite,
+    )
     if as_json:
         print_result(found.to_json(), as_json)
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import Device, Json, Model, app, print_result
 
 
 @app.command()
@@ -22,7 +22,7 @@ def generate(
     """Continue a prompt: a .gguf file in llama.cpp, an ONNX directory in onnxruntime, others in transformers."""
     from dwindle.run.generation import generate
 
-    text = generate(model, prompt, tokens=tokens, chat=chat, threads=threads, device=chosen_device(device))
+    text = generate(model, prompt, tokens=tokens, chat=chat, threads=threads, device=device)
     if as_json:
         print_result({"prompt": prompt, "text": text}, as_json)
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, note_odd_sizes, print_result
+from dwindle.commands.app import Device, Json, Model, TextField, app, note_odd_sizes, print_result
 from dwindle.commands.guidance import export_command, pretrain_command, say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
@@ -46,7 +46,7 @@ def prune(
         out=out,
         data=texts,
         text_field=text_field,
-        device=chosen_device(device),
+        device=device,
         measure=measure,
         overwrite=overwrite,
     )

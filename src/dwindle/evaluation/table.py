@@ -25,7 +25,7 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources.loading import check_source, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"
@@ -194,7 +194,7 @@ def model_table(
     places: Sequence[str] = (),
     texts: Sequence[str] = (),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     published: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> ModelTable:
@@ -252,7 +252,7 @@ def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
 
 
 def _measure(plan: _Plan, data: EvalData, config: EvalConfig, device: str) -> EvalResult:
-    model, tokenizer = load_with_tokenizer(plan.source, config.dtype or "float32", device)
+    model, tokenizer = load_with_tokenizer(plan.source, config.dtype or "float32", chosen_device(device))
     result = evaluate_model(model, tokenizer, data, name=plan.label, config=config)
     result.tokens = plan.tokens
     return result

@@ -10,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.origin import origin_of
 from dwindle.export.resize import Resized, refuse_custom, resize
-from dwindle.export.running import ways_to_run
+from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
@@ -83,7 +84,7 @@ def export(
     to: str,
     out: str | PathLike[str],
     *,
-    type_: str | None = None,
+    type: str | None = None,
     stock: bool = False,
     round_to: int | None = None,
     verify: bool = True,
@@ -93,7 +94,7 @@ def export(
     """Write a model for another runtime and verify that it computes the same.
 
     ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
-    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type_`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
+    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
     ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
     padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
     hidden and FFN widths to a multiple (32 for quantized GGUF). An output that differs from the source is deleted and
@@ -107,7 +108,7 @@ def export(
     if not isinstance(source, Loaded):
         source = model_of_run(Path(source)) or source
     target = Path(out)
-    kind = _chosen_type(to, type_)
+    kind = _chosen_type(to, type)
     _check_target(to, target, verify, overwrite, _files_read(source))
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
@@ -195,14 +196,7 @@ class _Export:
             verified = None
             if self.verify:
                 reference = _with_tensors(model, written.stored) if written.stored else model
-                verified = verification.verify_llamacpp(
-                    path,
-                    reference,
-                    self.loaded.tokenizer,
-                    self._prompts(),
-                    type_=self.type,
-                    threads=self.threads,
-                )
+                verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
         result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
         if vocabulary.warning:
@@ -210,6 +204,19 @@ class _Export:
         if written.fallbacks:
             result.warnings.append(self._fallback_text(model, written))
         return result
+
+    def _verified_gguf(self, path: Path, reference: Any) -> Verified:
+        """A file that may be good is kept under another name, for the user to judge."""
+        prompts, tokenizer = self._prompts(), self.loaded.tokenizer
+        try:
+            return verification.verify_llamacpp(
+                path, reference, tokenizer, prompts, type_=self.type, threads=self.threads
+            )
+        except verification.Doubtful as doubt:
+            kept = self.target.with_name(f"{self.target.stem}.unverified.gguf")
+            os.replace(path, kept)
+            how = f"judge it with `dwindle generate {quote(str(kept))} '{PROMPT}'`, or export without verification"
+            raise verification.Mismatch(f"{doubt}: kept as {kept}: {how}") from doubt
 
     def onnx(self) -> Exported:
         from dwindle.export.onnx_graph import write_onnx

@@ -120,7 +120,7 @@ def quantize(
     data: Sequence[str] = (DEFAULT_TEXT,),
     valid: Sequence[str] = (),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     overwrite: bool = False,
 ) -> Quantized:
     """Quantize a model's weights (and for ``w8a8`` its activations), calibrated on text; write it to ``out`` if given.

@@ -46,7 +46,7 @@ from dwindle.recipe.recipe import Recipe
 from dwindle.run.config import NOT_COMPARED, CompareConfig
 from dwindle.run.pretrain import pretrain
 from dwindle.sources.config import ModelConfig
-from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
+from dwindle.sources.loading import Loaded, chosen_device, load, load_config, needed_tokenizer
 from dwindle.training.config import CheckpointConfig, TrainingConfig
 from dwindle.training.loss import evaluate_loss
 
@@ -153,7 +153,7 @@ def compare(
     task_limit: int | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
 ) -> Comparison:
     """Prune with every metric to every size and measure; ``second_order`` adds a second row for each metric.
 
@@ -161,6 +161,7 @@ def compare(
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
     An interrupted comparison leaves the cells that are done in ``out``.
     """
+    device = chosen_device(device)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("device: cuda is not available on this machine: use cpu")
     if config.keeps_hidden_size:

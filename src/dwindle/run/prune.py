@@ -124,7 +124,7 @@ def prune(
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     dtype: torch.dtype | None = None,
     measure: bool = True,
     overwrite: bool = False,

@@ -184,7 +184,13 @@ def _alias_path(name: str) -> Path:
     raise UserError(f"source {name}: its package is not installed: {alias.install}")
 
 
+def chosen_device(name: str) -> str:
+    """Resolves ``auto``: a GPU if there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
 def _device(device: str) -> torch.device:
+    device = chosen_device(device)
     try:
         target = torch.device(device)
         torch.empty(0, device=target)
