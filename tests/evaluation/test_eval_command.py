@@ -211,7 +211,7 @@ def test_table_of_a_run_a_model_and_a_saved_result(dwindle: Command, tmp_path: P
 
 
 def test_a_table_fits_a_terminal_and_loses_nothing(dwindle: Command) -> None:
-    """Seven tasks, an average and two texts were 180 columns wide."""
+    """Seven tasks, an average and one text were 182 columns wide."""
     for name in ("story", "another-story-with-a-name-that-is-too-long-for-a-column"):
         Path(f"{name}.txt").write_text("Once upon a time. " * 30)
     texts = ("--text", "story.txt", "--text", "another-story-with-a-name-that-is-too-long-for-a-column.txt")

@@ -136,7 +136,7 @@ def test_a_dequantised_source_is_said(tmp_path: Path) -> None:
     assert "dequantised from a Q4_1 GGUF file" in model_card(Card("m", "smollm2-135m", **given))
     loaded = tiny_loaded("llama", "stock")
     for type_, rounded in (("f16", False), ("q8_0", True)):
-        export(loaded, "gguf", tmp_path / f"{type_}.gguf", type_=type_, verify=False)
+        export(loaded, "gguf", tmp_path / f"{type_}.gguf", type=type_, verify=False)
         assert origin_of(str(tmp_path / f"{type_}.gguf")).dequantised == "a quantised GGUF file" * rounded
     dwindle.prune(tmp_path / "q8_0.gguf", "70%", out=tmp_path / "out", metric="magnitude")
     card = (tmp_path / "out" / "README.md").read_text()

@@ -14,6 +14,7 @@ import pytest
 from browser import Browser
 from made_runs import make_run
 
+from dwindle.core.quality import Quality, Sample
 from dwindle.report.page import render_page, write_page
 from dwindle.report.run import Run, open_run
 from dwindle.report.server import ReportServer
@@ -170,7 +171,9 @@ def test_nothing_from_the_run_becomes_code(browser: Browser, tmp_path: Path) -> 
     nasty = "</script><script>document.body.dataset.bad=1</script><img src=x onerror='document.body.dataset.bad=1'>"
     run = make_run(tmp_path / "<b>bold<b>", recipe=f"# {nasty}\n")
     (run / "evaluation.json").write_text(json.dumps({nasty: {"acc": nasty}}))
+    Quality([nasty], 9, True, 1.0, 2.0, [Sample(nasty, nasty, nasty)]).write(run / "quality.json")
     show(browser, run)
+    assert browser.run('return document.querySelector("#samples .said p").textContent') == nasty + nasty
     assert browser.run("return document.body.dataset.bad ?? null") is None
     assert browser.run('return document.querySelectorAll("main img, main script, main b").length') == 0
     assert nasty in browser.run('return document.querySelector("#recipe pre").textContent')

@@ -84,7 +84,8 @@ def _draw_architecture(pyplot: Any, view: ArchitectureView) -> Any:
     bottom.xaxis.get_major_locator().set_params(integer=True)
     for axis in (top, bottom):
         axis.grid(visible=False)
-    hidden = f"hidden {view.hidden_before:,} → {view.hidden_after:,}"
+    same = view.hidden_before == view.hidden_after
+    hidden = f"hidden size {view.hidden_before:,}" + ("" if same else f" → {view.hidden_after:,}")
     drawn.suptitle(f"What was kept of every layer (filled); {hidden}", x=0.01, ha="left", fontweight="bold")
     return drawn
 
