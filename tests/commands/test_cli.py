@@ -286,6 +286,10 @@ BAD = {
     "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
     "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
     "a recipe called like an option": (["pretrain", "out"], "error: out does not exist"),
+    "a name that is almost right": (["inspect", "modl"], "error: source 'modl': did you mean model?"),
+    "an alias that is almost right": (["inspect", "smollm2-135"], "did you mean smollm2-135m?"),
+    "another tool's name of a key": ([*PRETRAIN, "learning_rate=1e-3"], "learning_rate: did you mean training.lr?"),
+    "the same in its table": ([*PRETRAIN, "training.batch_size=8"], "did you mean training.tokens_per_step?"),
     "unknown key": ([*PRETRAIN, "training.learning_rat=1"], "training.learning_rat"),
     "wrong type": ([*PRETRAIN, "training.lr=fast"], "training.lr"),
     "unreachable in these tokens": ([*PRETRAIN, "prune.horizon=none", "prune.ratio=1:9"], "prune.ratio: 1:9 gives 1"),
@@ -337,7 +341,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_user_errors(name: str, shell: Shell) -> None:
     arguments, message = BAD[name]
-    if "--out" not in arguments and arguments[0] not in ("resume", "generate"):
+    if "--out" not in arguments and arguments[0] not in ("resume", "generate", "inspect"):
         arguments = [*arguments, "--out", "never.toml" if arguments[0] == "new" else "never"]
     before = {path: path.stat().st_mtime_ns for path in shell.folder.rglob("*") if "cache" not in path.parts}
     code, out, err = shell(*arguments)

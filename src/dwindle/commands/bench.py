@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, app, print_result, resolve_model
 from dwindle.core.errors import UserError
 
 bench = typer.Typer(help="Measure speed relative to a baseline.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", rich_help_panel=SHIP)
 
 
 @bench.command()

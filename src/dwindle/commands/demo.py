@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import LOOK, Json, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def demo(
     recipe: Annotated[str, typer.Option(help="The recipe of the pruning-aware column.")] = "demo",
     out: Annotated[str, typer.Option(help="Directory for the models.")] = "runs/demo-models",

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, TextField, app, print_result
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.evaluation.config import EvalConfig
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=JUDGE)
 @options_of(EvalConfig)
 def evaluate(
     model: Model,

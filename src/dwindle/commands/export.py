@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, Model, app, print_result, resolve_model
 from dwindle.commands.guidance import say_next
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP)
 def export(
     model: Model,
     to: Annotated[str, typer.Option(help="hf (directory), gguf (llama.cpp file) or onnx (directory).")],

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, print_result
+from dwindle.commands.app import SHIP, Device, Json, Model, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP)
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The beginning of a text, or with --chat a message.")],

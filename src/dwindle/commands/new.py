@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import SHRINK, Json, app, print_result
 from dwindle.commands.guidance import say_next
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 def new(
     model: Annotated[
         str, typer.Argument(help="The model to make smaller: a directory, hub id, .gguf or smollm2-135m.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import JUDGE, Json, app, print_result
 
 RunArguments = Annotated[
     list[str],
@@ -17,7 +17,7 @@ RunArguments = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def plot(
     runs: RunArguments,
     out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],

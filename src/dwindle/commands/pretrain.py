@@ -7,18 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import SHRINK, Json, app, print_result
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
 from dwindle.commands.training_output import Processes, launch_resume, print_run
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
+from dwindle.recipe.library import ready_recipes
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 def pretrain(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help="A .toml file, a ready-made recipe (demo), or with --to a model."),
+        typer.Argument(
+            metavar="RECIPE",
+            help="A .toml file, a ready-made recipe (demo), or with --to a model.",
+            autocompletion=lambda: list(ready_recipes()),
+        ),
     ],
     arguments: Annotated[
         list[str] | None,

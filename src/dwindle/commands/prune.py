@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, note_odd_sizes, print_result
+from dwindle.commands.app import SHRINK, Device, Json, Model, TextField, app, note_odd_sizes, print_result
 from dwindle.commands.guidance import export_command, pretrain_command, say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 @options_of(PostTrainingConfig)
 def prune(
     model: Model,
@@ -51,9 +51,6 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
-    if not as_json:
-        for line in result.verdict():
-            print(line)
     note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
     if as_json:
         return

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Device, Json, Model, TextField, app, print_result, resolve_model
 from dwindle.commands.options import options_of
 from dwindle.quantization.config import QuantizeConfig
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP)
 @options_of(QuantizeConfig)
 def quantize(
     model: Model,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import JUDGE, Json, app, print_result
 from dwindle.commands.guidance import export_command, say_next
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import REPORT
@@ -20,7 +20,7 @@ RunArgument = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def report(
     runs: RunArgument,
     out: Annotated[str | None, typer.Option(help=f"HTML file to write; default: {REPORT} in the run.")] = None,

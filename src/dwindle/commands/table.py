@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, TextField, app, print_result, resolve_model
+from dwindle.commands.app import JUDGE, Device, Json, TextField, app, print_result, resolve_model
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
 from dwindle.evaluation.config import EvalConfig
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 @options_of(EvalConfig, but=("max_length",))
 def table(
     config: EvalConfig,

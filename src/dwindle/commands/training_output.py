@@ -12,7 +12,6 @@ import typer
 
 from dwindle.commands.app import note_odd_sizes
 from dwindle.commands.guidance import export_command, is_main_process, say_next
-from dwindle.core.run_directory import RunDirectory
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -31,31 +30,15 @@ def print_run(result: Any, as_json: bool) -> None:
         return
     if as_json:
         print(json.dumps(result.to_json()))
-    elif result.status == "stopped":
-        print(f"stopped after step {result.step:,}; continue with: {RunDirectory(result.run).resume_command}")
     else:
-        parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
-        measured = (("loss", result.loss), ("validation", result.valid_loss))
-        parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
-        print(f"finished: {', '.join(parts)}\nmodel: {result.model}")
-        _print_quality(result)
+        print(result.render())
+    if not as_json and result.status != "stopped":
         prune = result.recipe.prune
         note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
         if result.target_reached:
             report = f"dwindle report {quote(str(result.run))}"
             say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})
     _exit(result)
-
-
-def _print_quality(result: Any) -> None:
-    quality = result.quality
-    if quality is None:
-        return
-    if quality.losses():
-        started = "random start" if result.recipe.source.random_init else "source"
-        print(f"validation: {quality.losses().replace('source', started, 1)} on {quality.measured_on()}")
-    for line in quality.sample_lines():
-        print(line)
 
 
 def _exit(result: Any) -> None:

@@ -22,6 +22,7 @@ from rich.console import Group
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
@@ -103,7 +104,7 @@ class Latency:
 
 
 @dataclass(slots=True)
-class LatencyTable:
+class LatencyTable(Shown):
     """All rows of a benchmark; the first model of each runtime and thread count is the baseline."""
 
     rows: list[Latency] = field(default_factory=list)

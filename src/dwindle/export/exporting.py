@@ -20,6 +20,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.notebook import Shown
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
@@ -37,7 +38,7 @@ FORMATS = ("hf", "gguf", "onnx")
 
 
 @dataclass(slots=True)
-class Exported:
+class Exported(Shown):
     """What was written, what padding it cost, and how closely it matches the source."""
 
     out: Path

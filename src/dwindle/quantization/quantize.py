@@ -22,6 +22,7 @@ from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
@@ -60,7 +61,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 @dataclass(slots=True)
-class Quantized:
+class Quantized(Shown):
     """The quantized model, how it was made and, if validation text was given, its perplexity."""
 
     model: Any = field(repr=False)

@@ -6,9 +6,9 @@ A recipe is read once, resolved with the command line's overrides, checked as a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -25,6 +25,30 @@ from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingCon
 
 class Recipe(Config):
     """One run."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "training.lr",
+        "batch_size": "training.tokens_per_step",
+        "per_device_train_batch_size": "training.micro_batch",
+        "max_steps": "training.tokens",
+        "num_train_epochs": "training.tokens",
+        "steps": "training.tokens",
+        "epochs": "training.tokens",
+        "max_grad_norm": "training.clip",
+        "warmup_ratio": "training.warmup",
+        "bf16": "training.precision",
+        "dtype": "training.precision",
+        "sparsity": "prune.target",
+        "size": "prune.target",
+        "to": "prune.target",
+        "block_size": "data.seq_len",
+        "max_seq_length": "data.seq_len",
+        "context_length": "data.seq_len",
+        "dataset": "data.train",
+        "text": "data.train",
+        "eval_steps": "validation.every",
+        "save_steps": "checkpoint.every",
+    }
 
     source: ModelConfig
     """Where training starts."""

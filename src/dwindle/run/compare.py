@@ -27,6 +27,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
 from dwindle.data.config import DataConfig, check_inputs
@@ -81,7 +82,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Comparison:
+class Comparison(Shown):
     """All cells, and the untouched source beside them."""
 
     model: str

@@ -13,6 +13,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.positions import beyond_positions
 from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
+from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_bytes, format_count, format_duration
 from dwindle.data.estimate import epochs_of, estimated_tokens, streamed_inputs
 from dwindle.distributed.precision import Precision, weights_dtype
@@ -152,7 +153,7 @@ def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) ->
 
 
 @dataclass(slots=True)
-class Plan:
+class Plan(Shown):
     """A run on paper. The gradients of the run decide the number of events and the final shape."""
 
     model: str

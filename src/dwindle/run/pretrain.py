@@ -25,6 +25,7 @@ from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
+from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
@@ -69,7 +70,7 @@ Results = dict[str, float | int | str]
 
 
 @dataclass(slots=True)
-class RunResult:
+class RunResult(Shown):
     """How a run ended; ``model`` is None while it can still be resumed."""
 
     run: Path
@@ -89,6 +90,20 @@ class RunResult:
     """Loss and samples of the source and, of a finished run, of its result."""
     signal: int | None = None
     """The signal that stopped it, if any."""
+
+    def render(self) -> str:
+        """How it ended and how good it is, line by line."""
+        if self.status == "stopped":
+            return f"stopped after step {self.step:,}; continue with: {RunDirectory(self.run).resume_command}"
+        measured = (("loss", self.loss), ("validation", self.valid_loss))
+        parts = [f"{self.parameters:,} parameters", f"{self.tokens:,} tokens"]
+        parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
+        lines = [f"finished: {', '.join(parts)}", f"model: {self.model}"]
+        if self.quality is not None and self.quality.losses():
+            started = "random start" if self.recipe.source.random_init else "source"
+            losses = self.quality.losses().replace("source", started, 1)
+            lines.append(f"validation: {losses} on {self.quality.measured_on()}")
+        return "\n".join([*lines, *(self.quality.sample_lines() if self.quality is not None else [])])
 
     def to_json(self) -> dict[str, Any]:
         """All but the recipe, which the run directory holds."""

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount, cut
@@ -19,6 +22,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
+from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
 from dwindle.core.sizes import format_count
 from dwindle.data.pydoc_text import DEFAULT_TEXT
@@ -37,7 +41,7 @@ _MEASURED_TOKENS = 4096
 
 
 @dataclass(slots=True, repr=False)
-class Pruned:
+class Pruned(Shown):
     """A smaller model with everything needed to check it: its structure and ledger in the source's numbering."""
 
     model: Any
@@ -80,16 +84,17 @@ class Pruned:
             "quality": None if self.quality is None else self.quality.to_json(),
         }
 
-    def render(self, out: str | PathLike[str]) -> Table:
-        """The result as a table."""
-        table = Table(title=f"{self.source} → {out}", title_justify="left")
+    def render(self, out: str | PathLike[str] | None = None) -> Group:
+        """The result as a table, then loss and samples."""
+        title = self.source if out is None else f"{self.source} → {out}"
+        table = Table(title=escape(title), title_justify="left")
         for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
             table.add_column(column, justify="right")
         rows = (("before", self.before, self.source_sizes), ("after", self.after, sizes_of(self.structure)))
         for name, count, sizes in rows:
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
-        return table
+        return Group(table, *map(Text, self.verdict()))
 
     def verdict(self) -> list[str]:
         """Loss and samples of source and result, line by line; empty if they were not measured."""
