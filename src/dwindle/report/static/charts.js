@@ -161,8 +161,9 @@ function named(panel) {
 }
 
 function legendOf(figure) {
-  const shown = new Map(figure.panels.flatMap(named).map((series) => [shortName(series), series.color]));
-  return el("ul", { class: "legend" }, ...[...shown].map(([name, color]) => el("li", { class: `c-${color}` }, name)));
+  const shown = new Map(figure.panels.flatMap(named).map((series) => [shortName(series), series]));
+  return el("ul", { class: "legend" }, ...[...shown].map(([name, series]) =>
+    el("li", { class: `c-${series.color}${series.style === "target" ? " dotted" : ""}` }, name)));
 }
 
 function spoken(figure) {
