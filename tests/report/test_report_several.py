@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,19 @@ def test_long_lines_of_a_ledger_are_read(tmp_path: Path) -> None:
     (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (row,) = list_runs(tmp_path)
     assert (row.source_parameters, row.parameters) == (1000, 600)
+
+
+def test_names_stand_apart_at_the_ends_of_lines(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="extra [plots] is not installed")
+    from dwindle.core.drawing import draw, pyplot_settings
+
+    figure = overlay(two_runs(tmp_path, source_loss=1.0), ["first", "second"])
+    with pyplot_settings() as pyplot:
+        drawn = draw(pyplot, figure)
+        places = {text.get_text(): text.get_position() for text in drawn.axes[0].texts}
+        low, high = drawn.axes[0].get_ylim()
+        pyplot.close(drawn)
+    assert set(places) == {"first", "second", "untouched source"} and {x for x, _ in places.values()} == {1.01}
+    heights = sorted(y for _, y in places.values())
+    assert all(above - below > 0.05 * (high - low) for below, above in pairwise(heights))
+    assert places["untouched source"][1] == 1.0
