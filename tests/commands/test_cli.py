@@ -166,6 +166,16 @@ def test_a_dry_run_trains_nothing(shell: Shell) -> None:
     assert "shape at the end" in shell("pretrain", "recipe.toml", "prune.target=hidden=24", "--dry-run")[1]
 
 
+def test_a_model_and_its_text_in_one_go(shell: Shell) -> None:
+    command = ["pretrain", "model", "text.txt", "--to", "70%", "--tokens", "3k", "training.lr=2e-3", "--json"]
+    code, out, err = shell(*command)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["run"] == "runs/model-to-70pct" and found["target_reached"]
+    assert found["quality"]["source_loss"] > 0 and found["quality"]["text"] == ["text.txt"]
+    assert "lr = 0.002" in (shell.folder / "runs/model-to-70pct/recipe.toml").read_text()
+
+
 def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
     command = ["pretrain", "recipe.toml", "training.lr=2e-4", "training.tokens=720", "--out", "resolved", "--json"]
     code, first, _ = shell(*command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import dwindle
 from dwindle.core.quality import Quality, read_quality
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data.text_windows import calibration_and_held_out, calibration_windows, validation_windows
 from dwindle.recipe.recipe import Recipe
+from dwindle.report.runs import list_runs, render_runs
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.callbacks import Callback
 from runs import metrics, tiny_recipe
@@ -71,6 +74,11 @@ def test_a_run_knows_its_source(place: Path) -> None:
     lines = metrics(run)
     assert [line.get("source_valid_loss") for line in lines] == [quality.source_loss, *[None] * 4, quality.source_loss]
     assert lines[-1]["valid_loss"] == quality.result_loss
+    (row,) = list_runs(run)
+    assert row.source_valid_loss == quality.source_loss and row.valid_loss == quality.result_loss
+    shown = io.StringIO()
+    Console(file=shown, width=160).print(render_runs([row]))
+    assert "to source" in shown.getvalue() and f"{quality.change:+.4f}" in shown.getvalue()
     assert quality.losses() == f"source {quality.source_loss:.2f} → {quality.result_loss:.2f} ({quality.change:+.2f})"
 
 

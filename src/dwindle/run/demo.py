@@ -100,6 +100,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
         sequences=sequences,
         seq_len=data.seq_len,
         seed=recipe.training.seed,
+        measure=False,
         overwrite=overwrite,
     )
     models["post-training"] = pruned.model
