@@ -357,7 +357,9 @@ class Study:
         folder = self._one_shot_folder(row, size, seed)
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                dwindle.prune(self.args.model, out=folder, device=DEVICE, **self._one_shot_options(row, size, seed))
+                dwindle.prune(
+                    self.args.model, out=folder, device=DEVICE, measure=False, **self._one_shot_options(row, size, seed)
+                )
         return str(folder)
 
     def _train(self, recipe: Recipe, run: Path) -> RunResult:

@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, data: EvalData, dtype: str) -> dict[str
             name=Path(options.model).name,
             batch=options.batch,
             engine=engine,  # type: ignore[arg-type]
-            items_file=items_file(options.out, engine, dtype),
+            items=items_file(options.out, engine, dtype),
         )
         print(f"{engine} {dtype}: {results[engine].seconds:.1f} s", flush=True)
     return results

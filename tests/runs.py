@@ -120,6 +120,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
         assert (ours / path.name).read_bytes() == path.read_bytes(), path.name
     assert (run / "ledger.jsonl").read_bytes() == (reference / "ledger.jsonl").read_bytes()
     assert metrics(run) == metrics(reference)
+    assert (run / "quality.json").read_bytes() == (reference / "quality.json").read_bytes()
     assert not [path for path in run.rglob(".*") if path.name != ".lock"], "leftovers"
 
 

@@ -5,16 +5,17 @@ model, tokenizer = dwindle.load("smollm2-135m")
 result = dwindle.prune("smollm2-135m", to="100M", out="smaller")
 dwindle.inspect("smaller")
 at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
-dwindle.pretrain(dwindle.load_recipe("recipes/demo.toml"), "runs/demo")
+dwindle.pretrain(dwindle.load_recipe("demo"), "runs/demo")
 dwindle.resume("runs/demo")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
+dwindle.generate("smaller.gguf", "Once upon a time")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 dwindle.register_family("family.toml")
 dwindle.check_family("my-model")
 
-``dwindle.run.pretrain`` and ``dwindle.export`` are modules, so their functions are ``train`` and ``export_model`` here.
+``dwindle.export`` is a package, so its function is ``export_model`` here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
     from dwindle.run.family_check import check_family
+    from dwindle.run.generation import generate
     from dwindle.run.inspection import inspect
+    from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
     from dwindle.sources.loading import load
@@ -45,9 +48,11 @@ __all__ = [
     "evaluate",
     "export",
     "export_model",
+    "generate",
     "inspect",
     "load",
     "load_recipe",
+    "new_recipe",
     "pretrain",
     "prune",
     "quantize",
@@ -62,9 +67,11 @@ _HOMES = {
     "check_family": "dwindle.run.family_check:check_family",
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
+    "generate": "dwindle.run.generation:generate",
     "inspect": "dwindle.run.inspection:inspect",
     "load": "dwindle.sources.loading:load",
     "load_recipe": "dwindle.recipe.recipe:load_recipe",
+    "new_recipe": "dwindle.run.new:new_recipe",
     "pretrain": "dwindle.run.pretrain:pretrain",
     "prune": "dwindle.run.prune:prune",
     "quantize": "dwindle.quantization.quantize:quantize",
@@ -78,8 +85,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     """Imports torch only when something that needs it is used, so that ``dwindle --help`` is instant."""
     if name in _HOMES:
+        from dwindle.core.errors import speaks_python
+
         module, _, function = _HOMES[name].partition(":")
-        return getattr(import_module(module), function)
+        found = getattr(import_module(module), function)
+        globals()[name] = found if isinstance(found, type) else speaks_python(found)
+        return globals()[name]
     if name == "export":  # a package, so that its function cannot bear the same name here
         return import_module("dwindle.export")
     raise AttributeError(f"module 'dwindle' has no attribute {name!r}")

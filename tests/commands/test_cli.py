@@ -166,6 +166,16 @@ def test_a_dry_run_trains_nothing(shell: Shell) -> None:
     assert "shape at the end" in shell("pretrain", "recipe.toml", "prune.target=hidden=24", "--dry-run")[1]
 
 
+def test_a_model_and_its_text_in_one_go(shell: Shell) -> None:
+    command = ["pretrain", "model", "text.txt", "--to", "70%", "--tokens", "3k", "training.lr=2e-3", "--json"]
+    code, out, err = shell(*command)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["run"] == "runs/model-to-70pct" and found["target_reached"]
+    assert found["quality"]["source_loss"] > 0 and found["quality"]["text"] == ["text.txt"]
+    assert "lr = 0.002" in (shell.folder / "runs/model-to-70pct/recipe.toml").read_text()
+
+
 def test_the_saved_recipe_is_the_resolved_one(shell: Shell) -> None:
     command = ["pretrain", "recipe.toml", "training.lr=2e-4", "training.tokens=720", "--out", "resolved", "--json"]
     code, first, _ = shell(*command)
@@ -180,7 +190,7 @@ def test_sizes_that_quantised_files_do_not_like_are_told(shell: Shell) -> None:
     code, _, err = shell("prune", "model", "--to", "hidden=31,ffn=38", "--sequences", "4", "--out", "odd-sizes")
     assert code == 0
     assert "note: hidden 31 and FFN 38 in all layers: not in blocks of 32, so most rows of a quantized GGUF" in err
-    assert err.rstrip().endswith("--round-to 32, or padding by `dwindle export --round 32`, avoids it")
+    assert "--round-to 32, or padding by `dwindle export --round 32`, avoids it\n" in err
     code, _, err = shell("prune", "model", "--to", "ffn=32", "--sequences", "4", "--out", "even-sizes")
     assert code == 0 and "note:" not in err
     small = ["--sequences", "4", "--seq-len", "32"]
@@ -286,6 +296,10 @@ BAD = {
     "bad device": ([*PRUNE, "--device", "abacus"], "abacus"),
     "no recipe": (["pretrain", "nowhere.toml"], "nowhere.toml"),
     "a recipe called like an option": (["pretrain", "out"], "error: out does not exist"),
+    "a name that is almost right": (["inspect", "modl"], "error: source 'modl': did you mean model?"),
+    "an alias that is almost right": (["inspect", "smollm2-135"], "did you mean smollm2-135m?"),
+    "another tool's name of a key": ([*PRETRAIN, "learning_rate=1e-3"], "learning_rate: did you mean training.lr?"),
+    "the same in its table": ([*PRETRAIN, "training.batch_size=8"], "did you mean training.tokens_per_step?"),
     "unknown key": ([*PRETRAIN, "training.learning_rat=1"], "training.learning_rat"),
     "wrong type": ([*PRETRAIN, "training.lr=fast"], "training.lr"),
     "unreachable in these tokens": ([*PRETRAIN, "prune.horizon=none", "prune.ratio=1:9"], "prune.ratio: 1:9 gives 1"),
@@ -317,15 +331,28 @@ BAD = {
     "nothing to resume": (["resume", "model"], "recipe.toml"),
     "nothing to resume in processes": (["resume", "model", "--nproc", "2"], "recipe.toml"),
     "more processes than sequences": ([*PRETRAIN, "--nproc", "11"], "error: --nproc 11: a step has 10 sequences"),
-    "not in a checkout": (["demo"], "error: --recipe recipes/demo.toml: does not exist here"),
+    "not a ready-made recipe": (
+        ["demo", "--recipe", "dmo"],
+        "error: dmo does not exist: give the path of a .toml file",
+    ),
+    "almost a ready-made recipe": (["pretrain", "smollm2-135m-to-80"], "did you mean smollm2-135m-to-80m?"),
+    "a new recipe without its text": (["new", "model", "nowhere.txt", "--to", "50%"], "nowhere.txt"),
+    "a new recipe that is there": (
+        ["new", "model", "text.txt", "--to", "50%", "--out", "recipe.toml"],
+        "--out recipe.toml already exists",
+    ),
+    "an unknown goal": (["new", "model", "text.txt", "--to", "50%", "--for", "fun", "--out", "x.toml"], "--for 'fun'"),
+    "held out twice": ([*PRETRAIN, "data.holdout=0.1"], "data.holdout: cannot be combined with data.valid"),
+    "tokens of a recipe": ([*PRETRAIN, "--tokens", "1M"], "--tokens 1M: needs --to"),
+    "a GGUF file that is not there": (["generate", "x.gguf", "Hello"], "source x.gguf: does not exist"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_user_errors(name: str, shell: Shell) -> None:
     arguments, message = BAD[name]
-    if "--out" not in arguments and arguments[0] != "resume":
-        arguments = [*arguments, "--out", "never"]
+    if "--out" not in arguments and arguments[0] not in ("resume", "generate", "inspect"):
+        arguments = [*arguments, "--out", "never.toml" if arguments[0] == "new" else "never"]
     before = {path: path.stat().st_mtime_ns for path in shell.folder.rglob("*") if "cache" not in path.parts}
     code, out, err = shell(*arguments)
     assert code == 2, err

@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 from dwindle.data.batches import BatchStream
 from dwindle.data.mixture import MAX_PERIOD, Mixture, PackedDataset, turn_cycle, whole_shares
 from dwindle.data.permutation import Permutation
-from dwindle.data.token_stream import MemoryTokens, TokenStream
+from dwindle.data.token_stream import MemoryTokens, TokenStream, hold_out
 
 
 def stream_of(num_tokens: int, first: int = 0, parts: int = 1) -> TokenStream:
@@ -211,3 +211,29 @@ def test_steps_too_small_are_refused() -> None:
         BatchStream(mixture, tokens_per_step=7, micro_batch=1, world_size=2)
     with pytest.raises(UserError, match=r"training.micro_batch: 0"):
         BatchStream(mixture, tokens_per_step=8, micro_batch=0)
+
+
+@pytest.mark.parametrize(("num_tokens", "share"), [(100, 0.2), (1000, 0.02), (5000, 0.1), (64, 0.49)])
+def test_held_out_pieces_and_the_rest_are_the_whole_text(num_tokens: int, share: float) -> None:
+    stream = stream_of(num_tokens, parts=3)
+    kept, held = hold_out(stream, share, 9)
+    ours, theirs = (part.read(0, len(part)).tolist() for part in (kept, held))
+    assert sorted([*ours, *theirs]) == list(range(num_tokens)) and ours == sorted(ours) and theirs == sorted(theirs)
+    assert len(held) == pytest.approx(max(share * num_tokens, 9), abs=32)
+    assert min(part.num_tokens for part in held.parts) >= 9
+    assert len({part.fingerprint for part in [*kept.parts, *held.parts]}) == len(kept.parts) + len(held.parts)
+    if len(held.parts) > 1:  # spread: the pieces are equally far apart
+        starts = [part.read(0, 1).item() for part in held.parts]
+        assert np.ptp(np.diff(starts)) <= 1
+
+
+def test_documents_of_a_slice() -> None:
+    stream = TokenStream([MemoryTokens("a", np.arange(50, dtype="<u4"), np.array([0, 20, 30], np.uint64))] * 2)
+    assert stream.document_starts.tolist() == [0, 20, 30, 50, 70, 80]
+    kept, held = hold_out(stream, 0.3, 30)
+    assert [part.document_starts.tolist() for part in (*kept.parts, *held.parts)] == [[0, 20, 30, 50], [0, 10]]
+
+
+def test_a_text_too_short_to_hold_any_out_is_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.holdout: only 9 tokens"):
+        hold_out(stream_of(9), 0.4, 9)

@@ -205,14 +205,53 @@ def test_table_of_a_run_a_model_and_a_saved_result(dwindle: Command, tmp_path: P
     assert "not measured here" in text
     assert sum(" published " in line for line in text.splitlines()) == 11
     _, markdown, _ = dwindle("table", "result.json", "--markdown")
+    assert markdown.startswith("| model | parameters | tokens | ARC-c | ARC-e |")
+    _, markdown, _ = dwindle("table", "result.json", "--published", "--markdown")
     assert markdown.startswith("| model | source | parameters | tokens | ARC-c | ARC-e |")
+
+
+def test_a_table_fits_a_terminal_and_loses_nothing(dwindle: Command) -> None:
+    """Seven tasks, an average and one text were 182 columns wide."""
+    for name in ("story", "another-story-with-a-name-that-is-too-long-for-a-column"):
+        Path(f"{name}.txt").write_text("Once upon a time. " * 30)
+    texts = ("--text", "story.txt", "--text", "another-story-with-a-name-that-is-too-long-for-a-column.txt")
+    dwindle("eval", "model", "--tasks", "commonsense", *texts, "--data", "sets", "--out", "result.json")
+    code, out, _ = dwindle("table", "result.json", "--published")
+    assert code == 0 and max(map(len, out.splitlines())) <= 100
+    found = json.loads(dwindle("table", "result.json", "--json")[1])
+    assert len(found["columns"]) == 12
+    for name, value in found["rows"][0]["values"].items():
+        assert f"{value:.{4 if name.endswith(('/byte', '/token')) else 2}f}" in out.split()
+    assert sum(line.startswith("SmolLM-135M ") for line in out.splitlines()) >= 2, "its name is in every block"
+    assert len(dwindle("table", "result.json", "--markdown")[1].splitlines()[0]) > 100, "Markdown is not cut"
+
+
+def test_different_limits_are_never_mixed_silently(dwindle: Command) -> None:
+    for limit in ("1", "2"):
+        dwindle("eval", "model", "--tasks", "piqa", "--data", "sets", "--limit", limit, "--out", f"{limit}.json")
+    dwindle("eval", "model", "--tasks", "piqa", "--data", "sets", "--out", "all.json")
+    for option in ([], ["--markdown"]):
+        _, out, _ = dwindle("table", "1.json", "2.json", "all.json", *option)
+        assert "items" in out.splitlines()[0] and "were not measured on the same questions" in out
+        assert [word in out for word in ("first 1", "first 2", " all ")] == [True] * 3
+        _, out, _ = dwindle("table", "2.json", *option)
+        assert "the first 2 items of each" in out and "not measured" not in out
+    found = json.loads(dwindle("table", "1.json", "all.json", "--json")[1])
+    assert [row["items"] for row in found["rows"]] == ["first 1", "all"] and len(found["warnings"]) == 1
+    _, out, _ = dwindle("table", "2.json", "--published")
+    assert "were not measured on the same questions" in out
+    _, out, _ = dwindle("table", "all.json", "all.json")
+    assert "items" not in out
+    other = json.loads(Path("all.json").read_text()) | {"dtype": "bfloat16"}
+    Path("other.json").write_text(json.dumps(other))
+    assert "Rows differ in precision: model float32, model bfloat16." in dwindle("table", "all.json", "other.json")[1]
 
 
 def test_a_table_of_saved_results_needs_no_data(dwindle: Command) -> None:
     dwindle("eval", "model", "--tasks", "piqa", "--data", "sets", "--limit", "1", "--out", "result.json")
     code, out, _ = dwindle("table", "result.json")
     assert code == 0
-    assert "measured (first 1)" in out
+    assert "the first 1 items of each" in out
     assert "average" not in out.splitlines()[0]
 
 
@@ -283,5 +322,5 @@ def test_a_run_that_missed_its_target_is_told_from_others(dwindle: Command, tmp_
     Path("run/recipe.toml").write_text('[prune]\ntarget = "100"\n')
     Path("run/ledger.jsonl").write_text('{"event": "source", "parameters": 9000, "options": {}}\n')
     code, out, err = dwindle("table", "run", "--tasks", "piqa", "--data", "sets")
-    assert code == 0 and "measured (target missed)" in out
+    assert code == 0 and "\nrun: target missed.\n" in out
     assert err.startswith("run is a run: using its model, run/model\n")

@@ -103,7 +103,7 @@ def test_one_hundred_items_of_the_seven_on_a_trained_model(shared_data: Path, tm
     source = shared_data / "models" / "stories260K" / "stories260K.bin"
     files = [tmp_path / "dwindle.jsonl", tmp_path / "harness.jsonl"]
     both = [
-        evaluate(source, data=[str(shared_data / "eval")], limit=NUM_ITEMS, engine=engine, items_file=file)
+        evaluate(source, data=[str(shared_data / "eval")], limit=NUM_ITEMS, engine=engine, items=file)
         for engine, file in zip(("dwindle", "harness"), files, strict=True)
     ]
     assert_equal_results(*both)
@@ -114,7 +114,7 @@ def test_one_hundred_items_of_the_seven_on_a_trained_model(shared_data: Path, tm
 def test_any_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("Once upon a time there was a tea pot. " * 20)
     both = [
-        evaluate(tiny_directory(tmp_path / f"model-{engine}"), [], texts=[str(tmp_path / "a.txt")], engine=engine)
+        evaluate(tiny_directory(tmp_path / f"model-{engine}"), [], text=[str(tmp_path / "a.txt")], engine=engine)
         for engine in ("dwindle", "harness")
     ]
     assert_equal_results(*both)

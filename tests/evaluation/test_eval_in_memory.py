@@ -48,7 +48,7 @@ def values(result: Any) -> list[tuple[str, float, float]]:
 
 
 def test_a_loaded_model_and_a_pair_equal_the_path(place: Path) -> None:
-    data: dict[str, Any] = {"data": [str(place / "sets")], "texts": [str(place / "sets" / "wikitext-2-raw.test.txt")]}
+    data: dict[str, Any] = {"data": [str(place / "sets")], "text": [str(place / "sets" / "wikitext-2-raw.test.txt")]}
     expected = dwindle.evaluate(place / "model", TASKS, **data)
     loaded = dwindle.load(place / "model")
     model, tokenizer = loaded
@@ -67,7 +67,7 @@ def test_families_without_a_table(place: Path, tmp_path: Path, name: str) -> Non
     """Accuracies by one plain pass for each choice, and the number of parameters, of a model nobody here knows."""
     model, tokenizer = stranger(name).train(), tiny_tokenizer()
     items = tmp_path / "items.jsonl"
-    found = dwindle.evaluate((model, tokenizer), ["piqa"], data=[str(place / "sets")], items_file=items)
+    found = dwindle.evaluate((model, tokenizer), ["piqa"], data=[str(place / "sets")], items=items)
     assert model.training and found.parameters == sum(parameter.numel() for parameter in model.parameters())
     first = json.loads(items.read_text().splitlines()[0])["loglikelihoods"]
     context = tokenizer("Question: to cut\nAnswer:")["input_ids"]

@@ -56,9 +56,9 @@ def test_llamacpp(tmp_path: Path) -> None:
 
     model = tiny_model(dtype=torch.float32, vocab_size=300, attention_bias=False, mlp_bias=False)
     loaded = Loaded(model, byte_pair_tokenizer(), "tiny", "huggingface")
-    table = measure_latency({"a": loaded}, runtime="llamacpp", type_="f32", **SHORT)
+    table = measure_latency({"a": loaded}, runtime="llamacpp", type="f32", **SHORT)
     assert table.rows[0].outside_share is not None
-    path = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", verify=False).out
+    path = export(loaded, "gguf", tmp_path / "m.gguf", type="f32", verify=False).out
     table = measure_latency([path], runtime="llamacpp", **SHORT)
     assert table.rows[0].num_bytes == path.stat().st_size and table.rows[0].outside_share is None
 

@@ -42,7 +42,7 @@ def test_exported_or_refused(family: str, to: str, structure: str, tmp_path: Pat
     options = {"sliding_window": 256} if family == "ministral3" else {}  # in GGUF the window is the context
     try:
         loaded = tiny_loaded(family, structure, **options)
-        found = export(loaded, to, out, type_="f32" if to == "gguf" else None)
+        found = export(loaded, to, out, type="f32" if to == "gguf" else None)
         assert found.verified is not None
         assert to == "hf" or getattr(table[family], to) != NONE
     except Mismatch:
@@ -60,7 +60,7 @@ def test_exported_or_refused(family: str, to: str, structure: str, tmp_path: Pat
 def test_hybrids_run_in_llamacpp_and_read_back(family: str, structure: str, tmp_path: Path) -> None:
     """LFM2, and a dense Granite 4 as the Granite that it is."""
     loaded = tiny_loaded(family, structure, **PLAIN[family])
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32")
     assert found.verified is not None and found.verified.max_error < 1e-4
     assert found.architecture == {"granitemoehybrid": "granite"}.get(family, family)
     assert loaded.tokenizer is not None
@@ -77,7 +77,7 @@ def test_hybrids_run_in_llamacpp_and_read_back(family: str, structure: str, tmp_
 def test_heads_pruned_from_lfm2_are_refused_by_gguf_only(tmp_path: Path) -> None:
     loaded = tiny_loaded("lfm2", "cluster", **PLAIN["lfm2"])
     with pytest.raises(UserError, match=r"lfm2 requires hidden size = heads × head size.*: export to hf instead"):
-        export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", stock=True)
+        export(loaded, "gguf", tmp_path / "m.gguf", type="f32", stock=True)
     assert export(loaded, "hf", tmp_path / "stock", stock=True).architecture == "lfm2"
 
 

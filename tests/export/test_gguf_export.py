@@ -71,7 +71,7 @@ def test_every_architecture_is_tried() -> None:
 @pytest.mark.parametrize("family", LLAMACPP)
 def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Path) -> None:
     loaded = tiny_loaded(family, structure, **LLAMACPP[family])
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32")
     limit = 3e-3 if family == "gemma3_text" else 1e-4  # ggml reads GELU from a table of 16 bits
     assert found.verified is not None and found.verified.max_error < limit
     other = OTHER_NAMES | ({"qwen2": "deci"} if structure == "odd" else {})
@@ -86,7 +86,7 @@ def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Pa
 @pytest.mark.parametrize("family", [family for family in LLAMACPP if family != "mistral"])  # which reads as a llama
 def test_every_family_is_read_back(family: str, tmp_path: Path) -> None:
     loaded = tiny_loaded(family, **LLAMACPP[family])
-    out = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", verify=False).out
+    out = export(loaded, "gguf", tmp_path / "m.gguf", type="f32", verify=False).out
     again = load(out).model
     assert again.config.model_type == family
     batch = torch.arange(40).view(2, 20) + 3
@@ -118,7 +118,7 @@ def test_a_pruned_gemma_absorbs_its_factor(tmp_path: Path) -> None:
     """Its hidden size has no stock configuration, so that it is padded; the file runs."""
     loaded = tiny_loaded("gemma3_text", "odd", **LLAMACPP["gemma3_text"])
     assert loaded.model.config.model_type == "dwindle_gemma3_text"
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32")
     assert found.architecture == "gemma3" and "padded to a multiple of the heads" in found.render()
 
 
@@ -127,7 +127,7 @@ def test_a_pruned_gemma_absorbs_its_factor(tmp_path: Path) -> None:
 def test_unequal_layers_run_as_deci_or_made_equal(
     structure: str, stock: bool, architecture: str, tmp_path: Path
 ) -> None:
-    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type_="f32", stock=stock)
+    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type="f32", stock=stock)
     assert found.verified is not None and found.verified.max_error < 1e-3
     assert found.architecture == architecture
 
@@ -137,15 +137,15 @@ def test_live_models_of_16_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     """They are compared with what their weights compute in float32, and stay as they were."""
     loaded = tiny_loaded()
     loaded.model.to(dtype)
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32")
     assert found.verified is not None and found.verified.max_error < 1e-3
-    assert export(loaded, "gguf", tmp_path / "wide.gguf", type_="q8_0", round_to=64).verified is not None
+    assert export(loaded, "gguf", tmp_path / "wide.gguf", type="q8_0", round_to=64).verified is not None
     assert loaded.model.dtype == dtype
 
 
 def test_what_is_written_is_what_our_reader_reads(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", "odd")
-    out = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32").out
+    out = export(loaded, "gguf", tmp_path / "m.gguf", type="f32").out
     again = load(out)
     for (name, a), (_, b) in zip(loaded.model.named_parameters(), again.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -168,7 +168,7 @@ def test_what_is_written_is_what_our_reader_reads(tmp_path: Path) -> None:
 def test_a_deci_file_is_read_back_layer_by_layer(family: str, structure: str, model_type: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"sliding_window": None} if family == "mistral" else {}
     loaded = tiny_loaded(family, structure, **options)
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", verify=False)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32", verify=False)
     assert found.architecture == "deci"
     again = load(found.out)
     assert again.model.config.model_type == load_config(found.out).model_type == model_type
@@ -198,17 +198,17 @@ def test_deci_files_that_are_no_llama_are_refused(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_0", "q4_1"])
 def test_smaller_types_run_and_are_smaller(kind: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=96)
-    size = export(loaded, "gguf", tmp_path / "f32.gguf", type_="f32").num_bytes
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_=kind)
+    size = export(loaded, "gguf", tmp_path / "f32.gguf", type="f32").num_bytes
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type=kind)
     assert found.num_bytes < size and not found.warnings
 
 
 def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", "odd")
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0")
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="q8_0")
     assert len(found.warnings) == 1
     assert "hidden 31" in found.warnings[0] and "--round 32" in found.warnings[0]
-    rounded = export(loaded, "gguf", tmp_path / "r.gguf", type_="q8_0", round_to=32)
+    rounded = export(loaded, "gguf", tmp_path / "r.gguf", type="q8_0", round_to=32)
     assert not rounded.warnings
     assert rounded.resized is not None and rounded.resized.parameters_after > rounded.resized.parameters_before
 
@@ -221,14 +221,14 @@ def test_sizes_that_blocks_do_not_like_are_named_and_round_fixes_them(tmp_path: 
     ],
 )
 def test_odd_sizes_are_said_in_one_sentence(structure: str, said: str, tmp_path: Path) -> None:
-    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type_="q8_0", verify=False)
+    found = export(tiny_loaded("llama", structure), "gguf", tmp_path / "m.gguf", type="q8_0", verify=False)
     assert said in found.warnings[0]
 
 
 def test_heads_alone_may_be_odd(tmp_path: Path) -> None:
     """Nothing pads heads, so no option is named; the file is complete."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2}
-    found = export(tiny_loaded("mistral", **sizes, head_dim=8), "gguf", tmp_path / "m.gguf", type_="q8_0", verify=False)
+    found = export(tiny_loaded("mistral", **sizes, head_dim=8), "gguf", tmp_path / "m.gguf", type="q8_0", verify=False)
     assert found.warnings[0].endswith("and heads 6 of size 8 is not a multiple of it: 3 tensors are stored as f16")
 
 
@@ -248,7 +248,7 @@ def test_a_layer_that_is_half_too_strong_is_refused(kind: str, tmp_path: Path, m
     """A mean difference of 0.24, which quantized types were allowed once."""
     monkeypatch.setattr(gguf_writer, "write_gguf", write_a_strong_layer)
     with pytest.raises(Mismatch, match="mean difference of a log-probability"):
-        export(tiny_loaded("llama", hidden_size=64, intermediate_size=96), "gguf", tmp_path / "m.gguf", type_=kind)
+        export(tiny_loaded("llama", hidden_size=64, intermediate_size=96), "gguf", tmp_path / "m.gguf", type=kind)
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q4_1"])
@@ -258,11 +258,26 @@ def test_where_rounding_alone_is_more_it_is_measured(
     """As for models that were pruned and not trained; here the limit is lowered instead."""
     loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=96)
     monkeypatch.setitem(verification.LLAMACPP_TOLERANCE, kind, 1e-4)
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_=kind).verified
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type=kind).verified
     assert found is not None and 1e-4 < found.max_error < found.tolerance < 0.2
     monkeypatch.setattr(gguf_writer, "write_gguf", write_a_strong_layer)
     with pytest.raises(Mismatch):
-        export(loaded, "gguf", tmp_path / "m.gguf", type_=kind, overwrite=True)
+        export(loaded, "gguf", tmp_path / "m.gguf", type=kind, overwrite=True)
+
+
+def test_a_doubtful_file_is_kept_under_another_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above what rounding explains, but by less than twice: the user may judge it; a worse one is removed."""
+    loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=96)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="q8_0").verified
+    assert found is not None
+    monkeypatch.setattr(verification, "ROUNDING_FACTOR", 0.0)
+    for share, names in ((0.7, {"m.gguf", "n.unverified.gguf"}), (0.3, {"m.gguf"})):
+        (tmp_path / "n.unverified.gguf").unlink(missing_ok=True)
+        monkeypatch.setitem(verification.LLAMACPP_TOLERANCE, "q8_0", share * found.max_error)
+        with pytest.raises(Mismatch, match="kept as .*n.unverified.gguf" if len(names) > 1 else "was removed"):
+            export(loaded, "gguf", tmp_path / "n.gguf", type="q8_0")
+        assert {path.name for path in tmp_path.iterdir()} == names
+    assert export(loaded, "gguf", tmp_path / "n.gguf", type="q8_0", verify=False).verified is None
 
 
 def test_rounding_as_llamacpp_does_it() -> None:
@@ -287,7 +302,7 @@ def test_row_order_is_the_inverse_of_the_readers() -> None:
 def test_a_wrong_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_writer, "interleaved_from", lambda rows, heads, inverse=False: rows)
     with pytest.raises(Mismatch, match=r"differs from its source in llama\.cpp"):
-        export(tiny_loaded(), "gguf", tmp_path / "m.gguf", type_="f32")
+        export(tiny_loaded(), "gguf", tmp_path / "m.gguf", type="f32")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -340,7 +355,7 @@ def test_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ends in \.gguf"):
         export(loaded, "gguf", tmp_path / "m.bin")
     with pytest.raises(UserError, match="--type"):
-        export(loaded, "gguf", tmp_path / "m.gguf", type_="q5")
+        export(loaded, "gguf", tmp_path / "m.gguf", type="q5")
     with pytest.raises(UserError, match="--to"):
         export(loaded, "pickle", tmp_path / "m")
     (tmp_path / "there.gguf").write_text("mine")
@@ -357,20 +372,20 @@ def test_user_errors(tmp_path: Path) -> None:
 
 def test_the_file_that_is_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    export(tiny_loaded(), "gguf", tmp_path / "in" / "m.gguf", type_="f16", verify=False)
+    export(tiny_loaded(), "gguf", tmp_path / "in" / "m.gguf", type="f16", verify=False)
     before = (tmp_path / "in" / "m.gguf").read_bytes()
     for source in ("in/m.gguf", "in"):
         with pytest.raises(UserError, match=r"--out in/m\.gguf is the input in/m\.gguf"):
-            export(source, "gguf", "in/m.gguf", type_="q8_0", verify=False, overwrite=True)
+            export(source, "gguf", "in/m.gguf", type="q8_0", verify=False, overwrite=True)
     assert (tmp_path / "in" / "m.gguf").read_bytes() == before
     for _ in range(2):
-        export("in/m.gguf", "gguf", "in/small.gguf", type_="q8_0", verify=False, overwrite=True)
+        export("in/m.gguf", "gguf", "in/small.gguf", type="q8_0", verify=False, overwrite=True)
 
 
 def test_stories260k_in_llamacpp(shared_data: Path, tmp_path: Path) -> None:
     """A sentencepiece vocabulary with byte fallback."""
     source = load(shared_data / "models" / "stories260K" / "stories260K.bin")
-    found = export(source, "gguf", tmp_path / "m.gguf", type_="f32")
+    found = export(source, "gguf", tmp_path / "m.gguf", type="f32")
     assert found.verified is not None and found.verified.max_error < 1e-3
 
 
@@ -388,7 +403,7 @@ def test_stories260k_in_llamacpp(shared_data: Path, tmp_path: Path) -> None:
 )
 def test_smollm2_greedy_continuations_are_equal(kind: str, stock: bool, architecture: str, tmp_path: Path) -> None:
     loaded = pruned_smollm2(kind)
-    found = export(loaded, "gguf", tmp_path / "m.gguf", type_="f32", stock=stock)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f32", stock=stock)
     assert found.architecture == architecture
     print(json.dumps({"kind": kind, **found.to_json()}))
     with RuntimeProcess("llamacpp", found.out, context=128) as runtime:
@@ -403,7 +418,7 @@ def test_smollm2_q8_0_keeps_perplexity(shared_data: Path, tmp_path: Path) -> Non
     from dwindle.data.text_windows import validation_windows
 
     loaded = load("smollm2-135m")
-    path = export(loaded, "gguf", tmp_path / "m.gguf", type_="q8_0").out
+    path = export(loaded, "gguf", tmp_path / "m.gguf", type="q8_0").out
     text = str(shared_data / "corpus" / "wikitext-2-raw.test.txt")
     windows = validation_windows([text], loaded.tokenizer, 256, 2048)  # type: ignore[arg-type]
     differences: list[float] = []

@@ -119,7 +119,7 @@ def test_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation 'gelu'"):
         export(tiny_loaded(hidden_act="gelu"), "onnx", tmp_path / "out")
     with pytest.raises(UserError, match="--type"):
-        export(tiny_loaded(), "onnx", tmp_path / "out", type_="q8_0")
+        export(tiny_loaded(), "onnx", tmp_path / "out", type="q8_0")
     assert list(tmp_path.iterdir()) == []
 
 

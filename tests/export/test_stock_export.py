@@ -113,7 +113,7 @@ def test_a_plain_export_keeps_structure_ledger_and_dtype(tmp_path: Path) -> None
     assert found.type == "bfloat16" and load(tmp_path / "out", dtype="auto").model.dtype == torch.bfloat16
     for name in ("structure.json", "ledger.jsonl"):
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "in" / name).read_text()
-    assert export(tmp_path / "in", "hf", tmp_path / "half", type_="f16").type == "float16"
+    assert export(tmp_path / "in", "hf", tmp_path / "half", type="f16").type == "float16"
 
 
 def test_an_export_replaces_exports_and_never_its_source(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_export_replaces_exports_and_never_its_source(tmp_path: Path) -> None
     (tmp_path / "run" / "recipe.toml").touch()
     before = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     for kind in ("f16", "bf16"):
-        assert export(tmp_path / "run", "hf", tmp_path / "out", type_=kind, verify=False, overwrite=True).type
+        assert export(tmp_path / "run", "hf", tmp_path / "out", type=kind, verify=False, overwrite=True).type
     for source in (tmp_path / "run", tmp_path / "run" / "model", load(tmp_path / "run" / "model")):
         for to in ("hf", "onnx"):
             with pytest.raises(UserError, match="the input"):

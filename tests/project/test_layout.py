@@ -12,7 +12,16 @@ import dwindle
 from dwindle.core import run_directory
 
 SOURCE = Path(dwindle.__file__).parent
-FILES = ("recipe.toml", "metrics.jsonl", "ledger.jsonl", "structure.json", "state.json", "report.html", ".lock")
+FILES = (
+    "recipe.toml",
+    "metrics.jsonl",
+    "quality.json",
+    "ledger.jsonl",
+    "structure.json",
+    "state.json",
+    "report.html",
+    ".lock",
+)
 FOLDERS = (*run_directory.FOLDERS, "evaluation")
 PREFIXES = ("step-", ".tmp-")
 

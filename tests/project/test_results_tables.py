@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dwindle.core.errors import UserError
+from dwindle.recipe.library import find_recipe
 from dwindle.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,11 +64,11 @@ def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: s
     data = json.loads((PAGE.parent / "results" / "main-table.json").read_text(encoding="utf-8"))
     rivals = [seeds for seeds in tables.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000]
     best = min(rivals, key=lambda seeds: sum(row["textbooks"] for row in seeds) / len(seeds))[0]
-    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m-to-80m.toml")
-    like = load_recipe(ROOT / "recipes" / "smollm2-135m-to-80m.toml", overrides=best["settings"])
+    recipe = load_recipe("smollm2-135m-to-80m")
+    like = load_recipe("smollm2-135m-to-80m", overrides=best["settings"])
     assert like == recipe and recipe.num_tokens == best["tokens"]
     named = {setting.partition("=")[0] for setting in best["settings"]}
-    text = tomllib.loads((ROOT / "recipes" / "smollm2-135m-to-80m.toml").read_text(encoding="utf-8"))
+    text = tomllib.loads(find_recipe("smollm2-135m-to-80m").read_text(encoding="utf-8"))
     own = {f"{section}.{key}" for section in ("prune", "distill") for key in text[section]}
     assert own - named <= {"prune.target", "prune.metric", "prune.milestones", "prune.warmup_steps"}
 

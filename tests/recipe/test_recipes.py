@@ -11,7 +11,7 @@ from dwindle.core.errors import UserError
 from dwindle.pruning.config import DEFAULT_HORIZON
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "src/dwindle/recipe/ready"
 SHIPPED = sorted(RECIPES.glob("*.toml"))
 
 ISSUE_SHAPE = """
@@ -172,7 +172,7 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["data.train=[]", "data.sources.a={paths=['x'],weight=0}"], "data.sources.a.weight: 0 must be above 0"),
         (["validation.batch=-1"], "validation.batch: -1 must be at least 0"),
         (["data.valid=books.jsonl.xz"], "data.valid: books.jsonl.xz is also trained on"),
-        (["data.valid=[]", "validation.every=5"], "validation.every: needs text in data.valid"),
+        (["data.valid=[]", "validation.every=5"], "validation.every: needs data.valid, data.holdout or"),
         (["prune.target="], "prune.target: missing"),
         (["prune.target=small"], "prune.target: 'small' is not a size such as"),
         (["prune.target=hidden=0"], "prune.target: 'hidden=0' is not part of a shape"),

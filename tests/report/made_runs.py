@@ -8,6 +8,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.quality import Quality, Sample
+
 SHAPE = {"hidden": 576, "layers": 30, "heads": 9, "kv": 3, "ffn": 1536}
 
 
@@ -21,10 +23,12 @@ def make_run(
     recipe: str | None = '[source]\nmodel = "org/source"\n\n[prune]\ntarget = "50%"\n',
     seed: int = 0,
     missed: bool = False,
+    source_loss: float | None = None,
 ) -> Path:
     """Like a run of ``dwindle pretrain``: the same files and keys, made-up numbers.
 
-    The target is what a finished run ended at; with ``missed``, one parameter less.
+    The target is what a finished run ended at; with ``missed``, one parameter less. With ``source_loss`` the source was
+    measured, too.
     """
     shape = shape or {"hidden": 32, "layers": 3, "heads": 8, "kv": 4, "ffn": 40}
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,12 +64,18 @@ def make_run(
             record["compacted"], times["compaction"] = sizes, 0.8
         if step % max(steps // 20, 1) == 0:
             record["valid_loss"] = record["loss"] + 0.05
+        if source_loss is not None and (step == 1 or "valid_loss" in record):
+            record["source_valid_loss"] = source_loss
         wall += seconds
         metrics.append({**record, "time": {**times, "wall": wall}})
     if finished:
         pacing["end_count"] = alive.parameters - missed
     write_lines(folder / "ledger.jsonl", ledger)
     write_lines(folder / "metrics.jsonl", metrics)
+    if source_loss is not None:
+        sample = Sample("Once upon a time", "there was a fox.", "there was." if finished else None)
+        result = metrics[-1]["valid_loss"] if finished else None
+        Quality(["held-out.txt"], 4096, True, source_loss, result, [sample]).write(folder / "quality.json")
     if recipe is not None:
         (folder / "recipe.toml").write_text(recipe, encoding="utf-8")
     if finished:

@@ -46,6 +46,15 @@ def test_parameters_and_importance_of_every_layer(tmp_path: Path) -> None:
     assert first.y == pytest.approx(allocated[0]) and last.y == pytest.approx(allocated[-1])
 
 
+def test_layers_that_are_alike_need_no_figure(tmp_path: Path) -> None:
+    tiny_directory(tmp_path / "model")
+    options = {"sequences": 2, "seq_len": 16}
+    dwindle.prune(tmp_path / "model", "70%", out=tmp_path / "out", **options)  # type: ignore[arg-type]
+    run = open_run(str(tmp_path / "out"))
+    assert run.architecture is not None and len(set(run.architecture.parameters)) == 1
+    assert "layers" not in {figure.id for figure in build_figures(run)}
+
+
 def test_layers_have_whole_numbers(tmp_path: Path) -> None:
     """The ticks of five layers were 0 0 1 2 2 2 3 4 4."""
     pytest.importorskip("matplotlib", reason="extra [plots] is not installed")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from made_runs import make_run
 
-from dwindle.export.card import model_card, origin_of, without_paths
+from dwindle.export.card import Card, model_card
+from dwindle.export.origin import origin_of, without_paths
 from dwindle.pruning.config import PostTrainingConfig
 
 
@@ -17,6 +18,10 @@ def parts(run: Path) -> dict[str, Any]:
     structure = json.loads((run / "model" / "structure.json").read_text())
     ledger = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     return {"name": "small", "structure": structure, "ledger": ledger}
+
+
+def card_of(**given: Any) -> str:
+    return model_card(Card(**given))
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -35,7 +40,7 @@ def metadata(card: str) -> dict[str, Any]:
 
 def test_card_says_where_it_comes_from_and_what_it_is(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", events=40)
-    card = model_card(source="org/source", recipe='target = "50%"', results={"validation loss": 2.5}, **parts(run))
+    card = card_of(source="org/source", recipe='target = "50%"', results={"validation loss": 2.5}, **parts(run))
     found = metadata(card)
     assert found["base_model"] == "org/source" and found["base_model_relation"] == "finetune"
     assert found["library_name"] == "transformers" and "license" not in found
@@ -45,12 +50,12 @@ def test_card_says_where_it_comes_from_and_what_it_is(tmp_path: Path) -> None:
     assert f"| hidden channels | 32 | {len(structure['hidden'])} |" in card
     assert f"| query heads per layer | 8 | {heads} |" in card
     assert f"| FFN channels per layer | 40 | {len(structure['layers'][0]['ffn'])} |" in card
-    assert "| validation loss | 2.5 |" in card and "40 prune events during continued pretraining" in card
+    assert "| validation loss |  | 2.5 |  |" in card and "40 prune events during continued pretraining" in card
     assert "trust_remote_code" not in card and "add it before publishing" in card
 
 
 def test_custom_code_is_said(tmp_path: Path) -> None:
-    card = model_card(source="smollm2-135m", custom_code=True, **parts(make_run(tmp_path / "run")))
+    card = card_of(source="smollm2-135m", custom_code=True, **parts(make_run(tmp_path / "run")))
     found = metadata(card)
     assert "custom_code" in found["tags"] and "trust_remote_code=True" in card
     assert (found["base_model"], found["license"]) == ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
@@ -72,7 +77,7 @@ def test_local_paths_are_not_published(tmp_path: Path) -> None:
         'model = "/home/me/private/tiny"\ntrain = ["/data/books.txt", "pydoc:train", "~/x/y.txt"]\nlr = 1e-3 # 1/2\n'
     )
     assert without_paths(recipe) == 'model = "tiny"\ntrain = ["books.txt", "pydoc:train", "y.txt"]\nlr = 1e-3 # 1/2\n'
-    card = model_card(source="/home/me/private/tiny", recipe=recipe, **parts(make_run(tmp_path / "run")))
+    card = card_of(source="/home/me/private/tiny", recipe=recipe, **parts(make_run(tmp_path / "run")))
     assert "private" not in card and "`tiny`" in card
 
 
@@ -98,15 +103,15 @@ def test_quoted_paths_are_shortened_whole(given: str, shown: str) -> None:
 
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run")) | {"name": "a|b`\n# <script>"}
-    card = model_card(source="x", recipe="```\n# <b>", results={"a|b\nc": "1"}, **given)
-    assert "# a/b' # &lt;script&gt;" in card and "| a/b c | 1 |" in card
+    card = card_of(source="x", recipe="```\n# <b>", results={"a|b\nc": "1"}, **given)
+    assert "# a/b' # &lt;script&gt;" in card and "| a/b c |  | 1 |  |" in card
     assert "````toml\n```\n# <b>\n````" in card
 
 
 @pytest.mark.parametrize("ledger", [[], [{"event": "source", "parameters": 10, "options": None}]])
 def test_a_model_that_lost_nothing(ledger: list[dict[str, Any]]) -> None:
     layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0, 1]}]
-    card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
+    card = card_of(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
     assert "A model derived from [org/s]" in card
 
 
@@ -118,7 +123,7 @@ def adapted(layers: list[dict[str, Any]], **options: Any) -> str:
         {"event": "prune", "type": "ffn", "indices": gone, "tokens": 0, "parameters": 80},
     ]
     structure = {"hidden": [0, 1], "layers": layers}
-    return model_card(name="m", source="org/s", structure=structure, ledger=ledger, custom_code=True)
+    return card_of(name="m", source="org/s", structure=structure, ledger=ledger, custom_code=True)
 
 
 def layer(ffn: list[int], kv_of_query: list[int] | None = None) -> dict[str, Any]:
@@ -145,29 +150,29 @@ def test_key_value_heads_of_the_source() -> None:
     gone = {"event": "prune", "type": "attn", "indices": [[2, 3]], "tokens": 0, "parameters": 80}
     for known, cell in (({"layer_kv_heads": [2]}, "2"), ({}, "–")):
         ledger = [{"event": "source", "parameters": 100, **known}, gone]
-        card = model_card(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
+        card = card_of(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
         assert f"| key/value heads per layer | {cell} | 1 |" in card
 
 
 def test_the_teacher_is_named(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run"))
     recipe = '[distill]\nweight = {}\ntemperature = 2.0\ntop_k = {}\nteacher = "{}"\n'
-    card = model_card(source="/home/me/tiny", recipe=recipe.format(0.75, 0, ""), **given)
+    card = card_of(source="/home/me/tiny", recipe=recipe.format(0.75, 0, ""), **given)
     assert "- distilled from tiny (the unpruned source), weight 0.75, temperature 2\n" in card
-    card = model_card(source="org/s", recipe=recipe.format(0.5, 64, "/home/me/big"), **given)
+    card = card_of(source="org/s", recipe=recipe.format(0.5, 64, "/home/me/big"), **given)
     assert "- distilled from big, weight 0.5, temperature 2, 64 likeliest tokens\n" in card
     trained = '[source]\nmodel = "/home/me/first"\n' + recipe.format(0.5, 0, "")
-    assert "- distilled from first (the" in model_card(source="/runs/kd/model", recipe=trained, **given)
+    assert "- distilled from first (the" in card_of(source="/runs/kd/model", recipe=trained, **given)
     for nothing in (recipe.format(0.0, 0, "org/t"), "[distill]\n", "distill = 3", "not toml ["):
-        assert "distilled" not in model_card(source="org/s", recipe=nothing, **given)
+        assert "distilled" not in card_of(source="org/s", recipe=nothing, **given)
 
 
 def test_a_llama_stored_as_a_mistral_is_said(tmp_path: Path) -> None:
     given = parts(make_run(tmp_path / "run"))
     said = "a Mistral without sliding window computes the same as a Llama without biases"
-    assert said in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(30, 8)})
-    assert said not in model_card(source="org/s", model_type="mistral", **given | {"structure": shaped(32, 8)})
-    assert said not in model_card(source="org/s", model_type="qwen2", **given | {"structure": shaped(30, 8)})
+    assert said in card_of(source="org/s", model_type="mistral", **given | {"structure": shaped(30, 8)})
+    assert said not in card_of(source="org/s", model_type="mistral", **given | {"structure": shaped(32, 8)})
+    assert said not in card_of(source="org/s", model_type="qwen2", **given | {"structure": shaped(30, 8)})
 
 
 def shaped(hidden: int, heads: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 from browser import Browser
 from made_runs import make_run
 
+from dwindle.core.quality import Quality, Sample
 from dwindle.report.page import render_page, write_page
 from dwindle.report.run import Run, open_run
 from dwindle.report.server import ReportServer
@@ -77,7 +78,7 @@ def test_hover_and_arrow_keys_show_values(browser: Browser, tmp_path: Path) -> N
     browser.move_to(*center(browser, "#loss .hit"))
     text = browser.run(tip)
     assert "tokens" in text and "validation" in text and "parameters" in text
-    half = summary["figures"][2]["panels"][1]["series"][0]["x"][-1] / 2
+    half = summary["figures"][0]["panels"][1]["series"][0]["x"][-1] / 2
     assert f"{half / 1000:.3g}"[:2] in text.splitlines()[0]
     browser.move_to(5, 5)
     assert browser.run(tip) == ""
@@ -126,7 +127,7 @@ def test_choosing_a_layer_draws_its_map(browser: Browser, tmp_path: Path) -> Non
         view = summary["architecture"]["layers"][layer]
         left = len(view["kv_of_query"]) - len(view["gone_queries"])
         assert browser.run('return document.querySelectorAll("#architecture .map .link").length') == left
-        assert f"Layer {layer}" in browser.run('return document.querySelector("#architecture .map h3").innerText')
+        assert f"Layer {layer}" in browser.run('return document.querySelector("#architecture .map h4").innerText')
     assert browser.console() == []
 
 
@@ -134,7 +135,7 @@ def test_data_links_give_the_json_behind_a_figure(browser: Browser, tmp_path: Pa
     summary = show(browser, make_run(tmp_path / "run"))
     links = browser.run('return [...document.querySelectorAll("a.data")].map((link) => link.download)')
     names = [figure["id"] for figure in summary["figures"]]
-    assert set(links) == {f"{name}.json" for name in [*names, "architecture", "cost"]}
+    assert set(links) == {f"{name}.json" for name in [*names, "architecture"]}
     # The page's own policy forbids asking for its links by script, so the text is taken where they are made.
     script = """
     const texts = [];
@@ -170,11 +171,36 @@ def test_nothing_from_the_run_becomes_code(browser: Browser, tmp_path: Path) -> 
     nasty = "</script><script>document.body.dataset.bad=1</script><img src=x onerror='document.body.dataset.bad=1'>"
     run = make_run(tmp_path / "<b>bold<b>", recipe=f"# {nasty}\n")
     (run / "evaluation.json").write_text(json.dumps({nasty: {"acc": nasty}}))
+    Quality([nasty], 9, True, 1.0, 2.0, [Sample(nasty, nasty, nasty)]).write(run / "quality.json")
     show(browser, run)
+    assert browser.run('return document.querySelector("#samples .said p").textContent') == nasty + nasty
     assert browser.run("return document.body.dataset.bad ?? null") is None
     assert browser.run('return document.querySelectorAll("main img, main script, main b").length') == 0
     assert nasty in browser.run('return document.querySelector("#recipe pre").textContent')
     assert browser.run('return document.querySelector("h1").firstChild.textContent') == "<b>bold<b>"
+    assert browser.console() == []
+
+
+def test_the_verdict_comes_first_and_no_card_is_half_empty(browser: Browser, tmp_path: Path) -> None:
+    shape = {"hidden": 64, "layers": 6, "heads": 8, "kv": 4, "ffn": 40}
+    show(browser, make_run(tmp_path / "run", shape=shape, source_loss=2.0))
+    order = browser.run(
+        'return [...document.querySelectorAll("header, .tiles, .card, h2")].map((e) => e.id || e.innerText)'
+    )
+    assert "worse than the source" in order[0] and "loss against the source" in order[1]
+    assert order[2:5] == ["loss", "samples", "How it was pruned"] and "How it was trained" in order
+    assert "there was a fox." in browser.run('return document.querySelector("#samples").innerText')
+    assert browser.run('return document.querySelectorAll("#loss path.c-source").length') == 1
+    boxes = browser.run(
+        'return [...document.querySelectorAll("figure.card")].map((card) => { const box = card.getBoundingClientRect();'
+        'const drawn = card.querySelector(".plot svg"); return [Math.round(box.top), box.width,'
+        "drawn ? drawn.getBoundingClientRect().height : 0]; })"
+    )
+    whole = browser.run('return document.querySelector(".figures").clientWidth')
+    for top, width, _ in boxes:
+        beside = [other for other in boxes if other[0] == top]
+        assert sum(other[1] for other in beside) > 0.95 * whole, "a card beside nothing"
+        assert len({round(other[2]) for other in beside}) == 1 or width == whole, "drawings side by side are as tall"
     assert browser.console() == []
 
 
@@ -210,9 +236,7 @@ def test_live_refresh_picks_up_a_new_event(browser: Browser, tmp_path: Path) -> 
         thread.start()
         try:
             browser.open(server.url)
-            tile = (
-                'return [...document.querySelectorAll(".tiles li")].some((tile) => /events\\n%d/.test(tile.innerText))'
-            )
+            tile = 'return /in %d prune events/.test(document.querySelector(".lead").innerText)'
             assert browser.run(tile % 40)
             browser.move_to(*center(browser, "#loss .hit"))
             with (run / "ledger.jsonl").open("a") as file:

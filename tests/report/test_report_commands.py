@@ -18,12 +18,17 @@ from made_runs import make_run
 
 def test_report_writes_one_file(shell, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert shell("report", "run") == (0, "run/report.html\n", "")
+    code, out, err = shell("report", "run")
+    assert (code, out) == (0, "run/report.html\n") and err.startswith("next: dwindle export run ")
     assert (run / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
     (run / "ledger.jsonl").unlink()
     code, out, err = shell("report", "run", "--out", "other.html", "--json")
     assert code == 0 and json.loads(out)["report"] == "other.html" and json.loads(out)["missing"] and err == ""
     assert (tmp_path / "other.html").is_file()
+    make_run(tmp_path / "priced")
+    for option, rows in (((), "null"), (("--published",), '{"id":"cost"')):
+        assert shell("report", "priced", *option)[0] == 0
+        assert f'"cost":{rows}' in (tmp_path / "priced" / "report.html").read_text(encoding="utf-8")
     code, out, err = shell("report", "run")
     assert code == 0 and "note: ledger.jsonl is missing" in err
 

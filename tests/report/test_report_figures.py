@@ -14,8 +14,8 @@ from dwindle.report.clock import running_clock
 from dwindle.report.figures import build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import open_run
-from dwindle.report.summary import duration, summarise
-from dwindle.report.tables import PUBLISHED_COST, cost_of, cost_table
+from dwindle.report.summary import summarise
+from dwindle.report.tables import PUBLISHED_COST, cost_of, cost_table, duration
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
 
 
@@ -88,7 +88,9 @@ def test_without_training_the_axis_counts_groups(tmp_path: Path) -> None:
     write_lines(run / "ledger.jsonl", [r for r in lines if r["event"] != "compact"])
     figures = build_figures(open_run(run))
     assert [figure.x_label for figure in figures] == ["groups removed"] * 2
-    assert figures[0].panels[0].series[0].x == [1, 2, 3, 4, 5]
+    counts = [sum(map(len, r["indices"])) for r in lines if r["event"] == "prune"]
+    assert max(counts) == 3, "an event removes a group of each of three layers"
+    assert figures[0].panels[0].series[0].x == [sum(counts[: place + 1]) for place in range(5)]
 
 
 def test_a_single_spike_does_not_flatten_the_loss(tmp_path: Path) -> None:
@@ -167,8 +169,30 @@ def test_the_distillation_loss_is_a_loss(tmp_path: Path) -> None:
     write_lines(run / "metrics.jsonl", lines)
     figures = {figure.id: figure for figure in build_figures(open_run(run))}
     assert "tasks" not in figures
-    named = {series.name.split(" (")[0] for series in figures["loss"].panels[0].series}
-    assert named == {"train", "validation", "distillation"} and "teacher" in figures["loss"].caption
+    panels = {panel.label.split(",")[0]: panel for panel in figures["loss"].panels}
+    assert list(panels) == ["loss", "parameters", "distillation"] and "teacher" in figures["loss"].caption
+    assert {value for series in panels["distillation"].series for value in series.y} == {0.5}
+
+
+def test_the_sources_loss_is_a_line_from_the_first_to_the_last_token(tmp_path: Path) -> None:
+    loss, *_, optimizer = build_figures(open_run(make_run(tmp_path / "run", source_loss=2.25)))
+    source = next(series for series in loss.panels[0].series if series.name == "source")
+    assert (source.x, source.y, source.style) == ([512, 200 * 512], [2.25, 2.25], "target")
+    assert "2.250" in loss.caption and optimizer.id == "optimizer", "the loss comes first, the optimizer last"
+    for figure in build_figures(open_run(make_run(tmp_path / "old"))):
+        assert "source" not in {series.name for panel in figure.panels for series in panel.series}
+
+
+@pytest.mark.parametrize(("factor", "unit"), [(1, "MFLOP/s"), (1e6, "TFLOP/s")])
+def test_the_unit_of_speed_fits_it(tmp_path: Path, factor: float, unit: str) -> None:
+    run = make_run(tmp_path / "run")
+    lines = records(run / "metrics.jsonl")
+    for line in lines:
+        line["time"]["tokens_per_s"] = 10 * factor
+        line["parameters"] = 500_000
+    write_lines(run / "metrics.jsonl", lines)
+    panel = next(f for f in build_figures(open_run(run)) if f.id == "throughput").panels[1]
+    assert panel.label == f"model {unit}" and set(panel.series[0].y) == {30}
 
 
 def test_cost_equals_a_loop(tmp_path: Path) -> None:
@@ -227,48 +251,125 @@ def test_result_files_of_several_shapes(tmp_path: Path) -> None:
     assert tables[1].rows == [["piqa", "0.61", ""], ["boolq", "0.5", "9"]] and tables[2].rows == [["a", "1.25"]]
 
 
-def test_our_own_result_files_are_shown_in_their_columns(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    task = {"task": "piqa", "title": "PIQA", "metric": "acc", "acc": 0.6123, "acc_stderr": 0.011, "acc_norm": 0.62}
-    found = {
+TASK = {"task": "piqa", "title": "PIQA", "metric": "acc", "acc": 0.6, "acc_stderr": 0.011, "acc_norm": 0.62}
+
+
+def evaluation(model: str, parameters: int, acc: float, **more: Any) -> str:
+    """A result of ``dwindle eval`` with a task and a text."""
+    text = {"name": "wikitext", "word_perplexity": 50 * acc, "bits_per_byte": 1.5 * acc, "nats_per_token": 2 * acc}
+    value = {
         "format": "dwindle-eval-1",
-        "model": "m",
+        "model": model,
+        "parameters": parameters,
         "engine": "own",
-        "tasks": [{**task, "num_items": 1838, "num_skipped": 0}],
-        "texts": [{"name": "wikitext", "word_perplexity": 30.25, "bits_per_byte": 0.9}],
-        "average": {"value": 0.5, "acc": None},
+        "limit": None,
+        "tasks": [{**TASK, "acc": acc, "num_items": 1838}],
+        "texts": [text],
+        "average": {"value": acc / 2, "acc": None},
     }
-    (run / "evaluation.json").write_text(json.dumps(found))
+    return json.dumps(value | more)
+
+
+def test_the_source_stands_beside_the_result(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before, after = open_run(run).parameters_before, open_run(run).parameters_after
+    assert before is not None and after is not None
+    (run / "evaluation.json").write_text(evaluation("run/model", int(after), 0.6))
+    (alone,) = [table for table in result_tables(open_run(run)) if table.id == "evaluation"]
+    assert alone.columns == ["task", "metric", "score", "items"] and "dwindle eval org/source" in alone.note
+    (run / "evaluation-source.json").write_text(evaluation("elsewhere", int(before), 0.7))
+    scores, texts = result_tables(open_run(run))
+    assert scores.columns == ["task", "metric", "source", "result", "difference", "items"]
+    assert scores.rows[0] == ["PIQA", "acc", "70.00 ± 1.10", "60.00 ± 1.10", "-10.00", "1838"]
+    assert scores.rows[1] == ["average of the seven", "", "35.00", "30.00", "-5.00", ""]
+    assert "dwindle eval" not in scores.note and "elsewhere, own (evaluation-source.json)" in scores.note
+    assert texts.columns == ["", "source", "result", "difference"]
+    assert texts.rows[0] == ["wikitext: nats per token", "1.400", "1.200", "-0.200"]
+    assert texts.rows[2] == ["wikitext: word perplexity", "35.0", "30.0", "-5.0"]
+
+
+def test_scores_of_different_limits_are_not_subtracted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    before, after = open_run(run).parameters_before, open_run(run).parameters_after
+    assert before is not None and after is not None
+    (run / "evaluation.json").write_text(evaluation("run/model", int(after), 0.6, limit=100))
+    (run / "evaluation-source.json").write_text(evaluation("org/source", int(before), 0.7))
+    scores, _ = result_tables(open_run(run))
+    assert "difference" not in scores.columns and "cannot be compared" in scores.note
+    assert "source: all items" in scores.note and "result: first 100" in scores.note
+
+
+def test_files_of_one_model_share_a_column(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    size = int(open_run(run).parameters_after or 0)
+    other = [{**TASK, "task": "boolq", "title": "BoolQ"}]
+    (run / "eval-1.json").write_text(evaluation("m", size, 0.6))
+    (run / "eval-2.json").write_text(evaluation("m", size, 0.6, tasks=other, texts=[], average={}))
+    scores, _ = result_tables(open_run(run))
+    assert scores.columns[2:-1] == ["score"] and [row[0] for row in scores.rows[:2]] == ["PIQA", "BoolQ"]
+    (run / "eval-3.json").write_text(evaluation("m", size, 0.5))
+    assert result_tables(open_run(run))[0].columns[2:-1] == ["result", "result · 2"], "two measurements of one task"
+
+
+def test_latency_and_results_of_other_versions(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
     spread = {"median": 1.5, "low": 1.25, "high": 2.0}
     row = {"model": "m", "runtime": "torch", "threads": 1, "parameters": 10**6, "prefill_ms_per_token": spread}
     (run / "latency.json").write_text(json.dumps({"rows": [{**row, "decode_ms_per_token": spread}], "repeats": 3}))
-    scores, texts, latency = result_tables(open_run(run))
-    assert scores.rows[0] == ["PIQA", "acc", "61.23", "1.10", "61.23", "62.00", "1,838", "0"]
-    assert scores.rows[1][:3] == ["average of the seven", "", "50.00"] and "m, own" in scores.note
-    assert (texts.title, texts.rows[0][:3]) == ("Perplexity", ["wikitext", "30.25", "0.9"])
+    (latency,) = result_tables(open_run(run))
     assert latency.rows[0][:4] == ["m", "torch", "1", "1M"] and latency.rows[0][6] == "1.5 (1.25–2)"
     assert latency.note == "3 repeats. From latency.json."
     (run / "evaluation.json").write_text(json.dumps({"format": "dwindle-eval-9", "tasks": [{"odd": 1}]}))
     assert result_tables(open_run(run))[0].rows == [["1"]]
 
 
-def test_story_and_tiles(tmp_path: Path) -> None:
-    found = summarise(open_run(make_run(tmp_path / "run", steps=100, events=40)))
-    assert found["status"] == "finished" and ", pruned from " in found["story"]
-    assert [tile["label"] for tile in found["tiles"]] == [
-        "parameters",
-        "tokens",
-        "prune events",
-        "validation loss",
-        "running time",
+def test_the_verdict_comes_first(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100, events=40, source_loss=2.0)
+    found = summarise(open_run(run))
+    after = records(run / "metrics.jsonl")[-1]["valid_loss"]
+    assert (
+        found["status"] == "finished" and f"{after - 2.0:.2f} nats per token worse than the source" in found["verdict"]
+    )
+    assert "(held-out.txt)" in found["verdict"] and f"perplexity 7.39 → {np.exp(after):.3g}" in found["verdict"]
+    labels = ["source", "target", "result", "loss against the source", "tokens of training"]
+    assert [tile["label"] for tile in found["tiles"]] == labels
+    assert found["tiles"][1]["value"] == "50%" and found["tiles"][3]["value"] == f"{after - 2.0:+.2f}"
+    assert found["samples"] == [
+        {"prompt": "Once upon a time", "source": "there was a fox.", "result": "there was."},
     ]
-    assert found["tiles"][2]["value"] == "40" and "target 50%" in found["tiles"][0]["note"]
+    assert " in 40 prune events; the model was rebuilt at smaller shapes 2 times." in found["removed"]
+    assert list(found)[4:8] == ["status_text", "verdict", "tiles", "samples"]
+
+
+@pytest.mark.parametrize(("source", "tone"), [(9.0, "good"), (2.2, "fair"), (0.5, "poor")])
+def test_the_difference_has_a_tone(tmp_path: Path, source: float, tone: str) -> None:
+    found = summarise(open_run(make_run(tmp_path / "run", source_loss=source)))
+    assert found["tiles"][3]["tone"] == tone
+    assert ("better" if source == 9.0 else "worse") + " than the source" in found["verdict"]
+
+
+def test_a_run_without_the_sources_loss_says_so(tmp_path: Path) -> None:
+    found = summarise(open_run(make_run(tmp_path / "run")))
+    assert found["verdict"].endswith("The source was not measured on the same text.") and found["samples"] == []
+    assert "loss against the source" not in [tile["label"] for tile in found["tiles"]]
+
+
+def test_a_running_run_is_judged_so_far(tmp_path: Path) -> None:
+    found = summarise(open_run(make_run(tmp_path / "run", events=10, finished=False, source_loss=2.0)))
+    assert "is not reached yet" in found["verdict"] and found["verdict"].endswith(" so far.")
+    assert found["tiles"][2]["label"] == "so far" and found["samples"][0]["result"] is None
 
 
 def test_a_missed_target_is_said(tmp_path: Path) -> None:
     found = summarise(open_run(make_run(tmp_path / "run", missed=True)))
     assert found["status_text"] == "finished, target missed" and found["status"] == "missed"
-    assert " Removed: " in found["story"] and found["story"].endswith("The target of 50% was missed.")
+    assert "The target of 50% was missed." in found["verdict"] and found["removed"].startswith("Removed: ")
+
+
+def test_the_papers_cost_is_shown_on_request(tmp_path: Path) -> None:
+    run = open_run(make_run(tmp_path / "run"))
+    assert summarise(run)["cost"] is None
+    assert summarise(run, published=True)["cost"]["rows"][0][-1].endswith(" s")
 
 
 def test_durations() -> None:

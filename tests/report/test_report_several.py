@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from made_runs import make_run
+from made_runs import make_run, write_lines
 
 from dwindle.report.overlay import overlay
-from dwindle.report.run import open_run
+from dwindle.report.run import Run, open_run
 from dwindle.report.runs import list_runs, render_runs
 from dwindle.report.settings import different_settings, short_settings
 
@@ -52,23 +54,55 @@ def test_a_metric_that_only_the_ledger_names(tmp_path: Path) -> None:
     assert [row.settings for row in list_runs(tmp_path)] == [{"prune.metric": "taylor"}, {"prune.metric": "wanda"}]
 
 
-def test_one_figure_of_several_runs(tmp_path: Path) -> None:
-    runs = [
-        open_run(make_run(tmp_path / "x" / "run", steps=200, recipe=PLAIN)),
-        open_run(make_run(tmp_path / "y" / "run", steps=100, recipe=PLAIN.replace("0.0", "0.75"), seed=1)),
+def two_runs(place: Path, **more: Any) -> list[Run]:
+    return [
+        open_run(make_run(place / "x" / "run", steps=200, recipe=PLAIN, **more)),
+        open_run(make_run(place / "y" / "run", steps=100, recipe=PLAIN.replace("0.0", "0.75"), seed=1, **more)),
     ]
+
+
+def test_one_figure_of_several_runs(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
     figure = overlay(runs)
     assert figure.x_label == "tokens"
-    assert [panel.label for panel in figure.panels] == [
-        "train loss, nats per token",
-        "validation loss, nats per token",
-        "parameters",
-    ]
+    assert [panel.label for panel in figure.panels] == ["validation loss, nats per token", "parameters"]
     for panel in figure.panels:
         assert [series.name for series in panel.series] == ["x/run", "y/run"]
         assert len({series.color for series in panel.series}) == 2
     assert figure.caption.splitlines() == ["x/run: no distillation", "y/run: distilled 0.75"]
-    assert figure.panels[1].series[0].y[-1] == pytest.approx(runs[0].metrics.last("valid_loss"), rel=1e-4)
+    assert figure.panels[0].series[0].y[-1] == pytest.approx(runs[0].metrics.last("valid_loss"), rel=1e-4)
+
+
+def test_few_validations_leave_the_train_loss(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
+    lines = [json.loads(line) for line in runs[1].directory.metrics.read_text().splitlines()]
+    for line in lines[:-1]:
+        line.pop("valid_loss", None)
+    write_lines(runs[1].directory.metrics, lines)
+    panels = overlay([runs[0], open_run(runs[1].folder)]).panels
+    assert [panel.label.split(" loss")[0] for panel in panels] == ["validation", "train", "parameters"]
+    assert [panel.legend for panel in panels] == [False, True, False]
+
+
+def test_the_line_of_the_largest_source(tmp_path: Path) -> None:
+    """A run that trains a pruned model calls that one its source."""
+    runs = two_runs(tmp_path, source_loss=1.5)
+    small = {"hidden": 8, "layers": 1, "heads": 2, "kv": 1, "ffn": 4}
+    later = open_run(make_run(tmp_path / "z", shape=small, events=2, recipe=PLAIN, source_loss=4.0))
+    figure = overlay([later, *runs], ["pruned first", "", "teacher"])
+    *curves, source = figure.panels[0].series
+    assert [series.name for series in curves] == ["pruned first", "x/run", "teacher"] and figure.caption == ""
+    assert (source.name, source.y, source.x[-1]) == ("untouched source", [1.5, 1.5], 200 * 512)
+
+
+def test_curves_that_begin_high_do_not_flatten_the_rest(tmp_path: Path) -> None:
+    runs = two_runs(tmp_path)
+    lines = [json.loads(line) for line in runs[0].directory.metrics.read_text().splitlines()]
+    lines[9]["valid_loss"] = 50.0
+    write_lines(runs[0].directory.metrics, lines)
+    panel = overlay([open_run(runs[0].folder), runs[1]]).panels[0]
+    late = [y for series in panel.series for x, y in zip(series.x, series.y, strict=True) if x >= series.x[-1] / 4]
+    assert panel.top is not None and max(late) < panel.top < 10 and max(panel.series[0].y) == 50.0
 
 
 def test_figures_and_pages_of_several_runs_as_typed(shell, tmp_path: Path) -> None:
@@ -82,6 +116,9 @@ def test_figures_and_pages_of_several_runs_as_typed(shell, tmp_path: Path) -> No
     code, out, err = shell("plot", "a", "b", "--out", "plots", "--dpi", "50", "--json")
     assert code == 0 and json.loads(out)["files"] == ["figures.json", "overlay.png", "overlay.svg"], err
     assert set(json.loads((tmp_path / "plots" / "figures.json").read_text())) == {"overlay"}
+    code, out, err = shell("plot", "one=a", "the other=b", "--out", "named", "--dpi", "50")
+    drawn = json.loads((tmp_path / "named" / "figures.json").read_text())["overlay"]
+    assert code == 0 and [line["name"] for line in drawn["panels"][0]["series"]] == ["one", "the other"]
     code, _, err = shell("plot", "a", "c", "--out", "more")
     assert code == 2 and "c: has no recipe.toml" in err
     code, _, err = shell("plot", "a", "a", "--out", "more")
@@ -121,3 +158,19 @@ def test_long_lines_of_a_ledger_are_read(tmp_path: Path) -> None:
     (run / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (row,) = list_runs(tmp_path)
     assert (row.source_parameters, row.parameters) == (1000, 600)
+
+
+def test_names_stand_apart_at_the_ends_of_lines(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="extra [plots] is not installed")
+    from dwindle.core.drawing import draw, pyplot_settings
+
+    figure = overlay(two_runs(tmp_path, source_loss=1.0), ["first", "second"])
+    with pyplot_settings() as pyplot:
+        drawn = draw(pyplot, figure)
+        places = {text.get_text(): text.get_position() for text in drawn.axes[0].texts}
+        low, high = drawn.axes[0].get_ylim()
+        pyplot.close(drawn)
+    assert set(places) == {"first", "second", "untouched source"} and {x for x, _ in places.values()} == {1.01}
+    heights = sorted(y for _, y in places.values())
+    assert all(above - below > 0.05 * (high - low) for below, above in pairwise(heights))
+    assert places["untouched source"][1] == 1.0

@@ -13,6 +13,7 @@ import pytest
 import dwindle
 from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.recipe.library import ready_recipes
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
 from dwindle.sources.config import ModelConfig
@@ -115,7 +116,7 @@ def test_pruning_costs_no_memory(tmp_path: Path) -> None:
     assert peaks["true"] <= 1.05 * peaks["false"]
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", ready_recipes().values(), ids=lambda p: p.stem)
 def test_every_recipe_runs_in_a_tiny_form(path: Path, tmp_path: Path) -> None:
     """The same choices on a tiny model and text: schedule, pacing, metric, attention and compaction all take part."""
     from dwindle.recipe.recipe import load_recipe

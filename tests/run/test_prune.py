@@ -203,8 +203,8 @@ def test_a_saved_replay_says_what_it_is(at: int | None, source: Path, tmp_path: 
         saved, card = read_ledger(folder), (folder / "README.md").read_text()
         assert saved == [ledger[0] | {"replayed": True}, *ledger[1 : count + 1]]
         assert dwindle.replay(source, folder).structure == replayed.structure
-        assert "training" not in card.partition("## How")[0].replace("without training", "")
-        assert "tokens" not in card and "second_order" not in card
+        assert "training" not in card.partition("## Limits")[0].replace("without training", "")
+        assert " tokens" not in card and "second_order" not in card
         assert "rebuilt from a ledger with the source's weights, without training" in card
         assert not count or f"{count} prune events" in card
 

@@ -43,7 +43,9 @@ def test_everything_outside_time_is_deterministic(tmp_path: Path) -> None:
     for line in first + second:
         assert line.pop("time")
     assert first == second
-    assert list(first[0]) == ["step", "tokens", "loss", "grad_norm", "lr", "skipped", "flops_per_token"]
+    keys = ["step", "tokens", "loss", "grad_norm", "lr", "skipped", "flops_per_token"]
+    assert list(first[0]) == [*keys, "source_valid_loss"] and list(first[3]) == keys
+    assert [line["step"] for line in first if "source_valid_loss" in line] == [1, 3, 5]
     assert first[1]["parameters"] == 123 and "parameters" not in first[2]
     assert [line["step"] for line in first if "valid_loss" in line] == [3, 5]
     assert [line["tokens"] for line in first] == [48, 96, 144, 192, 240]

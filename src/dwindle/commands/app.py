@@ -15,6 +15,13 @@ from typer.core import TyperGroup
 from dwindle.core.errors import UserError
 from dwindle.core.terminal import PlainConsole, plain, say
 
+_ORDER = (
+    *("inspect", "demo", "keys"),
+    *("new", "pretrain", "resume", "prune", "tokenize"),
+    *("report", "runs", "plot", "eval", "table", "compare"),
+    *("generate", "export", "quantize", "bench"),
+)
+
 API_NAMES = {"target": "to"}
 """Arguments of the Python API whose option has another name."""
 
@@ -32,6 +39,11 @@ def in_options(message: str, options: Mapping[str, str]) -> str:
 
 class Commands(TyperGroup):
     """The commands; errors name options as they were typed, an interrupted command says how to continue."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Along a user's path, as in the help."""
+        known = {name: place for place, name in enumerate(_ORDER)}
+        return sorted(super().list_commands(ctx), key=lambda name: known.get(name, len(known)))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -51,10 +63,14 @@ app = typer.Typer(
     name="dwindle",
     cls=Commands,
     help="Make a pretrained language model smaller while it keeps training.",
+    epilog="Start with: dwindle new MODEL TEXT --to 50%. Each command prints the next.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+LOOK, SHRINK, JUDGE, SHIP = "Look", "Make smaller", "Judge", "Run and ship"
+"""Groups of commands in the help, along a user's path."""
 
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory or id, a .gguf file, a llama2.c .bin, or smollm2-135m.")
@@ -71,15 +87,6 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         print(__version__)
         raise typer.Exit
-
-
-def chosen_device(name: str) -> str:
-    """Resolves ``auto``: a GPU if there is one."""
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def print_result(what: Any, as_json: bool) -> None:

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, app, print_result, resolve_model
 from dwindle.core.errors import UserError
 
 bench = typer.Typer(help="Measure speed relative to a baseline.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+app.add_typer(bench, name="bench", rich_help_panel=SHIP)
 
 
 @bench.command()
@@ -39,7 +39,7 @@ def latency(
         prompt_tokens=prompt,
         new_tokens=new,
         repeats=repeats,
-        type_=type_,
+        type=type_,
         round_to=round_to,
     )
     print_result(found.to_json() if as_json else found.render(), as_json)

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, app, chosen_device, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, app, print_result
 from dwindle.commands.options import options_of
 from dwindle.run.config import NOT_COMPARED, CompareConfig
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 @options_of(CompareConfig, but=NOT_COMPARED)
 def compare(
     model: Model,
@@ -49,7 +49,7 @@ def compare(
         task_limit=task_limit,
         out=out,
         overwrite=overwrite,
-        device=chosen_device(device),
+        device=device,
     )
     print_result(result.to_json() if as_json else result.render(), as_json)
 

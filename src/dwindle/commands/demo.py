@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
-from dwindle.core.errors import UserError
+from dwindle.commands.app import LOOK, Json, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def demo(
-    recipe: Annotated[str, typer.Option(help="The recipe of the pruning-aware column.")] = "recipes/demo.toml",
+    recipe: Annotated[str, typer.Option(help="The recipe of the pruning-aware column.")] = "demo",
     out: Annotated[str, typer.Option(help="Directory for the models.")] = "runs/demo-models",
     sequences: Annotated[int, typer.Option(help="Calibration sequences of the post-training column.")] = 16,
     overwrite: Annotated[bool, typer.Option(help="Replace the models of an earlier demo.")] = False,
@@ -21,8 +20,6 @@ def demo(
     """Prune a real model in a few minutes on a CPU and show it before and after."""
     from pathlib import Path
 
-    if not Path(recipe).is_file():
-        raise UserError(f"--recipe {recipe}: does not exist here: run dwindle demo in dwindle's checkout, or name it")
     from dwindle.recipe.recipe import load_recipe
     from dwindle.run.demo import run_demo
 

@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, TextField, app, print_result
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.evaluation.config import EvalConfig
 
 
-@app.command("eval")
+@app.command("eval", rich_help_panel=JUDGE)
 @options_of(EvalConfig)
 def evaluate(
     model: Model,
@@ -41,11 +41,11 @@ def evaluate(
         model,
         tasks or ([] if text else ["commonsense"]),
         data=data or [],
-        texts=text or [],
+        text=text or [],
         text_field=text_field,
         config=config,
-        device=chosen_device(device),
-        items_file=items,
+        device=device,
+        items=items,
     )
     if out is not None:
         write_text_atomic(Path(out), json.dumps(result.to_json()) + "\n", option="--out")

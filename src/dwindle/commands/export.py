@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, Model, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, Model, app, print_result, resolve_model
+from dwindle.commands.guidance import say_next
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP)
 def export(
     model: Model,
     to: Annotated[str, typer.Option(help="hf (directory), gguf (llama.cpp file) or onnx (directory).")],
@@ -25,6 +26,7 @@ def export(
     round_to: Annotated[
         int | None, typer.Option("--round", help="Pad hidden and FFN widths to a multiple of this (exact).")
     ] = None,
+    verify: Annotated[bool, typer.Option(help="Run the export in its runtime and compare it with its source.")] = True,
     threads: Annotated[int, typer.Option(help="Threads for the verification.")] = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing export.")] = False,
     as_json: Json = False,
@@ -33,5 +35,19 @@ def export(
     from dwindle.export.exporting import export
 
     model = resolve_model(model)
-    found = export(model, to, out, type_=type_, stock=stock, round_to=round_to, threads=threads, overwrite=overwrite)
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    found = export(
+        model,
+        to,
+        out,
+        type=type_,
+        stock=stock,
+        round_to=round_to,
+        verify=verify,
+        threads=threads,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_result(found.to_json(), as_json)
+        return
+    print(found.render())
+    say_next({f"run it in {runtime}": command for runtime, command in found.ways_to_run().items()})

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import app, print_result
+from dwindle.commands.app import LOOK, app, print_result
 from dwindle.core.errors import UserError
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def keys(
     word: Annotated[str, typer.Argument(help="Only keys that contain this, such as prune. or lr.")] = "",
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print all as tables of a page.")] = False,

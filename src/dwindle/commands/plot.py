@@ -7,16 +7,18 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import JUDGE, Json, app, print_result
 from dwindle.core.terminal import plain, say
 
 RunArguments = Annotated[
     list[str],
-    typer.Argument(metavar="RUN", help="A run or a model directory of dwindle prune; several are drawn together."),
+    typer.Argument(
+        metavar="[NAME=]RUN", help="A run or a model directory of dwindle prune; several are drawn together."
+    ),
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def plot(
     runs: RunArguments,
     out: Annotated[str, typer.Option(help="Directory to write: PNG and SVG of every figure.")],
@@ -25,12 +27,11 @@ def plot(
     as_json: Json = False,
 ) -> None:
     """Draw the figures of a report as PNG and SVG; for several runs, loss and size in one figure."""
-    from dwindle.report.plots import write_overlay, write_plots
-    from dwindle.report.run import open_run
+    from dwindle.report.plots import open_named, write_overlay, write_plots
 
-    found = [open_run(run) for run in runs]
+    labels, found = zip(*map(open_named, runs), strict=True)
     if len(found) > 1:
-        names = write_overlay(found, out, dpi=dpi, overwrite=overwrite)
+        names = write_overlay(found, out, names=labels, dpi=dpi, overwrite=overwrite)
     else:
         names = write_plots(found[0], out, dpi=dpi, overwrite=overwrite)
     if as_json:

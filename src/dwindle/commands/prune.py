@@ -6,13 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, note_odd_sizes, print_result
+from dwindle.commands.app import SHRINK, Device, Json, Model, TextField, app, note_odd_sizes, print_result
+from dwindle.commands.guidance import export_command, pretrain_command, say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 @options_of(PostTrainingConfig)
 def prune(
     model: Model,
@@ -27,6 +28,7 @@ def prune(
     ] = None,
     text_field: TextField = "text",
     device: Device = "auto",
+    measure: Annotated[bool, typer.Option(help="Measure source and result on held-out calibration text.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -36,15 +38,23 @@ def prune(
 
     if more_data and not data:
         raise UserError(f"unexpected argument {more_data[0]!r}: calibration files follow --data")
+    texts = [*(data or [DEFAULT_TEXT]), *(more_data or [])]
     result = prune(
         model,
         to,
         config=config,
         out=out,
-        data=[*(data or [DEFAULT_TEXT]), *(more_data or [])],
+        data=texts,
         text_field=text_field,
-        device=chosen_device(device),
+        device=device,
+        measure=measure,
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
     note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
+    if as_json:
+        return
+    training = {}
+    if result.quality is not None and result.quality.needs_training:
+        training["prune while training instead: better at the same size"] = pretrain_command(model, texts, to)
+    say_next(training | {"a file for llama.cpp": export_command(out, out)})

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, Model, TextField, app, chosen_device, print_result, resolve_model
+from dwindle.commands.app import SHIP, Device, Json, Model, TextField, app, print_result, resolve_model
 from dwindle.commands.options import options_of
 from dwindle.quantization.config import QuantizeConfig
 
 
-@app.command()
+@app.command(rich_help_panel=SHIP)
 @options_of(QuantizeConfig)
 def quantize(
     model: Model,
@@ -35,7 +35,7 @@ def quantize(
         data=data or [DEFAULT_TEXT],
         valid=valid or [],
         text_field=text_field,
-        device=chosen_device(device),
+        device=device,
         overwrite=overwrite,
     )
     print_result(found.to_json() if as_json else found.render(), as_json)

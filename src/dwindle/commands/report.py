@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import JUDGE, Json, app, print_result
+from dwindle.commands.guidance import export_command, say_next
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import REPORT
 from dwindle.core.terminal import plain, say
@@ -19,13 +20,14 @@ RunArgument = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def report(
     runs: RunArgument,
     out: Annotated[str | None, typer.Option(help=f"HTML file to write; default: {REPORT} in the run.")] = None,
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Serve it on 127.0.0.1, always up to date.")] = False,
     port: Annotated[int, typer.Option(help="Port for --watch; 0: any free port.")] = 0,
+    published: Annotated[bool, typer.Option(help="Add the run's cost beside the published one.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Overwrite a file that is not a report.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -44,9 +46,9 @@ def report(
         raise UserError("--out: cannot be combined with --watch: omit one of them")
     found = open_run(run)
     if watch:
-        _serve(run, port, open_page, as_json)
+        _serve(run, port, open_page, published, as_json)
         return
-    summary = summarise(found)
+    summary = summarise(found, published=published)
     path = write_page(render_page(summary), out or found.directory.report, overwrite=overwrite)
     if open_page:
         _open(path.resolve().as_uri())
@@ -57,14 +59,16 @@ def report(
     for line in summary["missing"]:
         say(plain(f"note: {line}"), error=True)
     say(plain(str(path)))
+    if found.directory.is_finished:
+        say_next({"a file for llama.cpp": export_command(run, run.rstrip("/"))})
 
 
-def _serve(run: str, port: int, open_page: bool, as_json: bool) -> None:
+def _serve(run: str, port: int, open_page: bool, published: bool, as_json: bool) -> None:
     """Serve the report until Ctrl-C."""
     from dwindle.report.run import Run
     from dwindle.report.server import ReportServer
 
-    with ReportServer(Run(Path(run)), port) as server:
+    with ReportServer(Run(Path(run)), port, published=published) as server:
         if as_json:
             print(json.dumps({"url": server.url}), flush=True)
         else:

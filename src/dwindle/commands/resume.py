@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app
+from dwindle.commands.app import SHRINK, Json, app
 from dwindle.commands.training_output import Processes, launch_resume, print_run
 from dwindle.core.run_directory import RunDirectory
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 def resume(
     run: Annotated[str, typer.Argument(help="Directory of a run.")], nproc: Processes = 0, as_json: Json = False
 ) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import JUDGE, Json, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 def runs(
     folder: Annotated[str, typer.Argument(metavar="DIR", help="Directory that contains runs.")] = "runs",
     as_json: Json = False,

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Device, Json, TextField, app, chosen_device, print_result, resolve_model
+from dwindle.commands.app import JUDGE, Device, Json, TextField, app, print_result, resolve_model
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
 from dwindle.core.terminal import say
 from dwindle.evaluation.config import EvalConfig
 
 
-@app.command()
+@app.command(rich_help_panel=JUDGE)
 @options_of(EvalConfig, but=("max_length",))
 def table(
     config: EvalConfig,
@@ -42,7 +42,7 @@ def table(
         texts=text or [],
         text_field=text_field,
         config=config,
-        device=chosen_device(device),
+        device=device,
         published=published,
         notes={name: MISSED for name in models or [] if missed_target(name)},
     )

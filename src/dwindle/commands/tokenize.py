@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, TextField, app, print_result
+from dwindle.commands.app import SHRINK, Json, TextField, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=SHRINK)
 def tokenize(
     inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from dwindle.commands.app import note_odd_sizes
-from dwindle.core.run_directory import RunDirectory
-from dwindle.core.terminal import plain, say
+from dwindle.commands.guidance import export_command, is_main_process, say_next
+from dwindle.core.terminal import say
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
 
@@ -25,20 +25,19 @@ def launch_resume(run: str, nproc: int, as_json: bool) -> None:
 
 
 def print_run(result: Any, as_json: bool) -> None:
-    """How a run ended, and the command that continues it; printed by the first of several processes."""
-    if os.environ.get("RANK", "0") != "0":
+    """How a run ended, how good its model is, and what to do next; printed by the first of several processes."""
+    if not is_main_process():
         return
     if as_json:
         print(json.dumps(result.to_json()))
-    elif result.status == "stopped":
-        say(plain(f"stopped after step {result.step:,}; continue with: {RunDirectory(result.run).resume_command}"))
     else:
-        parts = [f"{result.parameters:,} parameters", f"{result.tokens:,} tokens"]
-        measured = (("loss", result.loss), ("validation", result.valid_loss))
-        parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
-        say(f"finished: {', '.join(parts)}\nmodel: {plain(str(result.model))}")
+        say(result.render())
+    if not as_json and result.status != "stopped":
         prune = result.recipe.prune
         note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
+        if result.target_reached:
+            report = f"dwindle report {quote(str(result.run))}"
+            say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})
     _exit(result)
 
 

@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -40,6 +40,9 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "mul
 
 class Config(BaseModel):
     """Base of all configurations: unknown keys and wrong types are errors, field docstrings are descriptions."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Names that other tools give to a key, for "did you mean"; the key is dotted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -412,6 +415,9 @@ def _unknown(key: Key, owner: type[Config], root: type[Config]) -> str:
         sibling for sibling in siblings if _initials(name) == sibling or _initials(sibling) == name
     ]
     elsewhere = [_dotted(other) for other, _ in iter_fields(root) if other[-1] == name and len(other) > 1]
+    known = root.synonyms.get(name)
+    if known and (not path or known.startswith(f"{_dotted(tuple(path))}.")):
+        return f"unknown key {_dotted(key)}: did you mean {known}?"
     if near or (elsewhere and not path):
         better = _dotted((*path, near[0])) if near else elsewhere[0]
         return f"unknown key {_dotted(key)}: did you mean {better}?"

@@ -21,6 +21,7 @@ COLORS = {
     "stem": "#0c7d62",
     "train": "#6b675f",
     "valid": "#8a2fb0",
+    "source": "#2563c9",
     "size": "#1c1b19",
     "speed": "#2f6f86",
     "warn": "#b3261e",
@@ -88,7 +89,7 @@ def draw(pyplot: Any, figure: Figure) -> Any:
     )
     column = [row[0] for row in axes]
     for axis, panel in zip(column, figure.panels, strict=True):
-        _draw_panel(axis, panel)
+        _draw_panel(axis, panel, named_at_ends=figure.id == "overlay")
         for mark in figure.marks:
             color = COLORS["warn"] if mark.kind == "stop" else "#5d5a54"
             axis.axvline(mark.x, color=color, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
@@ -117,7 +118,7 @@ def draw(pyplot: Any, figure: Figure) -> Any:
         _whole_numbers(bottom.xaxis)
     elif figure.x_unit == "percent":
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
-    if figure.id == "overlay":
+    if figure.id == "overlay" and figure.caption:
         drawn.supxlabel(figure.caption, x=0.01, ha="left", fontsize=8)
     drawn.suptitle(figure.title, x=0.01, ha="left", fontweight="bold")
     return drawn
@@ -140,7 +141,7 @@ def _some_minor_labels(limits: tuple[float, float]) -> Callable[[float, int], st
     return lambda value, _: f"{value:.3g}" if near and f"{value:e}"[0] in "25" else ""
 
 
-def _draw_panel(axis: Any, panel: Panel) -> None:
+def _draw_panel(axis: Any, panel: Panel, *, named_at_ends: bool) -> None:
     for series in panel.series:
         _draw_series(axis, series)
     if panel.log:
@@ -156,9 +157,30 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     elif panel.unit == "count":
         axis.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axis.set_title(panel.label, loc="left", fontsize=9)
-    if panel.named:
+    if panel.named and named_at_ends:
+        _name_ends(axis, panel)
+    elif panel.named:
         many = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(panel.named) > 6 else {"loc": "best"}
         axis.legend(frameon=False, fontsize=8, **many)
+
+
+def _name_ends(axis: Any, panel: Panel) -> None:
+    """Names to the right of where lines end, pushed apart: a legend would hide some of many lines."""
+    low, high = axis.get_ylim()
+    gap = (high - low) * 0.11 / panel.height
+    free = low
+    for series in sorted(panel.named, key=lambda one: one.y[-1]):
+        place = max(series.y[-1], free)
+        free = place + gap
+        axis.text(
+            1.01,
+            place,
+            series.name.split(" (")[0],
+            color=_color(series.color),
+            transform=axis.get_yaxis_transform(),
+            verticalalignment="center",
+            fontsize=8,
+        )
 
 
 def _draw_series(axis: Any, series: Series) -> None:

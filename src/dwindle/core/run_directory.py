@@ -5,6 +5,7 @@ RUN/metrics.jsonl, RUN/ledger.jsonl  append-only logs
 RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoint``)
 RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
 RUN/tokens/, RUN/tensorboard/        tokenized text, TensorBoard's events
+RUN/quality.json                     held-out loss and greedy samples of source and result (``core.quality``)
 RUN/evaluation/, RUN/report.html     results
 RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
 .RUN.replaced                        the run that ``--overwrite`` replaces, until the new one has made a step
@@ -25,6 +26,7 @@ from typing import Any, Literal
 
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_place, remove_abandoned, resolved
+from dwindle.core.quality import Quality, read_quality
 from dwindle.core.reading import parse_json, read_limited
 
 RECIPE = "recipe.toml"
@@ -34,6 +36,7 @@ STRUCTURE = "structure.json"
 """Marks our own model directories: unlike ``config.json``, no other tool writes it. Only these are overwritten."""
 STATE = "state.json"
 REPORT = "report.html"
+QUALITY = "quality.json"
 
 LOGS = (METRICS, LEDGER)
 FOLDERS = ("model", "checkpoints", "milestones", "tokens", "tensorboard")
@@ -58,6 +61,7 @@ class RunDirectory:
         self.metrics = path / METRICS
         self.ledger = path / LEDGER
         self.report = path / REPORT
+        self.quality = path / QUALITY
         self.lock = path / ".lock"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
@@ -109,10 +113,15 @@ class RunDirectory:
 
     def signature(self) -> object:
         """A value that changes whenever a report of the run would."""
-        files = (self.metrics, self.ledger, self.recipe, self.path / STRUCTURE, self.model / STRUCTURE)
+        models = (self.path / STRUCTURE, self.model / STRUCTURE)
+        files = (self.metrics, self.ledger, self.recipe, self.quality, *models)
         results = (self.path / "evaluation", self.model / "evaluation")
         folders = (self.path, self.model, *results, self.checkpoints, self.milestones)
         return self.status, [_stamp(path) for path in (*files, *folders)]
+
+    def read_quality(self) -> Quality | None:
+        """Loss and samples of source and result, of a run or of a model directory by itself; None if not measured."""
+        return read_quality(self.quality)
 
     # Status ------------------------------------------------------------------------------------------------
 

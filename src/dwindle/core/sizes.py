@@ -107,3 +107,18 @@ def format_bytes(value: int | float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.3g} {unit}"
     return f"{value:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """The two largest units: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    seconds = round(seconds)
+    if seconds < 100:
+        return f"{seconds} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours + (minutes >= 30), 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"

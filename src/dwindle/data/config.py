@@ -34,6 +34,8 @@ class DataConfig(Config):
     """Named sources with weights that are true token ratios."""
     valid: list[str] = Field(default_factory=list)
     """Validation text or token files; refused if it is also trained on. Empty: no validation."""
+    holdout: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of each source that is held out for validation instead of ``valid``, in pieces spread over the text."""
     seq_len: Annotated[int, Field(ge=2)] = 1024
     """Tokens per training sequence."""
     text_field: Annotated[str, Field(min_length=1)] = "text"
@@ -53,6 +55,10 @@ class DataConfig(Config):
         """The paths of all sources."""
         return [path for source in self.named_sources().values() for path in source.paths]
 
+    def validated_on(self) -> list[str]:
+        """The paths of the validation text."""
+        return self.valid or (self.trained_on() if self.holdout else [])
+
     def check_values(self) -> None:
         """Refuse what cannot work whatever the files hold; looks at none, so a recipe can be read anywhere."""
         if self.train and self.sources:
@@ -66,6 +72,8 @@ class DataConfig(Config):
                 raise UserError(f"{self.option_of(name)}: is empty: list at least one file")
             if source.max_tokens is not None:
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
+        if self.valid and self.holdout:
+            raise UserError("data.holdout: cannot be combined with data.valid: remove one of them")
         trained = self.trained_on()
         for path in self.valid:
             if path in trained:

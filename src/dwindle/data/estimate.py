@@ -1,8 +1,8 @@
-"""Estimated number of tokens of a text, from its beginning; used by ``dwindle plan``, which reads nothing whole."""
+"""Estimated number of tokens of a text, from its beginning; used by plans, which read nothing whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from dwindle.core.sizes import parse_count
@@ -24,18 +24,26 @@ def streamed_inputs(config: DataConfig) -> list[str]:
     return [name for name in [*config.trained_on(), *config.valid] if name.startswith(HUB_PREFIX)]
 
 
-def estimated_epochs(
-    config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]
-) -> Callable[[int], dict[str, float]]:
-    """A function from the number of samples to the epochs of each source, like ``Mixture.epochs`` but estimated.
-
-    Streamed sources, whose size is unknown, are left out; ``tokenizer`` is called only if there are others.
-    """
+def epochs_of(config: DataConfig, tokens: Mapping[str, float]) -> Callable[[int], dict[str, float]]:
+    """A function from the number of samples to the epochs of each source, like ``Mixture.epochs`` but estimated."""
     sources = config.named_sources()
     total = sum(source.weight for source in sources.values())
+
+    def epochs(samples: int) -> dict[str, float]:
+        seen = {name: samples * config.seq_len * sources[name].weight / total for name in tokens}
+        return {name: seen[name] / max(tokens[name] * (1 - config.holdout), 1) for name in tokens}
+
+    return epochs
+
+
+def estimated_tokens(config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> dict[str, float]:
+    """Tokens of each source; streamed ones, whose size is unknown, are left out.
+
+    ``tokenizer`` is called only if there are others.
+    """
     encoder: DocumentEncoder | None = None
     tokens: dict[str, float] = {}
-    for name, source in sources.items():
+    for name, source in config.named_sources().items():
         if any(path.startswith(HUB_PREFIX) for path in source.paths):
             continue
         encoder = encoder or DocumentEncoder(tokenizer())
@@ -45,12 +53,7 @@ def estimated_epochs(
         few = paths[:: -(-len(paths) // _READ_FILES)]  # a few of many shards, evenly spaced
         found = [min(_tokens(path, encoder, config.text_field, option), most) for path in few]
         tokens[name] = sum(found) * len(paths) / len(few)
-
-    def epochs(samples: int) -> dict[str, float]:
-        seen = {name: samples * config.seq_len * sources[name].weight / total for name in tokens}
-        return {name: seen[name] / max(tokens[name], 1) for name in tokens}
-
-    return epochs
+    return tokens
 
 
 def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:

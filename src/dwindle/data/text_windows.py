@@ -16,7 +16,7 @@ from dwindle.data.token_files import is_token_files
 from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, split_text
 from dwindle.data.training_data import open_stream
-from dwindle.data.windows import random_windows, spread_windows
+from dwindle.data.windows import held_out_windows, random_windows, spread_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +66,36 @@ def calibration_windows(
 
     Only a random sample of passages is tokenized, so a large text costs little more than reading it.
     """
+    stream = _calibration_stream(paths, tokenizer, num_sequences, seq_len, seed, text_field, option)
+    return random_windows(stream, num_sequences, seq_len, seed, option)
+
+
+def calibration_and_held_out(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_sequences: int,
+    seq_len: int,
+    seed: int,
+    num_held_out: int,
+    text_field: str = "text",
+    option: str = "--data",
+) -> tuple[Tensor, Tensor]:
+    """The windows of ``calibration_windows``, and others of the same text (at most ``num_held_out``, maybe none)."""
+    stream = _calibration_stream(paths, tokenizer, num_sequences, seq_len, seed, text_field, option)
+    windows = random_windows(stream, num_sequences, seq_len, seed, option)
+    return windows, held_out_windows(stream, num_sequences, seq_len, seed, num_held_out)
+
+
+def _calibration_stream(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    num_sequences: int,
+    seq_len: int,
+    seed: int,
+    text_field: str,
+    option: str,
+) -> TokenStream:
     for name, value in (("num_sequences", num_sequences), ("seq_len", seq_len)):
         if value < 1:
             raise UserError(f"calibration {name}: {value} must be at least 1")
@@ -78,7 +108,7 @@ def calibration_windows(
         num_chars = num_sequences * (seq_len + 1) * _CHARS_PER_TOKEN
         passages = _sample_passages(texts, num_chars, seed, text_field, option)
         parts.append(MemoryTokens.encode(", ".join(texts), encoder, passages))
-    return random_windows(TokenStream(parts), num_sequences, seq_len, seed, option)
+    return TokenStream(parts)
 
 
 def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str, option: str) -> list[str]:

@@ -11,9 +11,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from dwindle.core.errors import UserError
 from dwindle.data.tokenizing import DocumentEncoder, Tokens
 
 _MAX_COMPARED_DOCUMENTS = 200_000
+_MAX_HELD_OUT_PIECES = 32
 
 
 class TokenPart(Protocol):
@@ -96,6 +98,13 @@ class TokenStream:
             return self.parts[0].fingerprint
         return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
 
+    @property
+    def document_starts(self) -> npt.NDArray[np.int64]:
+        """Position of the first token of every document."""
+        offsets = [0, *self._ends]
+        found = [part.document_starts.astype(np.int64) + at for part, at in zip(self.parts, offsets, strict=False)]
+        return np.concatenate(found)
+
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Token ids [start, stop) as int64, across parts if needed."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
@@ -113,6 +122,57 @@ class TokenStream:
         """Raise UserError if a part does not match its checksum."""
         for part in self.parts:
             part.verify()
+
+
+class TokenSlice:
+    """Tokens [start, stop) of a stream, as a part of another."""
+
+    def __init__(self, stream: TokenStream, start: int, stop: int) -> None:
+        assert 0 <= start < stop <= len(stream)
+        self._stream, self._start, self._stop = stream, start, stop
+
+    @property
+    def label(self) -> str:
+        return ", ".join(part.label for part in self._stream.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self._stream.fingerprint}/{self._start}/{self._stop}".encode()).hexdigest()
+
+    @property
+    def document_starts(self) -> npt.NDArray[np.uint64]:
+        """Of the documents that begin inside; the rest of an earlier one counts as a document."""
+        starts = self._stream.document_starts
+        inside = starts[(starts > self._start) & (starts < self._stop)] - self._start
+        return np.concatenate([np.zeros(1, dtype=np.int64), inside]).astype(np.uint64)
+
+    def read(self, start: int, stop: int) -> Tokens:
+        return self._stream.read(self._start + start, self._start + stop)
+
+    def verify(self) -> None:
+        self._stream.verify()
+
+
+def hold_out(stream: TokenStream, share: float, least: int) -> tuple[TokenStream, TokenStream]:
+    """(To train on, held out): ``share`` of the tokens in pieces spread evenly, none shorter than ``least`` tokens."""
+    total = round(share * len(stream))
+    count = max(1, min(_MAX_HELD_OUT_PIECES, total // (4 * least)))
+    size = max(total // count, least)
+    kept, held, at = list[TokenPart](), list[TokenPart](), 0
+    for number in range(1, count + 1):
+        end = len(stream) * number // count
+        start = max(end - size, at)
+        held.append(TokenSlice(stream, start, end))
+        if start > at:
+            kept.append(TokenSlice(stream, at, start))
+        at = end
+    if not kept:
+        raise UserError(f"data.holdout: only {len(stream)} tokens, too few to hold any out: give more text")
+    return TokenStream(kept), TokenStream(held)
 
 
 def shared_token_count(train: TokenStream, valid: TokenStream) -> int:

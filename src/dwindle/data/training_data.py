@@ -23,7 +23,7 @@ from dwindle.data.token_files import (
     open_token_files,
     write_inputs,
 )
-from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream, shared_token_count
+from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream, hold_out, shared_token_count
 from dwindle.data.tokenizing import DocumentEncoder
 from dwindle.data.windows import spread_windows
 
@@ -55,7 +55,7 @@ def open_training_data(
     encoder = DocumentEncoder(tokenizer)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir is not None else cache_dir
     seed = seed if config.seed is None else config.seed
-    datasets, weights = [], []
+    datasets, weights, held_out = [], [], list[TokenPart]()
     for name, source in config.named_sources().items():
         option = config.option_of(name)
         limit = None if source.max_tokens is None else parse_count(source.max_tokens)
@@ -68,10 +68,17 @@ def open_training_data(
             option=option,
         )
         stream.verify()
+        if config.holdout:
+            stream, held = hold_out(stream, config.holdout, config.seq_len + 1)
+            held_out += held.parts
         datasets.append(PackedDataset(name, stream, config.seq_len, seed, option))
         weights.append(source.weight)
     valid_windows = None
-    if config.valid:
+    if held_out:
+        valid_windows = spread_windows(
+            TokenStream(held_out), config.seq_len, parse_count(config.valid_tokens), "data.holdout"
+        )
+    elif config.valid:
         valid = open_stream(config.valid, encoder, cache_dir=cache, text_field=config.text_field, option="data.valid")
         valid.verify()
         for dataset in datasets:

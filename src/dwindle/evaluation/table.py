@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,13 +25,18 @@ from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources.loading import check_source, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"
 _NONE = "–"
 _PERPLEXITY = {"WikiText-2": "word perplexity"}
 _PER_TEXT = ("bits/byte", "nats/token")
+_LEFT = ("model", "source", "items")
+_ALL = "all"
+WIDTH = 100
+"""Of a terminal; wider tables continue below."""
+_LONGEST_TEXT = 24
 
 
 @dataclass(slots=True)
@@ -44,6 +50,8 @@ class ModelRow:
     tokens: str
     values: dict[str, float]
     note: str = ""
+    items: str = _ALL
+    """Of each task: ``all``, or ``first 100``."""
 
 
 @dataclass(slots=True)
@@ -61,51 +69,120 @@ class ModelTable:
             "columns": self.columns,
             "metrics": self.metrics,
             "rows": [asdict(row) for row in self.rows],
+            "warnings": self.warnings,
             "results": [result.to_json() for result in self.results],
         }
         return finite(found)  # type: ignore[no-any-return]
 
     def text(self) -> str:
-        """Aligned columns, not cut to the terminal's width: that would lose digits."""
-        head = ["model", "source", "parameters", "tokens", *self.columns]
-        cells = [head, *map(self._cells, self.rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-        ]
-        return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *self._footer()])
+        """Aligned columns; those that do not fit into ``WIDTH`` follow in another block, with the model's name."""
+        fixed, values = self._fixed(), self._values()
+        names = fixed.pop(0)
+        blocks, first = [], True
+        while first or values:
+            block = [names, *(fixed if first else [])]
+            while values and (len(block) == 1 or _width([*block, values[0]]) <= WIDTH):
+                block.append(values.pop(0))
+            blocks.append(_aligned(block if first else _measured_rows(block)))
+            first = False
+        return "\n\n".join([*blocks, *(textwrap.fill(line, WIDTH) for line in self._footer())])
 
     def markdown(self) -> str:
         """The table as Markdown."""
-        head = ["model", "source", "parameters", "tokens", *self.columns]
-        lines = ["| " + " | ".join(head) + " |", "|---|---" + "|---:" * (len(head) - 2) + "|"]
-        lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in self._cells(row)) + " |" for row in self.rows]
-        return "\n".join([*lines, *self._footer()])
+        columns = [*self._fixed(), *self._values()]
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in zip(*columns, strict=True)]
+        head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+        marks = "|".join(":--" if column[0] in _LEFT else "---:" for column in columns)
+        return "\n".join([head, f"|{marks}|", *body, *(f"\n{line}" for line in self._footer())])
+
+    def _fixed(self) -> list[list[str]]:
+        """The columns before the scores, each from its head down; only those that tell rows apart or have content."""
+        columns = [
+            ["model", *(_short(row.model) for row in self.rows)],
+            ["source", *(row.kind for row in self.rows)],
+            ["items", *(row.items for row in self.rows)],
+            ["parameters", *(row.parameters for row in self.rows)],
+            ["tokens", *(row.tokens for row in self.rows)],
+        ]
+        return [column for column in columns if column[0] not in ("source", "items") or len(set(column[1:])) > 1]
+
+    def _values(self) -> list[list[str]]:
+        """A column per score."""
+        found = []
+        for name in self.columns:
+            digits = 4 if name.endswith(_PER_TEXT) else 2
+            cells = (f"{row.values[name]:.{digits}f}" if name in row.values else _NONE for row in self.rows)
+            found.append([name, *cells])
+        return found
 
     def _footer(self) -> list[str]:
-        return ["", legend] if (legend := self._legend()) else []
-
-    def _cells(self, row: ModelRow) -> list[str]:
-        digits = {name: 4 if name.endswith(_PER_TEXT) else 2 for name in self.columns}
-        values = (f"{row.values[name]:.{digits[name]}f}" if name in row.values else _NONE for name in self.columns)
-        source = row.kind + (f" ({row.note})" if row.note else "")
-        return [_short(row.model), source, row.parameters, row.tokens, *values]
+        """What the columns mean, notes on rows, and whatever keeps rows from being compared."""
+        notes = [f"{_short(row.model)}: {row.note}." for row in self.rows if row.note]
+        return [line for line in (self._legend(), *notes, *self.warnings) if line]
 
     def _legend(self) -> str:
         """Explains the columns; empty if their names are enough."""
         shown = {name: f"{name}: {metric}" for name, metric in self.metrics.items() if name in self.columns}
         tasks = ", ".join(text for name, text in shown.items() if name not in _PERPLEXITY)
-        legend = f"Zero-shot, in percent; {tasks}." if tasks else ""
+        limits = {row.items for row in self.rows}
+        limited = f", the {limits.pop()} items of each" if len(limits) == 1 and _ALL not in limits else ""
+        legend = f"Zero-shot, in percent{limited}; {tasks}." if tasks else ""
         legend += "".join(f" {text}." for name, text in shown.items() if name in _PERPLEXITY)
         if any(row.kind == PUBLISHED_KIND for row in self.rows):
             legend += " Published rows are from the papers (harness 0.4.3; MMLU with Lighteval), not measured here."
         return legend.strip()
 
+    @property
+    def warnings(self) -> list[str]:
+        """Reasons not to compare the rows: they were measured on different items, or in different ways."""
+        found = []
+        if len({row.items for row in self.rows}) > 1:
+            found.append("Rows with different items (first N, or all) were not measured on the same questions.")
+        for name, key in (("longest sequence", "max_length"), ("engine", "engine"), ("precision", "dtype")):
+            values = [getattr(result, key) for result in self.results]
+            if len(set(values)) > 1:
+                pairs = zip(self.results, values, strict=True)
+                said = ", ".join(f"{_short(result.model)} {value}" for result, value in pairs)
+                found.append(f"Rows differ in {name}: {said}.")
+        return found
 
-def _short(model: str, longest: int = 36) -> str:
-    """The end of a long path; JSON has all of it."""
-    return model if len(model) <= longest else "…/" + "/".join(Path(model).parts[-2:])
+
+def _measured_rows(columns: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Columns without the rows that have no score in them."""
+    rows = list(zip(*columns, strict=True))
+    kept = [row for place, row in enumerate(rows) if place == 0 or set(row[1:]) != {_NONE}]
+    return [list(column) for column in zip(*kept, strict=True)]
+
+
+def _width(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, _stacked(column))) + 2 for column in columns) - 2
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> str:
+    """Columns as lines with a rule below the heads; words are flush left, numbers flush right."""
+    stacked = [_stacked(column) for column in columns]
+    above = 0 if any(column[0] for column in stacked) else 1  # no second line of heads without a text
+    cells = []
+    for column in stacked:
+        width, left = max(map(len, column)), column[1] in _LEFT
+        cells.append([cell.ljust(width) if left else cell.rjust(width) for cell in column[above:]])
+    lines = ["  ".join(row).rstrip() for row in zip(*cells, strict=True)]
+    return "\n".join([*lines[: 2 - above], "-" * _width(columns), *lines[2 - above :]])
+
+
+def _stacked(column: Sequence[str]) -> list[str]:
+    """The head as two lines, the cells as they are: a text's name stands above its measure."""
+    head = column[0]
+    name, _, measure = head.rpartition(" ") if head.endswith(_PER_TEXT) else ("", "", head)
+    return [_short(name, _LONGEST_TEXT), measure, *column[1:]]
+
+
+def _short(name: str, longest: int = 32) -> str:
+    """The last part of a long path, or the end of a long name; JSON has all of it."""
+    if len(name) <= longest:
+        return name
+    last = "…/" + Path(name).name
+    return last if "/" in name and len(last) <= longest else "…" + name[1 - longest :]
 
 
 @takes(EvalConfig)
@@ -117,7 +194,7 @@ def model_table(
     places: Sequence[str] = (),
     texts: Sequence[str] = (),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     published: bool = False,
     notes: Mapping[str, str] | None = None,
 ) -> ModelTable:
@@ -175,7 +252,7 @@ def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
 
 
 def _measure(plan: _Plan, data: EvalData, config: EvalConfig, device: str) -> EvalResult:
-    model, tokenizer = load_with_tokenizer(plan.source, config.dtype or "float32", device)
+    model, tokenizer = load_with_tokenizer(plan.source, config.dtype or "float32", chosen_device(device))
     result = evaluate_model(model, tokenizer, data, name=plan.label, config=config)
     result.tokens = plan.tokens
     return result
@@ -226,7 +303,6 @@ def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> M
             values |= {f"{label} bits/byte": text.bits_per_byte, f"{label} nats/token": text.nats_per_token}
     skipped = sum(count for _, count, _ in result.skipped())
     notes = [note] if note else []
-    notes += [f"first {result.limit}"] if result.limit is not None else []
     notes += [f"{skipped} skipped"] if skipped else []
     return ModelRow(
         result.model,
@@ -235,4 +311,5 @@ def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> M
         _NONE if result.tokens is None else format_count(result.tokens),
         values,
         ", ".join(notes),
+        _ALL if result.limit is None else f"first {result.limit}",
     )

@@ -1,7 +1,7 @@
-"""The model card (``README.md``) of a model directory: what the model is, how it was made, how it scored.
+"""The model card (``README.md``) of a model directory: what the model is, how it was made, how it scored, how it runs.
 
-Everything comes from the ledger, the structure and the recipe. Local paths are shortened to file names, because cards
-are published.
+Everything comes from the ledger, the structure, the recipe and the measured quality. Local paths are shortened to file
+names, because cards are published.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import exp
 from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.quality import Quality
 from dwindle.core.reading import parse_toml
 from dwindle.core.run_directory import LEDGER, STRUCTURE
 from dwindle.core.sizes import format_count, format_range
-from dwindle.sources.aliases import alias_of
+from dwindle.export import card_figure
+from dwindle.export.card_running import Runtime, how_to_run
+from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
@@ -30,148 +34,290 @@ SETTINGS = (
 
 REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_ABSOLUTE_PATH = re.compile(r"(?<![\w:/.])(?:[A-Za-z]:)?[/\\~](?:[^\"'\s,\]]*[/\\])?([^\"'\s,\]/\\]+)")
-_QUOTED_OR_COMMENT = re.compile(r"""("(?:[^"\\\n]|\\.)*"|'[^'\n]*')|\#[^\n]*|[^"'#]+""")
-_STARTS_ABSOLUTE = re.compile(r"(?:[A-Za-z]:)?[/\\~]")
-_META_LIMIT_BYTES = 1 << 20
+_RULES = {
+    "global": "always the least salient group of any layer",
+    "coupled": "always the least salient group of its type, one in every layer",
+    "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
+    "uniform": "the same share of every layer",
+}
+_TRAINING_TOKENS = "training tokens"
+_VALIDATION = "validation loss"
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """The source model: its name, and its hub id and licence if known."""
-
-    name: str
-    hub_id: str | None = None
-    licence: str | None = None
-
-
-def origin_of(source: str, card: Path | None = None) -> Origin:
-    """What is known about a source from its name or, if it is local, from its model card; never from the network.
-
-    ``card`` is that of a model made from the source, which says the same of it.
-    """
-    if (alias := alias_of(source)) is not None:
-        return Origin(source, alias.hub_id, alias.licence)
-    path = Path(source).expanduser()
-    if path.exists():
-        facts = _card_facts((path if path.is_dir() else path.parent) / "README.md")
-        return Origin(path.resolve().name, facts.get("base_model"), facts.get("license"))
-    if _HUB_ID.fullmatch(source):
-        return Origin(source, source)
-    facts = {} if card is None else _card_facts(card)
-    name = re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source
-    return Origin(name, facts.get("base_model"), facts.get("license"))
-
-
-def model_card(
-    *,
-    name: str,
-    source: str,
-    structure: Mapping[str, Any],
-    ledger: Sequence[Mapping[str, Any]],
-    num_parameters: int | None = None,
-    recipe: str | None = None,
-    results: Mapping[str, float | int | str] | None = None,
-    custom_code: bool = False,
-    model_type: str = "",
-    source_card: Path | None = None,
-) -> str:
-    """The model card as Markdown with Hugging Face metadata.
+@dataclass(slots=True)
+class Card:
+    """What a card is made of.
 
     ``structure`` is the content of ``structure.json``, ``results`` are names and values to print, ``custom_code`` says
-    that loading needs the modelling file beside the weights, ``model_type`` is that of the configuration, and
-    ``source_card`` is the card of a model made from the same source.
+    that loading needs the modelling file beside the weights, ``model_type`` is that of the configuration, ``chat`` that
+    the tokenizer has a chat template, ``runtime`` what loads the directory, and ``source_card`` is the card of a model
+    made from the same source.
     """
-    origin = origin_of(source, source_card)
-    prunes = [event for event in ledger if event.get("event") == "prune"]
-    before = next((event.get("parameters") for event in ledger if event.get("event") == "source"), None)
-    after = num_parameters or (prunes[-1].get("parameters") if prunes else before)
-    replayed = any(event.get("replayed") for event in ledger)
+
+    name: str
+    source: str
+    structure: Mapping[str, Any]
+    ledger: Sequence[Mapping[str, Any]]
+    num_parameters: int | None = None
+    recipe: str | None = None
+    results: Mapping[str, float | int | str] | None = None
+    quality: Quality | None = None
+    custom_code: bool = False
+    model_type: str = ""
+    chat: bool = False
+    tokenizer: bool = True
+    runtime: Runtime = "transformers"
+    source_card: Path | None = None
+    origin: Origin = field(init=False)
+    prunes: list[Mapping[str, Any]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.origin = origin_of(self.source, self.source_card)
+        self.prunes = [event for event in self.ledger if event.get("event") == "prune"]
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        return next((event for event in self.ledger if event.get("event") == "source"), {})
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        found = self.first.get("options")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def before(self) -> int | None:
+        found = self.first.get("parameters")
+        return found if isinstance(found, int) else None
+
+    @property
+    def after(self) -> int | None:
+        found = self.num_parameters or (self.prunes[-1].get("parameters") if self.prunes else self.before)
+        return found if isinstance(found, int) else None
+
+    @property
+    def replayed(self) -> bool:
+        return any(event.get("replayed") for event in self.ledger)
+
+    @property
+    def pruned_while_training(self) -> bool:
+        return bool(self.prunes and self.prunes[-1].get("tokens") and not self.replayed)
+
+    @property
+    def trained(self) -> bool:
+        return self.recipe is not None or self.pruned_while_training
+
+
+def model_card(card: Card) -> str:
+    """The card as Markdown with Hugging Face metadata."""
     parts = [
-        _metadata(origin, custom_code, trained=recipe is not None),
-        f"# {_line(name)}",
-        _introduction(origin, before, after, prunes, replayed=replayed),
-        _how_to_load(structure if custom_code else None),
-        _architecture(structure, ledger, prunes),
-        _stored_as(model_type, structure),
-        _how_made(ledger, prunes, recipe, origin.name, replayed=replayed),
-        _results(results),
-        _licence(origin),
+        metadata(card),
+        f"# {one_line(card.name)}",
+        _introduction(card),
+        _section("How it was made", _how_made(card)),
+        _section("Results", _results(card)),
+        _section("Run it", _run_it(card)),
+        _section("Architecture", _architecture(card), _stored_as(card.model_type, card.structure)),
+        _section("Limits", _limits(card)),
+        _settings(card),
         f"Made with dwindle {__version__}. `{STRUCTURE}` lists the indices that were kept, `{LEDGER}` what was "
         "removed and when; both use the source model's indices.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(origin: Origin, custom_code: bool, *, trained: bool) -> str:
-    """The YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
-    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+def _section(title: str, *parts: str) -> str:
+    text = "\n\n".join(part for part in parts if part)
+    return f"## {title}\n\n{text}" if text else ""
+
+
+def metadata(card: Card) -> str:
+    """The card's YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
+    origin, library = card.origin, {"transformers": "transformers", "onnxruntime": "onnx"}.get(card.runtime, "dwindle")
+    lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     if origin.licence:
         lines.append(f"license: {json.dumps(origin.licence)}")
     if origin.hub_id:
         lines += [f"base_model: {json.dumps(origin.hub_id)}", "base_model_relation: finetune"]
-    tags = ["dwindle", "pruned", *(["pruning-aware-pretraining"] if trained else []), *(["custom_code"] * custom_code)]
-    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
+    tags = {"pruning-aware-pretraining": card.recipe is not None, "custom_code": card.custom_code}
+    tags |= {DEQUANTISED: bool(origin.dequantised)}
+    made = "quantised" if card.runtime == "dwindle" else "pruned"
+    shown = ["dwindle", made, *(tag for tag, holds in tags.items() if holds)]
+    return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in shown), "---"])
 
 
-def _introduction(
-    origin: Origin, before: Any, after: Any, prunes: Sequence[Mapping[str, Any]], *, replayed: bool
-) -> str:
-    linked = (
-        f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})" if origin.hub_id else f"`{_line(origin.name)}`"
-    )
-    if not isinstance(before, int) or not isinstance(after, int) or not prunes:
-        size = f", {format_count(after)} parameters" if isinstance(after, int) else ""
-        return f"A model derived from {linked}{size}." + (f" {REPLAYED}" if replayed else "")
-    if replayed:
-        return (
-            f"{linked}, pruned from {format_count(before)} to {format_count(after)} parameters "
-            f"({after / before:.1%}) by {len(prunes):,} prune events of a ledger. {REPLAYED}"
+# What it is and how it was made --------------------------------------------------------------------------------------
+
+
+def link_to(origin: Origin) -> str:
+    """The source by its name, as a link where it is known on the hub."""
+    if origin.hub_id:
+        return f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})"
+    return f"`{one_line(origin.name)}`"
+
+
+def _introduction(card: Card) -> str:
+    before, after = card.before, card.after
+    if before is None or after is None or not card.prunes:
+        size = "" if after is None else f", {format_count(after)} parameters"
+        text = f"A model derived from {link_to(card.origin)}{size}."
+    else:
+        text = (
+            f"{link_to(card.origin)} made smaller: {format_count(after)} of {format_count(before)} parameters "
+            f"({after / before:.1%})."
         )
-    tokens = prunes[-1].get("tokens")
-    while_training = " during continued pretraining" if tokens else " after calibration, without training"
+    quality = card.quality
+    if quality is None or quality.change is None:
+        return text
+    place = "above" if quality.change >= 0 else "below"
+    return f"{text} Its loss is {abs(quality.change):.2f} nats per token {place} the source's {_measured_on(quality)}."
+
+
+def _measured_on(quality: Quality) -> str:
+    kind = "held-out text" if quality.held_out else "the calibration text"
+    names = f" ({one_line(', '.join(quality.text))})" if quality.text else ""
+    return f"on {kind}{names}"
+
+
+def _how_made(card: Card) -> str:
+    """Two sentences: what was removed and how, and what happened to the rest."""
+    rounded = f", dequantised from {card.origin.dequantised}" if card.origin.dequantised else ""
+    before, after = card.before, card.after
+    if before is None or after is None or not card.prunes:
+        kept = f"The weights of {link_to(card.origin)}{rounded} were stored without pruning." if rounded else ""
+        return f"{REPLAYED}" if card.replayed else kept
+    source = f"{link_to(card.origin)} ({format_count(before)} parameters{rounded})"
+    events = f"{len(card.prunes):,} prune events"
+    if card.replayed:
+        return f"{source} was pruned to {format_count(after)} by {events} of a ledger. {REPLAYED}"
+    when = "during continued pretraining" if card.pruned_while_training else "after calibration, without training"
+    return f"{source} was pruned to {format_count(after)} in {events} {when}{_rule(card)}. {_afterwards(card)}"
+
+
+def _rule(card: Card) -> str:
+    """The rule of selection and the metric; empty if the ledger does not record them."""
+    method, metric = card.options.get("method"), card.options.get("metric")
+    rule = _RULES.get(str(method)) or _RULES.get(str(card.options.get("selection")), "")
+    by = f"by the metric `{one_line(str(metric))}`" if metric else ""
+    words = " ".join(part for part in (rule, by) if part)
+    return f": {words}" if rule else f" {by}" if by else ""
+
+
+def _afterwards(card: Card) -> str:
+    """What happened to the weights that were kept."""
+    if not card.trained:
+        updated = "corrected by a second-order update" if card.options.get("second_order") else "not changed"
+        return f"The weights that were kept were {updated}."
+    tables = _tables(card.recipe or "")
+    total = (card.results or {}).get(_TRAINING_TOKENS) or tables["training"].get("tokens")
+    text = "It was trained" + (
+        f" on {format_count(total) if isinstance(total, int) else total} tokens" if total else ""
+    )
+    if card.pruned_while_training:
+        text += f" (pruning ended after {format_count(card.prunes[-1]['tokens'])})"
+    weight = tables["distill"].get("weight")
+    teacher = (
+        f" with {one_line(_teacher(tables, card.origin.name))} as teacher (weight {_words(weight)})" if weight else ""
+    )
+    return f"{text}{teacher}."
+
+
+def _tables(recipe: str) -> dict[str, dict[str, Any]]:
+    """The tables of a recipe that a card reads; empty ones for what is missing or is not a recipe."""
+    try:
+        found = parse_toml(recipe)
+    except ValueError:
+        found = {}
+    named = {name: found.get(name) for name in ("source", "training", "distill")}
+    return {name: table if isinstance(table, dict) else {} for name, table in named.items()}
+
+
+def _teacher(tables: Mapping[str, Mapping[str, Any]], source: str) -> str:
+    own = tables["source"].get("model")  # a padded export names its input as source
+    named = tables["distill"].get("teacher")
+    return origin_of(str(named or own or source)).name + ("" if named else " (the unpruned source)")
+
+
+def _distillation(recipe: str, source: str) -> str:
+    """Teacher and distillation settings; empty without a teacher."""
+    tables = _tables(recipe)
+    settings = tables["distill"]
+    if not settings.get("weight"):
+        return ""
+    few = f", {settings['top_k']} likeliest tokens" if settings.get("top_k") else ""
     return (
-        f"{linked}, pruned from {format_count(before)} to {format_count(after)} parameters "
-        f"({after / before:.1%}) in {len(prunes):,} prune events{while_training}."
+        f"distilled from {_teacher(tables, source)}, weight {_words(settings['weight'])}, "
+        f"temperature {_words(settings.get('temperature', 1.0))}{few}"
     )
 
 
-def _how_to_load(custom: Mapping[str, Any] | None) -> str:
-    """``custom`` is the structure of a model that needs the modelling file."""
-    extra = note = ""
-    if custom is not None:
-        extra = ", trust_remote_code=True"
-        note = f"\n\n{_not_stock(custom)}, so its code is in `modeling_dwindle.py` in this directory."
-    return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+# Results and how to run it -------------------------------------------------------------------------------------------
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this/directory"{extra})
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
-```{note}"""
+
+def _results(card: Card) -> str:
+    quality, rows = card.quality, []
+    if card.before is not None and card.after is not None and card.prunes:
+        share = f"{card.after / card.before:.1%}"
+        rows.append(("parameters", format_count(card.before), format_count(card.after), share))
+    if quality is not None and quality.change is not None:
+        source, result = quality.source_loss or 0.0, quality.result_loss or 0.0
+        name = f"{_VALIDATION} (nats per token)" if quality.held_out else "loss (nats per token)"
+        rows.append((name, f"{source:.4f}", f"{result:.4f}", f"{quality.change:+.4f}"))
+        if max(source, result) < 15:
+            rows.append(("perplexity", f"{exp(source):.4g}", f"{exp(result):.4g}", f"× {exp(quality.change):.3g}"))
+    measured = quality is not None and quality.change is not None
+    for name, value in (card.results or {}).items():
+        if not (measured and name.startswith(_VALIDATION)):
+            rows.append((one_line(name), "", _words(value), ""))
+    if not rows:
+        return ""
+    cells = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = f"| | source | this model | change |\n|---|---:|---:|---:|\n{cells}"
+    return "\n\n".join(part for part in (table, _samples(quality)) if part)
+
+
+def _samples(quality: Quality | None) -> str:
+    """Source and result side by side, after the same held-out beginning."""
+    shown = [] if quality is None else [s for s in quality.samples if s.source is not None and s.result is not None]
+    if not shown:
+        return ""
+    rows = "\n".join(
+        f"| {_plain(sample.prompt)} | {_plain(sample.source or '')} | {_plain(sample.result or '')} |"
+        for sample in shown
+    )
+    table = f"| beginning | source | this model |\n|---|---|---|\n{rows}"
+    return f"The likeliest continuation of the same beginnings, token by token:\n\n{table}"
+
+
+def _run_it(card: Card) -> str:
+    padded = any(len(set(groups.values())) > 1 for groups in _kv_groups(card.structure))
+    custom = card.custom_code and card.runtime == "transformers"
+    code = how_to_run(card.runtime, chat=card.chat, custom_code=custom, padded=padded, tokenizer=card.tokenizer)
+    if not custom:
+        return code
+    return f"{_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory.\n\n{code}"
+
+
+def _kv_groups(structure: Mapping[str, Any]) -> list[Counter[int]]:
+    return [Counter(layer["kv_of_query"]) for layer in structure.get("layers") or []]
 
 
 def _not_stock(structure: Mapping[str, Any]) -> str:
     """Why transformers' own classes cannot load the model."""
     layers = structure.get("layers") or []
-    groups = [Counter(la["kv_of_query"]) for la in layers]
-    found = (
-        ["query groups of different sizes within a layer"] if any(len(set(of.values())) > 1 for of in groups) else []
-    )
+    uneven = any(len(set(groups.values())) > 1 for groups in _kv_groups(structure))
+    found = ["query groups of different sizes within a layer"] if uneven else []
     heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers if la["query_heads"]}
     different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len({len(la["ffn"]) for la in layers}) > 1))]
     found += [f"layers with different numbers of {' and '.join(different)}"] if different else []
     return f"The model has {' and '.join(found)}" if found else "No stock configuration supports its sizes"
 
 
-def _architecture(
-    structure: Mapping[str, Any], ledger: Sequence[Mapping[str, Any]], prunes: Sequence[Mapping[str, Any]]
-) -> str:
-    layers = structure.get("layers") or []
+def _architecture(card: Card) -> str:
+    structure, layers = card.structure, card.structure.get("layers") or []
     if not layers:
         return ""
     gone = dict.fromkeys(KINDS, 0)
-    for event in prunes:
+    for event in card.prunes:
         if event.get("type") in gone:
             gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, ffn = [len(la["query_heads"]) for la in layers], [len(la["ffn"]) for la in layers]
@@ -180,12 +326,14 @@ def _architecture(
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(num_with_heads, 1)), format_range(heads)),
-        ("key/value heads per layer", _kv_before(kv, ledger, gone["attn"]), format_range(kv)),
+        ("key/value heads per layer", _kv_before(kv, card.first, gone["attn"]), format_range(kv)),
         ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
         ("layers", f"{num}", f"{num}"),
     ]
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
-    return f"## Architecture\n\n| | before | after |\n|---|---|---|\n{table}"
+    drawn = card_figure.architecture_svg(structure, card.ledger) is not None
+    figure = f"![Heads and FFN channels of every layer: filled is kept]({card_figure.NAME})\n\n" if drawn else ""
+    return f"{figure}| | before | after |\n|---|---:|---:|\n{table}"
 
 
 def _stored_as(model_type: str, structure: Mapping[str, Any]) -> str:
@@ -204,95 +352,50 @@ def mistral_note(model_type: str, hidden: int, heads: int) -> str:
     )
 
 
-def _kv_before(now: Sequence[int], ledger: Sequence[Mapping[str, Any]], heads_gone: int) -> str:
+def _kv_before(now: Sequence[int], source: Mapping[str, Any], heads_gone: int) -> str:
     """Key/value heads of the source; old ledgers do not record them, but without pruned heads they are unchanged."""
-    source = next((event for event in ledger if event.get("event") == "source"), {})
     before = source.get("layer_kv_heads") or (None if heads_gone else now)
     return format_range(before) if before else "–"
 
 
-def _how_made(
-    ledger: Sequence[Mapping[str, Any]],
-    prunes: Sequence[Mapping[str, Any]],
-    recipe: str | None,
-    source: str,
-    *,
-    replayed: bool,
-) -> str:
-    """Settings and recipe; for a replay only the settings of the selection, as no training or repair took place."""
-    options = next((event.get("options") for event in ledger if event.get("event") == "source"), None)
-    options = options if isinstance(options, Mapping) else {}
-    chosen = {key: options[key] for key in SETTINGS if key in options}
-    if replayed:
+# Limits and settings -------------------------------------------------------------------------------------------------
+
+
+def _limits(card: Card) -> str:
+    quality, lines = card.quality, []
+    if quality is not None and quality.needs_training and not card.trained:
+        lines.append("It needs training: pruning alone has raised its loss; `dwindle pretrain` continues from here.")
+    if quality is not None and quality.change is not None:
+        lines.append(f"Losses are of {quality.tokens:,} tokens of the text named above; elsewhere more may be lost.")
+    elif card.prunes:
+        lines.append("How much pruning cost was not measured here: `dwindle eval` measures it.")
+    if card.chat:
+        lines.append("How well it still follows instructions, and what it refuses, was not measured.")
+    if card.origin.dequantised:
+        lines.append(f"Its source is {card.origin.dequantised}: what that rounding lost is lost here, too.")
+    if not card.origin.licence:
+        lines.append("The source model's licence, which also applies here, is not recorded: add it before publishing.")
+    return "\n".join(f"- {text}" for text in lines)
+
+
+def _settings(card: Card) -> str:
+    """Settings and recipe, folded; for a replay only those of the selection, as no training or repair took place."""
+    chosen = {key: card.options[key] for key in SETTINGS if key in card.options}
+    if card.replayed:
         chosen.pop("second_order", None)
-    lines = [f"- {key}: {_line(_words(value))}" for key, value in chosen.items()]
-    if prunes and prunes[-1].get("tokens") and not replayed:
-        lines.append(f"- last group removed after {format_count(prunes[-1]['tokens'])} tokens")
-    if teacher := _teacher(recipe or "", source):
-        lines.append(f"- {_line(teacher)}")
-    if replayed and lines:
-        lines = ["Settings of the run that wrote the ledger:", "", *lines]
-    text = "## How it was made\n\n" + "\n".join(lines) if lines else ""
-    if recipe:
-        shown = without_paths(recipe).rstrip()
+    lines = [f"- {key}: {one_line(_words(value))}" for key, value in chosen.items()]
+    if distilled := _distillation(card.recipe or "", card.origin.name):
+        lines.append(f"- {one_line(distilled)}")
+    parts = ["\n".join(lines)]
+    if card.recipe:
+        shown = without_paths(card.recipe).rstrip()
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
-        text += f"\n\n{fence}toml\n{shown}\n{fence}" if text else f"## How it was made\n\n{fence}toml\n{shown}\n{fence}"
-    return text
-
-
-def _teacher(recipe: str, source: str) -> str:
-    """Teacher and distillation settings; empty without a teacher."""
-    try:
-        sections = parse_toml(recipe)
-    except ValueError:
+        parts.append(f"{fence}toml\n{shown}\n{fence}")
+    if not any(parts):
         return ""
-    settings, trained = sections.get("distill"), sections.get("source")
-    if not isinstance(settings, dict) or not settings.get("weight"):
-        return ""
-    own = trained.get("model") if isinstance(trained, dict) else None  # a padded export names its input as source
-    named = settings.get("teacher")
-    who = origin_of(str(named or own or source)).name + ("" if named else " (the unpruned source)")
-    few = f", {settings['top_k']} likeliest tokens" if settings.get("top_k") else ""
-    return (
-        f"distilled from {who}, weight {_words(settings['weight'])}, "
-        f"temperature {_words(settings.get('temperature', 1.0))}{few}"
-    )
-
-
-def without_paths(text: str) -> str:
-    """Absolute paths shortened to their last part, so that a published card does not expose its author's machine."""
-    return _QUOTED_OR_COMMENT.sub(lambda part: _quoted(part[0]) if part[1] else _unquoted(part[0]), text)
-
-
-def _unquoted(text: str) -> str:
-    return _ABSOLUTE_PATH.sub(r"\1", text)
-
-
-def _quoted(text: str) -> str:
-    """A TOML string with a path shortened; the path ends at the closing quote and may hold spaces."""
-    try:
-        value = str(parse_toml(f"value = {text}")["value"])
-    except ValueError:
-        value = text[1:-1]
-    if not _STARTS_ABSOLUTE.match(value):
-        return _unquoted(text)
-    last = re.split(r"[/\\]", value.rstrip("/\\"))[-1]
-    if not last:
-        return text
-    return f"'{last}'" if text[0] == "'" else json.dumps(last, ensure_ascii=False)
-
-
-def _results(results: Mapping[str, float | int | str] | None) -> str:
-    if not results:
-        return ""
-    rows = "\n".join(f"| {_line(str(name))} | {_words(value)} |" for name, value in results.items())
-    return f"## Results\n\n| | |\n|---|---|\n{rows}"
-
-
-def _licence(origin: Origin) -> str:
-    if origin.licence:
-        return ""
-    return "The source model's licence, which also applies here, is not recorded: add it before publishing."
+    title = "Settings of the run that wrote the ledger" if card.replayed else "Settings"
+    text = "\n\n".join(part for part in parts if part)
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def _was(value: float) -> str:
@@ -307,21 +410,12 @@ def _words(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     """One line that cannot close a table cell, heading or code span, nor start HTML."""
     flat = " ".join(text.split()).replace("`", "'").replace("|", "/")
     return flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _card_facts(path: Path) -> dict[str, str]:
-    """``license`` and ``base_model`` from a card's metadata, if they are plain strings."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(_META_LIMIT_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return {}
-    match = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    found = re.findall(
-        r"^(license|base_model):[ \t]*[\"']?([\w./-]+)[\"']?[ \t]*$", match[1] if match else "", re.MULTILINE
-    )
-    return dict(found)
+def _plain(text: str) -> str:
+    """A model's words in a table cell, where nothing of them is Markdown."""
+    return re.sub(r"([\\*_\[\]#~!$])", r"\\\1", one_line(text))

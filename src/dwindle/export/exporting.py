@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -18,15 +19,18 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
-from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory
+from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import gguf_writer, verification
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.origin import origin_of
 from dwindle.export.resize import Resized, resize
+from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
@@ -35,7 +39,7 @@ FORMATS = ("hf", "gguf", "onnx")
 
 
 @dataclass(slots=True)
-class Exported:
+class Exported(Shown):
     """What was written, what padding it cost, and how closely it matches the source."""
 
     out: Path
@@ -61,6 +65,10 @@ class Exported:
             "warnings": self.warnings,
         }
 
+    def ways_to_run(self) -> dict[str, str]:
+        """Runtimes and the command line for each."""
+        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"))
+
     def render(self) -> str:
         lines = [
             f"{self.out}: {self.format} ({self.architecture}, {self.type}), {self.parameters:,} parameters, "
@@ -78,7 +86,7 @@ def export(
     to: str,
     out: str | PathLike[str],
     *,
-    type_: str | None = None,
+    type: str | None = None,
     stock: bool = False,
     round_to: int | None = None,
     verify: bool = True,
@@ -88,7 +96,7 @@ def export(
     """Write a model for another runtime and verify that it computes the same.
 
     ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
-    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type_`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
+    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
     ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
     padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
     hidden and FFN widths to a multiple (32 for quantized GGUF). An output that differs from the source is deleted and
@@ -102,7 +110,7 @@ def export(
     if not isinstance(source, Loaded):
         source = model_of_run(Path(source)) or source
     target = Path(out)
-    kind = _chosen_type(to, type_)
+    kind = _chosen_type(to, type)
     _check_target(to, target, verify, overwrite, _files_read(source))
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
@@ -184,20 +192,13 @@ class _Export:
         model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
-        name = Path(self.loaded.source).stem or "dwindle"
+        about = self._gguf_about()
         with atomic_file(self.target) as path:
-            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, name=name)
+            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, **about)
             verified = None
             if self.verify:
                 reference = _with_tensors(model, written.stored) if written.stored else model
-                verified = verification.verify_llamacpp(
-                    path,
-                    reference,
-                    self.loaded.tokenizer,
-                    self._prompts(),
-                    type_=self.type,
-                    threads=self.threads,
-                )
+                verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
         result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
         if vocabulary.warning:
@@ -205,6 +206,19 @@ class _Export:
         if written.fallbacks:
             result.warnings.append(self._fallback_text(model, written))
         return result
+
+    def _verified_gguf(self, path: Path, reference: Any) -> Verified:
+        """A file that may be good is kept under another name, for the user to judge."""
+        prompts, tokenizer = self._prompts(), self.loaded.tokenizer
+        try:
+            return verification.verify_llamacpp(
+                path, reference, tokenizer, prompts, type_=self.type, threads=self.threads
+            )
+        except verification.Doubtful as doubt:
+            kept = self.target.with_name(f"{self.target.stem}.unverified.gguf")
+            os.replace(path, kept)
+            how = f"judge it with `dwindle generate {quote(str(kept))} '{PROMPT}'`, or export without verification"
+            raise verification.Mismatch(f"{doubt}: kept as {kept}: {how}") from doubt
 
     def onnx(self) -> Exported:
         from dwindle.export.onnx_graph import write_onnx
@@ -239,6 +253,7 @@ class _Export:
             ledger=ledger,
             recipe=self._recipe(),
             source_card=Path(self.loaded.source) / "README.md",
+            quality=None if source == self.loaded.source else RunDirectory(Path(self.loaded.source)).read_quality(),
             overwrite=self.overwrite,
             weights=weights,
         )
@@ -271,6 +286,17 @@ class _Export:
         settings = {"made_stock": resized.cost()} if resized is not None and resized.changed else {}
         event = source_event(self.loaded.source, anatomy, settings)
         return anatomy.source, [event], self.loaded.source
+
+    def _gguf_about(self) -> dict[str, str]:
+        """Name, description and licence for the metadata: a GGUF file has no card."""
+        place = Path(self.loaded.source)
+        _, ledger, source = self._history(self.loaded.model, None)
+        origin, before = origin_of(source), ledger[0].get("parameters")
+        text = f"{origin.hub_id or origin.name}, written by dwindle for llama.cpp and what is built on it."
+        if len(ledger) > 1 and isinstance(before, int):
+            text = f"{text[:-1]}: pruned from {before:,} to {ledger[-1].get('parameters', before):,} parameters."
+        name = model_title(place) if place.is_dir() else place.stem or "dwindle"
+        return {"name": name, "description": text, "licence": origin.licence or ""}
 
     def _recipe(self) -> str | None:
         """The recipe of the run that the model belongs to, for the model card."""

@@ -127,13 +127,19 @@ def window_period(kinds: Sequence[str]) -> int | None:
     return period if slides == [(number + 1) % period != 0 for number in range(len(slides))] else None
 
 
-def write_gguf(path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, name: str) -> Written:
+def write_gguf(
+    path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, name: str, description: str = "", licence: str = ""
+) -> Written:
     """Write all tensors and the metadata; rows that are not a whole number of blocks are stored as f16."""
     gguf = import_gguf()
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     try:
         writer.add_name(name)
+        if description:
+            writer.add_description(description)
+        if licence:
+            writer.add_license(licence)
         writer.add_file_type(_FILE_TYPES[type_])
         for key, value in _hyperparameters(model, architecture).items():
             _add(writer, f"{architecture}.{key}", value)

@@ -21,8 +21,10 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
-from dwindle.core.run_directory import LEDGER, STRUCTURE, model_title
-from dwindle.export.card import model_card
+from dwindle.core.quality import Quality
+from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
+from dwindle.export import card_figure
+from dwindle.export.card import Card, model_card
 from dwindle.pruning.ledger import Event
 
 
@@ -44,6 +46,8 @@ class About(TypedDict):
     """For the card."""
     source_card: NotRequired[Path | None]
     """For the card: that of an earlier model made from the same source."""
+    quality: NotRequired[Quality | None]
+    """Loss and samples of source and result; written as ``quality.json``, and for the card."""
 
 
 def save_model(
@@ -119,18 +123,26 @@ def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: b
         tokenizer.save_pretrained(folder)
     (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
     (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
-    card = model_card(
+    if (quality := about.get("quality")) is not None:
+        quality.write(folder / QUALITY)
+    card = Card(
         name=model_title(out),
         source=about["source"],
         structure=structure,
         ledger=about["ledger"],
         recipe=about.get("recipe"),
         results=about.get("results"),
-        custom_code=is_custom(model.config),
+        quality=about.get("quality"),
+        custom_code=weights and is_custom(model.config),
         model_type=model.config.model_type,
+        chat=bool(getattr(tokenizer, "chat_template", None)),
+        tokenizer=tokenizer is not None,
+        runtime="transformers" if weights else "onnxruntime",
         source_card=about.get("source_card"),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / "README.md").write_text(model_card(card), encoding="utf-8")
+    if (figure := card_figure.architecture_svg(structure, about["ledger"])) is not None:
+        (folder / card_figure.NAME).write_text(figure, encoding="utf-8")
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

@@ -54,6 +54,17 @@ class OnnxEngine:
         logits: npt.NDArray[np.float32] = found["logits"]
         return logits
 
+    def generate(self, ids: list[int], count: int, end: int | None = None) -> list[int]:
+        """The greedy continuation, at most ``count`` tokens or up to the token ``end``."""
+        self.reset()
+        fresh, found = list(ids), list[int]()
+        while len(found) < count:
+            fresh = [int(self.step(np.asarray([fresh], np.int64))[0, -1].argmax())]
+            if fresh[0] == end:
+                break
+            found += fresh
+        return found
+
     def timed(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
         """Milliseconds for the whole prompt and per generated token."""
         self.reset()

@@ -34,14 +34,21 @@ weights or, for quantized types, to 8 bits. Measured on tiny models, stories260K
 0.003 to 0.04 (bf16), 0.007 to 0.10 (quantized). For comparison: an FFN scaled by 1.5 gives 0.23 or more, wrong row
 order more than 1."""
 
-ROUNDING_FACTOR, ROUNDING_CAP = 3.0, 0.5
-"""A model that was pruned without training can have such large activations that their rounding alone exceeds the
-tolerance (0.24 for SmolLM2 pruned by magnitude). Then the allowed difference is this factor times the effect of the
-same rounding in torch, at most the cap."""
+ROUNDING_FACTOR, ROUNDING_CAP = 3.0, 1.0
+"""What the runtime must lose by rounding activations depends on the model: it is measured in torch, with the weights as
+stored and the same rounding, and this factor times it is allowed where that is more than the tolerance, at most the
+cap. Correct exports of stories260K and SmolLM2, pruned by taylor, magnitude and random, are 0.6 to 1.2 times it."""
+
+DOUBT_FACTOR = 2.0
+"""An export whose difference is above the allowed one, but not by more than this, is kept under another name."""
 
 
 class Mismatch(UserError):
     """The exported model does not compute the same as its source; the output was removed."""
+
+
+class Doubtful(Mismatch):
+    """The difference is a little above what rounding explains; the output may be good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +91,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
-def check(verified: Verified) -> Verified:
-    """Return ``verified``, or raise ``Mismatch`` if its error exceeds the tolerance."""
-    if not verified.max_error <= verified.tolerance:
-        raise Mismatch(
-            f"export: the exported model differs from its source in {verified.runtime} ({verified.measure} "
-            f"{verified.max_error:.3g}, allowed {verified.tolerance:.3g}): the output was removed"
-        )
-    return verified
+def check(verified: Verified, *, doubt_factor: float = 1.0) -> Verified:
+    """Return ``verified``, or raise ``Mismatch`` if its error exceeds the tolerance, ``Doubtful`` up to the factor."""
+    if verified.max_error <= verified.tolerance:
+        return verified
+    problem = (
+        f"export: the exported model differs from its source in {verified.runtime} ({verified.measure} "
+        f"{verified.max_error:.3g}, allowed {verified.tolerance:.3g})"
+    )
+    if verified.max_error <= doubt_factor * verified.tolerance:
+        raise Doubtful(problem)
+    raise Mismatch(f"{problem}: the output was removed")
 
 
 def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, remote_code: bool) -> Verified:
@@ -139,28 +149,31 @@ def verify_llamacpp(
     try:
         with RuntimeProcess("llamacpp", path, threads=threads, context=context) as runtime:
             _same_tokens(runtime, tokenizer)
-            errors = torch.cat([_prompt_errors(runtime, reference, ids) for ids in prompts])
+            found = [_prompt_errors(runtime, reference, ids) for ids in prompts]
     except RuntimeFailure as error:
         raise Mismatch(f"export: llama.cpp cannot run the exported file ({error}): the output was removed") from error
+    errors = torch.cat([differences for differences, _ in found])
     if type_ == "f32":
         return check(Verified("llama.cpp", float(errors.max()), tolerance, "largest difference of a log-probability"))
-    found = float(errors.mean())
-    if tolerance < found <= ROUNDING_CAP:
-        usual = ROUNDING_FACTOR * activation_rounding_error(reference, prompts, type_)
-        tolerance = max(tolerance, min(usual, ROUNDING_CAP))
-    return check(Verified("llama.cpp", found, tolerance, "mean difference of a log-probability"))
+    rounding = activation_rounding_error(reference, [ids for _, ids in found], type_, NUM_CONTINUED)
+    tolerance = max(tolerance, min(ROUNDING_FACTOR * rounding, ROUNDING_CAP))
+    verified = Verified("llama.cpp", float(errors.mean()), tolerance, "mean difference of a log-probability")
+    return check(verified, doubt_factor=DOUBT_FACTOR)
 
 
-def activation_rounding_error(reference: Any, prompts: list[list[int]], type_: str) -> float:
-    """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp."""
-    expected = [logits_of(reference, ids).log_softmax(-1) for ids in prompts]
+def activation_rounding_error(reference: Any, sequences: list[list[int]], type_: str, last: int) -> float:
+    """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp.
+
+    Of the 20 likeliest tokens at the ``last`` places of each sequence.
+    """
+    expected = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
     hooks = [
         layer.register_forward_pre_hook(lambda _, inputs: (rounded_input(inputs[0], type_), *inputs[1:]))
         for layer in reference.modules()
         if isinstance(layer, nn.Linear)
     ]
     try:
-        found = [logits_of(reference, ids).log_softmax(-1) for ids in prompts]
+        found = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
     finally:
         for hook in hooks:
             hook.remove()
@@ -191,16 +204,17 @@ def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
             )
 
 
-def _prompt_errors(runtime: RuntimeProcess, reference: Any, ids: list[int]) -> Tensor:
-    """Differences of log-probabilities over llama.cpp's greedy continuation.
+def _prompt_errors(runtime: RuntimeProcess, reference: Any, ids: list[int]) -> tuple[Tensor, list[int]]:
+    """Differences of log-probabilities over llama.cpp's greedy continuation, and the tokens up to its last place.
 
     For each position those of the 20 likeliest tokens, and by how much the reference prefers its own choice to
     llama.cpp's (halved, because both may be off).
     """
     places = runtime.call("greedy", ids=ids, count=NUM_CONTINUED, top=20)
     chosen = [place[0][0] for place in places]
-    expected = logits_of(reference, [*ids, *chosen[:-1]]).log_softmax(-1)[len(ids) - 1 :]
+    sequence = [*ids, *chosen[:-1]]
+    expected = logits_of(reference, sequence).log_softmax(-1)[len(ids) - 1 :]
     tokens, found = (torch.tensor([[entry[part] for entry in place] for place in places]) for part in (0, 1))
     differences = (expected.gather(1, tokens) - found).abs()
     ties = (expected.max(-1).values - expected.gather(1, tokens)[:, 0]) / 2
-    return torch.nan_to_num(torch.cat([differences.flatten(), ties]), nan=float("inf"))
+    return torch.nan_to_num(torch.cat([differences.flatten(), ties]), nan=float("inf")), sequence

@@ -22,11 +22,13 @@ from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.export.quantised_card import quantised_card
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
@@ -60,7 +62,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 @dataclass(slots=True)
-class Quantized:
+class Quantized(Shown):
     """The quantized model, how it was made and, if validation text was given, its perplexity."""
 
     model: Any = field(repr=False)
@@ -120,7 +122,7 @@ def quantize(
     data: Sequence[str] = (DEFAULT_TEXT,),
     valid: Sequence[str] = (),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     overwrite: bool = False,
 ) -> Quantized:
     """Quantize a model's weights (and for ``w8a8`` its activations), calibrated on text; write it to ``out`` if given.
@@ -261,8 +263,21 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
             model.generation_config.save_pretrained(folder)
         result.tokenizer.save_pretrained(folder)
         (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
         for file in folder.iterdir():
             file.chmod(0o644)
+
+
+def _card(result: Quantized, out: Path) -> str:
+    """What the directory holds, what loads it, and what rounding cost."""
+    return quantised_card(
+        name=out.resolve().name,
+        source=result.source,
+        scheme=f"{result.scheme}: {SCHEMES[result.scheme].note}",
+        num_bytes=(result.bytes_before, result.bytes_after),
+        perplexity=result.perplexity,
+        chat=bool(getattr(result.tokenizer, "chat_template", None)),
+    )
 
 
 def _mark_config(path: Path, scheme: str) -> None:

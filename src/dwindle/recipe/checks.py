@@ -36,8 +36,8 @@ def _require(holds: bool, key: str, problem: str) -> None:
 def _check_source_and_validation(recipe: Recipe) -> None:
     _require(bool(recipe.source.model.strip()), "source.model", "is empty: name the model to prune")
     validation = recipe.validation
-    has_something = bool(recipe.data.valid or validation.tasks) or validation.every <= 0
-    _require(has_something, "validation.every", "needs text in data.valid, or validation.tasks: add one, or set 0")
+    has_something = bool(recipe.data.validated_on() or validation.tasks) or validation.every <= 0
+    _require(has_something, "validation.every", "needs data.valid, data.holdout or validation.tasks: add one, or set 0")
 
 
 def _check_amounts(recipe: Recipe) -> None:

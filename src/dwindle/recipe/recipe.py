@@ -6,8 +6,9 @@ A recipe is read once, resolved with the command line's overrides, checked as a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -17,12 +18,37 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.checks import check_recipe
+from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
 from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
 
 
 class Recipe(Config):
     """One run."""
+
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "training.lr",
+        "batch_size": "training.tokens_per_step",
+        "per_device_train_batch_size": "training.micro_batch",
+        "max_steps": "training.tokens",
+        "num_train_epochs": "training.tokens",
+        "steps": "training.tokens",
+        "epochs": "training.tokens",
+        "max_grad_norm": "training.clip",
+        "warmup_ratio": "training.warmup",
+        "bf16": "training.precision",
+        "dtype": "training.precision",
+        "sparsity": "prune.target",
+        "size": "prune.target",
+        "to": "prune.target",
+        "block_size": "data.seq_len",
+        "max_seq_length": "data.seq_len",
+        "context_length": "data.seq_len",
+        "dataset": "data.train",
+        "text": "data.train",
+        "eval_steps": "validation.every",
+        "save_steps": "checkpoint.every",
+    }
 
     source: ModelConfig
     """Where training starts."""
@@ -86,15 +112,20 @@ class Recipe(Config):
 
 
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe file, apply ``section.key=value`` overrides, and check the result."""
+    """Read a recipe (a file, or the name of a ready-made one), apply ``section.key=value`` overrides, and check it."""
+    return recipe_from(read_toml(find_recipe(path)), overrides, str(path))
+
+
+def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
+    """A checked recipe from parsed TOML; ``where`` names the file in errors."""
     overrides = list(overrides)
-    data = apply_overrides(read_toml(path), overrides, Recipe)
+    data = apply_overrides(tables, overrides, Recipe)
     try:
         recipe = from_dict(Recipe, data)
         recipe.check()
     except UserError as error:
         given = [text for text in overrides if str(error).startswith(f"{text.partition('=')[0].strip()}:")]
-        raise UserError(f"override {given[-1]}: {error}" if given else f"{path}: {error}") from None
+        raise UserError(f"override {given[-1]}: {error}" if given else f"{where}: {error}") from None
     return recipe
 
 

@@ -29,13 +29,13 @@ NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden chann
 def build_figures(run: Run) -> list[Figure]:
     """All figures that the run has data for."""
     figures = [
+        _loss(run),
+        _tasks(run),
         _saliency(run),
         _share(run),
         layer_figure(run),
-        _loss(run),
         _throughput(run),
         _optimizer(run),
-        _tasks(run),
     ]
     return [figure for figure in figures if figure is not None and any(p.series for p in figure.panels)]
 
@@ -61,11 +61,11 @@ def _smoothed(name: str, color: str, x: Floats, y: Floats) -> list[Series]:
 
 
 def _event_axis(run: Run) -> tuple[Floats, str]:
-    """Tokens at each event; for pruning without training the number of the event."""
+    """Tokens at each event; for pruning without training the heads and channels removed up to it, over all layers."""
     tokens = np.array(run.ledger.prunes.tokens)
     if len(tokens) and tokens.max() > 0:
         return tokens, "tokens"
-    return np.arange(1.0, len(tokens) + 1), "groups removed"
+    return np.cumsum(np.array(run.ledger.prunes.sizes)), "groups removed"
 
 
 def _saliency(run: Run) -> Figure | None:
@@ -103,7 +103,8 @@ def _share(run: Run) -> Figure | None:
     # the curve is flat after the last event: show a little of it
     end = min(max([x[-1], *run.metrics.tokens[-1:]]), 1.25 * x[-1]) if label == "tokens" else x[-1]
     series = []
-    for place, kind in enumerate(KINDS):
+    removed = [(place, kind) for place, kind in enumerate(KINDS) if run.ledger.num_gone(kind)]
+    for place, kind in removed:
         own = np.cumsum(np.where(kinds == place, sizes, 0.0))
         if run.architecture is not None:
             own = own * 100 / max(run.architecture.total(kind), 1)
@@ -114,6 +115,8 @@ def _share(run: Run) -> Figure | None:
     caption = "Share of the source's heads and channels that was removed, over all layers."
     if not known:
         caption = "Number of removed heads and channels; the source's sizes are not known yet."
+    if kept := [NAMES[kind] for kind in KINDS if not run.ledger.num_gone(kind)]:
+        caption += f" All {' and '.join(kept)} are kept."
     return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
 
 
@@ -125,18 +128,23 @@ def _loss(run: Run) -> Figure | None:
     loss, valid = metrics.column("loss"), metrics.column("valid_loss")
     losses = _smoothed("train", "train", tokens[loss.rows], loss.values) if len(loss) else []
     taught = metrics.column("distill_loss")
-    if len(taught):
-        losses += _smoothed("distillation", "stem", tokens[taught.rows], taught.values)
     if len(valid):
         losses.append(line("validation", "valid", tokens[valid.rows], valid.values, style="dots"))
+    if losses and (source := source_line(run)) is not None:
+        losses.append(source)
     panels = [Panel("loss, nats per token", "number", losses, top=_calm_top(loss.values), height=1.5)]
     if (sizes := _parameters(run)) is not None:
         panels.append(sizes)
     if not losses:
         return None
+    if len(taught):  # its own axis: it is far below the loss
+        distance = _smoothed("distillation", "stem", tokens[taught.rows], taught.values)
+        panels.append(Panel("distillation, nats per token", "number", distance, zero=True, height=0.8))
     caption = "Ticks mark prune events, dashed lines compactions, which rebuild the model without its pruned parts."
     if len(taught):
         caption += " Distillation: KL divergence from the teacher."
+    if run.source_loss is not None:
+        caption = f"Source: the untouched model's validation loss, {run.source_loss:.3f}. {caption}"
     return Figure(
         "loss",
         "Loss and size",
@@ -148,6 +156,14 @@ def _loss(run: Run) -> Figure | None:
         _rugs(run),
         wide=True,
     )
+
+
+def source_line(run: Run, name: str = "source", color: str = "source") -> Series | None:
+    """The held-out loss of the source, over all tokens of the run; None if it was not measured."""
+    tokens = run.metrics.tokens
+    if run.source_loss is None or not len(tokens):
+        return None
+    return Series(name, color, rounded(tokens[[0, -1]], 12), [round(run.source_loss, 5)] * 2, "target")
 
 
 def _calm_top(values: Floats) -> float | None:
@@ -216,8 +232,8 @@ def _optimizer(run: Run) -> Figure | None:
         panels.append(Panel("learning rate", "scientific", [rates], zero=True))
     positive = norm.values > 0
     if positive.any():
-        norms = line("gradient norm", "valid", tokens[norm.rows][positive], norm.values[positive], style="faint")
-        panels.append(Panel("gradient norm", "number", [norms], log=True))
+        norms = _smoothed("gradient norm", "valid", tokens[norm.rows][positive], norm.values[positive])
+        panels.append(Panel("gradient norm", "number", norms, log=True))
     skipped = metrics.column("skipped")
     missed = tokens[skipped.rows][skipped.values > 0]
     note = f" {len(missed):,} steps were skipped (gradient not finite)." if len(missed) else ""
@@ -232,7 +248,7 @@ def _tasks(run: Run) -> Figure | None:
     """Other metrics that callbacks wrote during training, such as task accuracies."""
     metrics, tokens = run.metrics, run.metrics.tokens
     known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
-    known |= {"flops_per_token", "distill_loss"}
+    known |= {"flops_per_token", "distill_loss", "source_valid_loss"}
     names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
     shares, others = Panel("accuracy", "percent", []), Panel("other metrics", "number", [])
     for place, name in enumerate(names[:MAX_TASKS]):
@@ -264,8 +280,9 @@ def _throughput(run: Run) -> Figure | None:
         panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], _percent(use.values)))
         about = "Utilisation: model FLOP/s relative to the device's peak."
     elif (flops := _flops(run, speed)) is not None:
-        panels.append(_speed_panel("model TFLOP/s", "number", x, flops))
-        about = "TFLOP/s: 6 × parameters × tokens per second."
+        unit, scale = _flops_unit(flops)
+        panels.append(_speed_panel(f"model {unit}", "number", x, flops / scale))
+        about = f"{unit}: 6 × parameters × tokens per second."
     else:
         about = ""
     pauses = metrics.column("time.compaction")
@@ -299,5 +316,12 @@ def _flops(run: Run, speed: MetricColumn) -> Floats | None:
     sizes = run.metrics.column("parameters")
     if len(sizes) != run.metrics.num_rows:
         return None
-    result: Floats = 6e-12 * sizes.values[speed.rows] * speed.values
+    result: Floats = 6.0 * sizes.values[speed.rows] * speed.values
     return result
+
+
+def _flops_unit(flops: Floats) -> tuple[str, float]:
+    """The unit in which the usual speed has one to three digits."""
+    units = (("PFLOP/s", 1e15), ("TFLOP/s", 1e12), ("GFLOP/s", 1e9))
+    usual = float(np.median(flops))
+    return next(((name, scale) for name, scale in units if usual >= scale), ("MFLOP/s", 1e6))

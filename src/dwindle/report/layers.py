@@ -7,12 +7,12 @@ from dwindle.report.run import Run
 
 
 def layer_figure(run: Run) -> Figure | None:
-    """The figure, or None before a structure with parameter counts has been written."""
+    """The figure; None if all layers are alike, or before a structure with parameter counts has been written."""
     counts = [] if run.architecture is None else run.architecture.parameters
-    if not counts:
+    if len(set(counts)) < 2:
         return None
     numbers: list[float | int] = list(range(len(counts)))
-    before = Series("before", "valid", numbers, [b for b, _ in counts], "dots")
+    before = Series("before", "train", numbers, [b for b, _ in counts], "dots")
     after = Series("after", "size", numbers, [a for _, a in counts], "dots")
     panels = [Panel("parameters", "count", [before, after], zero=True)]
     caption = "Parameters of every decoder layer, before and after pruning."

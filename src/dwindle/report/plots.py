@@ -17,7 +17,7 @@ from dwindle.core.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
 from dwindle.report.figures import build_figures
 from dwindle.report.overlay import overlay
-from dwindle.report.run import Run
+from dwindle.report.run import Run, open_run
 
 MARKER = "figures.json"
 
@@ -31,10 +31,23 @@ def write_plots(run: Run, out: str | os.PathLike[str], *, dpi: int = 200, overwr
 
 
 def write_overlay(
-    runs: Sequence[Run], out: str | os.PathLike[str], *, dpi: int = 200, overwrite: bool = False
+    runs: Sequence[Run],
+    out: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = (),
+    dpi: int = 200,
+    overwrite: bool = False,
 ) -> list[str]:
-    """Several runs in one figure, ``overlay``, with the settings that differ below it."""
-    return _write([overlay(runs)], None, out, dpi, overwrite)
+    """Several runs in one figure, ``overlay``; without names, the settings that differ stand below it."""
+    return _write([overlay(runs, names)], None, out, dpi, overwrite)
+
+
+def open_named(argument: str) -> tuple[str, Run]:
+    """Name and run of ``NAME=RUN``, or of ``RUN`` (without a name); an existing directory may have such a name."""
+    name, equals, place = argument.partition("=")
+    if equals and not Path(argument).is_dir():
+        return name, open_run(place)
+    return "", open_run(argument)
 
 
 def _write(
@@ -54,47 +67,49 @@ def _write(
 
 
 def _draw_architecture(pyplot: Any, view: ArchitectureView) -> Any:
-    """Query heads grouped by key/value head on the left, FFN widths on the right, a row per layer."""
+    """A column per layer: query heads above, grouped by key/value head, and FFN widths below."""
     layers = view.layers
-    drawn, (left, right) = pyplot.subplots(
-        1, 2, sharey=True, figsize=(WIDTH_IN, 1.3 + 0.17 * len(layers)), width_ratios=(1.2, 1), layout="constrained"
-    )
+    drawn, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(WIDTH_IN, 3.0), layout="constrained")
     for place, layer in enumerate(layers):
-        _draw_heads(left, layer, place)
-    rows = list(range(len(layers)))
-    right.barh(rows, [la.ffn_before for la in layers], color=COLORS["lost"], height=0.7, label="removed")
-    right.barh(rows, [la.ffn_after for la in layers], color=COLORS["ffn"], height=0.7, label="kept")
-    right.set_title("FFN channels", loc="left", fontsize=9)
-    left.set_title("query heads, grouped by key/value head", loc="left", fontsize=9)
-    left.set_ylabel("layer")
-    left.set_ylim(len(layers) - 0.4, -0.6)
-    left.set_xticks([])
-    for axis in (left, right):
+        _draw_heads(top, layer, place)
+    columns = list(range(len(layers)))
+    bottom.bar(columns, [la.ffn_before for la in layers], color=COLORS["lost"], width=0.8)
+    bottom.bar(columns, [la.ffn_after for la in layers], color=COLORS["ffn"], width=0.8)
+    top.set_title("query heads, grouped by key/value head", loc="left", fontsize=9)
+    top.set_yticks([])
+    top.tick_params(axis="x", length=0)
+    bottom.set_title("FFN channels", loc="left", fontsize=9)
+    bottom.set_xlabel("layer")
+    bottom.set_xlim(-0.6, len(layers) - 0.4)
+    bottom.xaxis.get_major_locator().set_params(integer=True)
+    for axis in (top, bottom):
         axis.grid(visible=False)
-    title = f"Architecture before and after: hidden {view.hidden_before:,} → {view.hidden_after:,}"
-    drawn.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    same = view.hidden_before == view.hidden_after
+    hidden = f"hidden size {view.hidden_before:,}" + ("" if same else f" → {view.hidden_after:,}")
+    drawn.suptitle(f"What was kept of every layer (filled); {hidden}", x=0.01, ha="left", fontweight="bold")
     return drawn
 
 
 def _draw_heads(axis: Any, layer: LayerView, place: int) -> None:
+    """Heads from the top down; a bar at the left of each group is its key/value head."""
     rectangle = import_module("matplotlib.patches").Rectangle
     gone = set(layer.gone_queries)
-    x, last = 0.0, layer.kv_of_query[0] if layer.kv_of_query else None
+    y, last = 0.0, layer.kv_of_query[0] if layer.kv_of_query else None
     starts: dict[int | None, list[float]] = {}
     alive: set[int | None] = set()
     for query, kv in enumerate(layer.kv_of_query):
-        x += 0.4 if kv != last else 0.0
+        y += 0.5 if kv != last else 0.0
         last = kv
         kept = query not in gone
         face: dict[str, Any] = {"facecolor": COLORS["attn"]}
         if not kept:
             face = {"facecolor": "none", "edgecolor": "#a8a49b", "linewidth": 0.6}
-        axis.add_patch(rectangle((x + 0.08, place - 0.38), 0.84, 0.56, **face))
-        starts.setdefault(kv, []).append(x)
+        axis.add_patch(rectangle((place - 0.26, y + 0.1), 0.66, 0.8, **face))
+        starts.setdefault(kv, []).append(y)
         if kept:
             alive.add(kv)
-        x += 1.0
+        y += 1.0
     for kv, places in starts.items():
         color = COLORS["kv"] if kv in alive else COLORS["lost"]
-        axis.plot([places[0] + 0.08, places[-1] + 0.92], [place + 0.33] * 2, color=color, linewidth=1.6)
-    axis.set_xlim(-0.3, max(x + 0.3, axis.get_xlim()[1]))
+        axis.plot([place - 0.36] * 2, [places[0] + 0.1, places[-1] + 0.9], color=color, linewidth=1.6)
+    axis.set_ylim(max(y + 0.2, axis.get_ylim()[0]), -0.2)

@@ -6,11 +6,12 @@ of named values are shown as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.report.jsonlines import number, read_json
+from dwindle.report.evaluations import evaluation_tables, is_evaluation
+from dwindle.report.jsonlines import read_json
 from dwindle.report.run import Run
 from dwindle.report.tables import Table
 
@@ -22,60 +23,28 @@ Row = dict[str, Any]
 
 
 def result_tables(run: Run) -> list[Table]:
-    """A table per result file in the run and its model, evaluations first."""
-    tables: list[Table] = []
+    """Evaluations, the source beside the result, then a table per other result file in the run and its model."""
+    evaluations: list[tuple[str, Row]] = []
+    others: list[Table] = []
     for title, path in run.directory.result_files():
-        place = path.relative_to(run.folder).as_posix()
-        for name, note, rows in _recognised(read_json(path)):
-            if rows and len(tables) < MAX_TABLES:
-                tables.append(_table(f"result-{len(tables)}", name or title, f"{note}From {place}", rows))
-    return tables
+        place, value = path.relative_to(run.folder).as_posix(), read_json(path)
+        if is_evaluation(value):
+            evaluations.append((place, value))
+            continue
+        note, rows = _recognised(value)
+        if rows and len(others) < MAX_TABLES:
+            others.append(_table(f"result-{len(others)}", title, f"{note}From {place}", rows))
+    return [*evaluation_tables(run, evaluations), *others]
 
 
-def _recognised(value: Any) -> Iterator[tuple[str, str, list[Row]]]:
-    """(title or "", note, rows) for each table in a file."""
+def _recognised(value: Any) -> tuple[str, list[Row]]:
+    """Note and rows of a file."""
     try:
-        if isinstance(value, dict) and str(value.get("format", "")).startswith("dwindle-eval"):
-            yield from _evaluation(value)
-            return
         if isinstance(value, dict) and "decode_ms_per_token" in value["rows"][0]:
-            yield "", _latency_note(value), [_latency_row(row) for row in value["rows"]]
-            return
+            return _latency_note(value), [_latency_row(row) for row in value["rows"]]
     except (KeyError, IndexError, TypeError, AttributeError):
         pass  # another version: shown as is
-    yield "", "", rows_of(value)
-
-
-def _evaluation(value: Row) -> Iterator[tuple[str, str, list[Row]]]:
-    about = ", ".join(str(value[key]) for key in ("model", "engine", "dtype") if value.get(key))
-    rows: list[Row] = []
-    for task in value["tasks"]:
-        error = number(task.get(f"{task['metric']}_stderr"))
-        rows.append(
-            {
-                "task": task.get("title") or task["task"],
-                "metric": task["metric"],
-                "score": _percent(task[task["metric"]]),
-                "±": "" if error is None else f"{100 * error:.2f}",
-                "acc": _percent(task.get("acc")),
-                "acc_norm": _percent(task.get("acc_norm")),
-                "items": task.get("num_items"),
-                "skipped": task.get("num_skipped"),
-            }
-        )
-    mean = value.get("average") or {}
-    if number(mean.get("value")) is not None:
-        cells = {key: _percent(mean.get(key)) for key in ("acc", "acc_norm")}
-        rows.append({"task": "average of the seven", "metric": "", "score": _percent(mean["value"]), **cells})
-    yield "Evaluation", f"Zero-shot, in percent. {about}. ", rows
-    kept = ("name", "word_perplexity", "bits_per_byte", "nats_per_token", "num_documents", "num_tokens")
-    texts = [{key.replace("_", " "): text.get(key) for key in kept} for text in value.get("texts") or ()]
-    yield "Perplexity", f"{about}. ", texts
-
-
-def _percent(value: Any) -> str:
-    found = number(value)
-    return "" if found is None else f"{100 * found:.2f}"
+    return "", rows_of(value)
 
 
 def _latency_note(value: Row) -> str:

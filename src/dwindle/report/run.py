@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.quality import Quality
 from dwindle.core.reading import open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
 from dwindle.report.architecture import ArchitectureView, find_architecture
@@ -28,6 +29,7 @@ class Run:
         self.architecture: ArchitectureView | None = None
         self.recipe_text: str | None = None
         self.recipe: dict[str, Any] = {}
+        self.quality: Quality | None = None
         self.status: Status = "stopped"
 
     @property
@@ -40,6 +42,7 @@ class Run:
         self.architecture = find_architecture(self.directory, self.ledger)
         self.recipe_text = _read_text(self.directory.recipe)
         self.recipe = parse_recipe(self.recipe_text)
+        self.quality = self.directory.read_quality()
         self.status = self.directory.status
 
     def signature(self) -> object:
@@ -64,6 +67,18 @@ class Run:
     def parameters_after(self) -> float | None:
         prunes = self.ledger.prunes.parameters
         return prunes[-1] if prunes else self.metrics.last("parameters") or self.parameters_before
+
+    @property
+    def source_loss(self) -> float | None:
+        """Held-out loss of the untouched source; None if it was not measured."""
+        measured = None if self.quality is None else self.quality.source_loss
+        return self.metrics.last("source_valid_loss") if measured is None else measured
+
+    @property
+    def result_loss(self) -> float | None:
+        """The newest held-out loss."""
+        measured = None if self.quality is None else self.quality.result_loss
+        return self.metrics.last("valid_loss") if measured is None else measured
 
     @property
     def target_missed(self) -> bool:

@@ -42,6 +42,8 @@ class RunRow:
     tokens: int | None
     loss: float | None
     valid_loss: float | None
+    source_valid_loss: float | None = None
+    """The untouched source on the same text."""
     settings: Settings = field(default_factory=dict)
     """Settings that differ between the runs of the table, by dotted name."""
 
@@ -87,7 +89,7 @@ def _row(path: Path, root: Path) -> RunRow:
     prunes = _last_records(run.ledger, lambda record: record.get("event") == "prune")
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
-    valid = next((r["valid_loss"] for r in reversed(steps) if number(r.get("valid_loss")) is not None), None)
+    valid, source_valid = (_last(steps, name) for name in ("valid_loss", "source_valid_loss"))
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
     source = setting(recipe, "source", "model") or first.get("source") or ""
     status: str = run.status
@@ -103,7 +105,8 @@ def _row(path: Path, root: Path) -> RunRow:
         step=_whole(last.get("step")),
         tokens=_whole(last.get("tokens")),
         loss=number(last.get("loss")),
-        valid_loss=number(valid),
+        valid_loss=valid,
+        source_valid_loss=source_valid,
         settings=settings_of(recipe, first),
     )
 
@@ -115,7 +118,12 @@ def render_runs(rows: list[RunRow]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
     for column in ("run", "status", *(() if same_source else ("source",)), "target"):
         table.add_column(column, overflow="fold", no_wrap=column in ("status", "target"))
-    for column in (*(() if same_source else ("before",)), "now", "tokens", "loss", "valid"):
+    known = any(_above_source(row) is not None for row in rows)
+    for column in (
+        *(() if same_source else ("before",)),
+        *("now", "tokens", "loss", "valid"),
+        *(("to source",) if known else ()),
+    ):
         table.add_column(column, justify="right", no_wrap=True)
     if differ:
         table.add_column("differs in", overflow="fold", min_width=14)
@@ -128,14 +136,27 @@ def render_runs(rows: list[RunRow]) -> Table:
         own = {key: value for key, value in row.settings.items() if value != usual.get(key)}
         cells = [row.run, row.status, *([] if same_source else [row.source]), row.target]
         cells += [] if same_source else [_count(row.source_parameters)]
+        above = _above_source(row)
         cells += [
             _count(row.parameters),
             _count(row.tokens),
             *losses,
+            *(["" if above is None else f"{above:+.4f}"] if known else []),
             *([short_settings(own, with_off=True)] if differ else []),
         ]
         table.add_row(*cells)
     return table
+
+
+def _above_source(row: RunRow) -> float | None:
+    """Validation loss above that of the untouched source."""
+    if row.valid_loss is None or row.source_valid_loss is None:
+        return None
+    return row.valid_loss - row.source_valid_loss
+
+
+def _last(records: list[Record], name: str) -> float | None:
+    return next((found for r in reversed(records) if (found := number(r.get(name))) is not None), None)
 
 
 def _usual(rows: list[RunRow]) -> Settings:

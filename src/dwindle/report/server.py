@@ -27,8 +27,8 @@ MAX_CONNECTIONS = 64
 class LiveReport:
     """The summary of a run, refreshed on request if its files changed; thread-safe."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, run: Run, *, published: bool = False) -> None:
+        self._run, self._published = run, published
         self._lock = threading.Lock()
         self._seen: object = None
         self._summary: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class LiveReport:
         with self._lock:
             if (now := self._run.signature()) != self._seen:
                 self._run.refresh()
-                self._seen, self._summary = now, summarise(self._run)
+                self._seen, self._summary = now, summarise(self._run, published=self._published)
             return self._summary
 
 
@@ -52,8 +52,8 @@ class ReportServer(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = 128
 
-    def __init__(self, run: Run, port: int = 0) -> None:
-        self.report = LiveReport(run)
+    def __init__(self, run: Run, port: int = 0, *, published: bool = False) -> None:
+        self.report = LiveReport(run, published=published)
         self._lock = threading.Lock()
         self._open: dict[Any, None] = {}
         """Connections, the one that has waited longest first."""

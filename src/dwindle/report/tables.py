@@ -1,4 +1,4 @@
-"""The cost of a run, beside published costs."""
+"""The cost of a run, and a table of it beside published costs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Table:
 
 # EfficientLLM, author feedback, Table 3: measured by its authors on their machines.
 PUBLISHED_COST = (
-    ("Qwen2.5-0.5B", "17T", "199,467", "–", "–", "–", "–", "199,467"),
-    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166", "50B", "1,018", "3,184"),
-    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166", "500B", "10,178", "12,344"),
+    ("Qwen2.5-0.5B", "17T", "199,467 h", "–", "–", "–", "–", "199,467 h"),
+    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166 h", "50B", "1,018 h", "3,184 h"),
+    ("EfficientLLM-457M", "–", "–", "72.1B", "2,166 h", "500B", "10,178 h", "12,344 h"),
 )
 
 
@@ -79,22 +79,31 @@ def cost_table(run: Run) -> Table | None:
         "–",
         "–",
         format_count(cost.pruning_tokens) if cost.pruning_tokens else "–",
-        _hours(cost.pruning_hours) if cost.pruning_tokens else "–",
+        _device_time(cost.pruning_hours) if cost.pruning_tokens else "–",
         format_count(cost.later_tokens),
-        _hours(cost.later_hours),
-        _hours(cost.hours),
+        _device_time(cost.later_hours),
+        _device_time(cost.hours),
     ]
-    columns = ["model", "pretraining tokens", "hours", "pruning tokens", "hours", "continued tokens", "hours", "total"]
+    columns = ["model", "pretraining tokens", "time", "pruning tokens", "time", "continued tokens", "time", "total"]
     devices = "1 device" if cost.num_devices == 1 else f"{cost.num_devices} devices"
     note = (
-        f"Hours of this run are device hours on {devices}, including validation and pauses. The other rows are "
+        f"Times of this run are device time on {devices}, including validation and pauses. The other rows are "
         "published GPU hours (EfficientLLM, author feedback, Table 3) on other devices, not measured here."
     )
     rows = [own, *(["published: " + row[0], *row[1:]] for row in PUBLISHED_COST)]
     return Table("cost", "Cost", note, columns, rows, [0])
 
 
-def _hours(hours: float) -> str:
-    if hours >= 100:
-        return f"{hours:,.0f}"
-    return f"{hours:.3g}" if hours >= 0.001 else f"{hours:.1e}"
+def duration(seconds: float) -> str:
+    """Such as ``3 d 4 h``, ``2 h 05 min`` or ``41 s``."""
+    minutes, hours = divmod(round(seconds), 60)[0], round(seconds) // 3600
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    if hours:
+        return f"{hours} h {minutes % 60:02d} min"
+    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes else f"{seconds:.3g} s"
+
+
+def _device_time(hours: float) -> str:
+    """In hours, as in the published table, unless that would be a small fraction."""
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h" if hours >= 1 else duration(hours * 3600)

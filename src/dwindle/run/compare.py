@@ -27,6 +27,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
 from dwindle.data.config import DataConfig, check_inputs
@@ -46,7 +47,7 @@ from dwindle.recipe.recipe import Recipe
 from dwindle.run.config import NOT_COMPARED, CompareConfig
 from dwindle.run.pretrain import pretrain
 from dwindle.sources.config import ModelConfig
-from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
+from dwindle.sources.loading import Loaded, chosen_device, load, load_config, needed_tokenizer
 from dwindle.training.config import CheckpointConfig, TrainingConfig
 from dwindle.training.loss import evaluate_loss
 
@@ -81,7 +82,7 @@ class Cell:
 
 
 @dataclass(slots=True)
-class Comparison:
+class Comparison(Shown):
     """All cells, and the untouched source beside them."""
 
     model: str
@@ -153,7 +154,7 @@ def compare(
     task_limit: int | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
-    device: str = "cpu",
+    device: str = "auto",
 ) -> Comparison:
     """Prune with every metric to every size and measure; ``second_order`` adds a second row for each metric.
 
@@ -161,6 +162,7 @@ def compare(
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
     An interrupted comparison leaves the cells that are done in ``out``.
     """
+    device = chosen_device(device)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("device: cuda is not available on this machine: use cpu")
     if config.keeps_hidden_size:

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
@@ -45,7 +46,7 @@ class DemoModel:
 
 
 @dataclass(slots=True)
-class Demo:
+class Demo(Shown):
     """The models compared, and the text that their perplexity is measured on."""
 
     columns: list[DemoModel] = field(default_factory=list)
@@ -99,6 +100,7 @@ def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -
         sequences=sequences,
         seq_len=data.seq_len,
         seed=recipe.training.seed,
+        measure=False,
         overwrite=overwrite,
     )
     models["post-training"] = pruned.model

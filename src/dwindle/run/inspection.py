@@ -15,6 +15,7 @@ from rich.text import Text
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Group, Structure
+from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
 from dwindle.export.card import mistral_note
 from dwindle.quantization.quantize import OWN_METHOD
@@ -25,7 +26,7 @@ PARTS = ("embedding", "attention", "ffn", "norms")
 
 
 @dataclass(slots=True)
-class Inspection:
+class Inspection(Shown):
     """A model's sizes, from its configuration alone."""
 
     source: str

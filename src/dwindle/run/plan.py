@@ -13,8 +13,9 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.positions import beyond_positions
 from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import format_bytes
-from dwindle.data.estimate import estimated_epochs, streamed_inputs
+from dwindle.core.notebook import Shown
+from dwindle.core.sizes import format_bytes, format_count, format_duration
+from dwindle.data.estimate import epochs_of, estimated_tokens, streamed_inputs
 from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
@@ -152,7 +153,7 @@ def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) ->
 
 
 @dataclass(slots=True)
-class Plan:
+class Plan(Shown):
     """A run on paper. The gradients of the run decide the number of events and the final shape."""
 
     model: str
@@ -172,11 +173,21 @@ class Plan:
     shape_target: Sizes | None
     """None where the target is a number of parameters."""
     memory_bytes_estimate: int
+    text_tokens: dict[str, float]
+    """Estimated tokens of each source that is not streamed."""
+    text_passes: dict[str, float]
+    """How often the run reads each of them."""
     milestones: dict[str, int]
     teacher: str | None
     network: list[str]
     """Texts that are not on this machine: the run reads them as it begins."""
     warnings: list[str]
+    seconds: float | None = None
+    """Of the whole run on this machine, from a few measured steps; None if none were measured."""
+    memory_bytes_measured: int | None = None
+    """Largest memory of those steps: on a CPU of the whole process."""
+    cost: float | None = None
+    """At the price of an hour that the user gave."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -194,13 +205,33 @@ class Plan:
             "milestones": ", ".join(self.milestones) or "none",
             "teacher": self.teacher or "none",
             "from the network": ", ".join(self.network),
-            "memory": f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})",
+            "text": self._text(),
+            "memory": self._memory_text(),
+            "time": self._time_text(),
             "warning": "\n".join(self.warnings),
         }
         for name, text in rows.items():
             if text:
                 table.add_row(name, text)
         return table
+
+    def _text(self) -> str:
+        return ", ".join(
+            f"{name}: about {format_count(tokens)} tokens, read {self.text_passes[name]:.2g} times"
+            for name, tokens in self.text_tokens.items()
+        )
+
+    def _memory_text(self) -> str:
+        if self.memory_bytes_measured is not None:
+            return f"{format_bytes(self.memory_bytes_measured)} on {self.device} ({self.precision}), measured"
+        return f"about {format_bytes(self.memory_bytes_estimate)} on {self.device} ({self.precision})"
+
+    def _time_text(self) -> str:
+        if self.seconds is None:
+            return ""
+        hours = f" ({self.seconds / 3600:.2g} GPU-hours)" if self.device == "cuda" else ""
+        cost = "" if self.cost is None else f", {self.cost:.2f} at the given price"
+        return f"about {format_duration(self.seconds)} on this machine{hours}{cost}, from a few measured steps"
 
     def _events_text(self) -> str:
         if not self.events_most:
@@ -241,7 +272,8 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    epochs = estimated_epochs(recipe.data, lambda: load_tokenizer(recipe.source.model))
+    tokens = estimated_tokens(recipe.data, lambda: load_tokenizer(recipe.source.model))
+    epochs = epochs_of(recipe.data, tokens)
     often = repetition(epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,
@@ -260,6 +292,8 @@ def make_plan(recipe: Recipe) -> Plan:
         shape_before=sizes_of(anatomy.source),
         shape_target=None if plan is None else _shape_target(anatomy, plan.target),
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
+        text_tokens=tokens,
+        text_passes=epochs(recipe.num_steps * recipe.num_sequences_per_step),
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
         network=streamed_inputs(recipe.data),

@@ -25,9 +25,11 @@ from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
+from dwindle.core.notebook import Shown
+from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
-from dwindle.data.training_data import open_training_data
+from dwindle.data.training_data import TrainingData, open_training_data
 from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
@@ -38,6 +40,7 @@ from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
+from dwindle.run.judging import QualityRecorder
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -68,7 +71,7 @@ Results = dict[str, float | int | str]
 
 
 @dataclass(slots=True)
-class RunResult:
+class RunResult(Shown):
     """How a run ended; ``model`` is None while it can still be resumed."""
 
     run: Path
@@ -84,8 +87,24 @@ class RunResult:
     target_reached: bool
     skipped_steps: int = 0
     """Steps whose loss or gradient was not finite."""
+    quality: Quality | None = None
+    """Loss and samples of the source and, of a finished run, of its result."""
     signal: int | None = None
     """The signal that stopped it, if any."""
+
+    def render(self) -> str:
+        """How it ended and how good it is, line by line."""
+        if self.status == "stopped":
+            return f"stopped after step {self.step:,}; continue with: {RunDirectory(self.run).resume_command}"
+        measured = (("loss", self.loss), ("validation", self.valid_loss))
+        parts = [f"{self.parameters:,} parameters", f"{self.tokens:,} tokens"]
+        parts += [f"{name} {value:.4f}" for name, value in measured if value is not None]
+        lines = [f"finished: {', '.join(parts)}", f"model: {self.model}"]
+        if self.quality is not None and self.quality.losses():
+            started = "random start" if self.recipe.source.random_init else "source"
+            losses = self.quality.losses().replace("source", started, 1)
+            lines.append(f"validation: {losses} on {self.quality.measured_on()}")
+        return "\n".join([*lines, *(self.quality.sample_lines() if self.quality is not None else [])])
 
     def to_json(self) -> dict[str, Any]:
         """All but the recipe, which the run directory holds."""
@@ -230,24 +249,15 @@ class Job:
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
         self.tokenizer = load_tokenizer(recipe.source.model)
-        cache = Path(recipe.data.cache_dir) if recipe.data.cache_dir else run.tokens
-        data = self.world.main_first(
-            "data", lambda: open_training_data(recipe.data, self.tokenizer, seed=training.seed, cache_dir=cache)
-        )
+        data, batches = self._data()
         self.anatomy = Anatomy.of_config(load_config(recipe.source.model))
         self.state = self._state(checkpoint, data.valid_windows)
-        batches = BatchStream(
-            data.mixture,
-            tokens_per_step=recipe.num_tokens_per_step,
-            micro_batch=recipe.training.micro_batch,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
         if checkpoint is None and self.world.is_main and (warning := repetition(data.mixture.epochs, recipe)):
             warnings.warn(warning, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
+        self.recorder = QualityRecorder(run.quality, self.tokenizer, self.validator, recipe.data.validated_on())
         self.trainer = Trainer(
             model,
             optimizer,
@@ -299,10 +309,27 @@ class Job:
         if self.world.is_main:
             self._write(self.trainer.model, self.anatomy.source, self.run.model, {}, save=try_save)
 
+    def _data(self) -> tuple[TrainingData, BatchStream]:
+        """The texts of the recipe, and the batches of this process."""
+        settings, seed = self.recipe.data, self.recipe.training.seed
+        cache = Path(settings.cache_dir) if settings.cache_dir else self.run.tokens
+        data = self.world.main_first(
+            "data", lambda: open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache)
+        )
+        batches = BatchStream(
+            data.mixture,
+            tokens_per_step=self.recipe.num_tokens_per_step,
+            micro_batch=self.recipe.training.micro_batch,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        return data, batches
+
     def finish(self, status: str) -> RunResult:
         """Write the final model, cut to what is alive, if training finished; returns how the run ended."""
         trainer = self.trainer
-        written = self._save(self.run.model, self._results()) if status == "finished" else None
+        quality = self.recorder.quality
+        written = self._save(self.run.model, self._results(), quality) if status == "finished" else None
         return RunResult(
             run=self.run.path,
             recipe=self.recipe,
@@ -315,6 +342,7 @@ class Job:
             model=written,
             target_reached=self.pruner is None or self.pruner.finished,
             skipped_steps=trainer.bad_steps,
+            quality=quality,
         )
 
     def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -421,6 +449,7 @@ class Job:
             callbacks.append(self.pruner)
         if self.validator is not None:
             callbacks.append(self.validator)
+        callbacks.append(self.recorder)
         if self.recipe.validation.tasks:
             callbacks.append(self._task_evaluator())
         callbacks += others
@@ -455,14 +484,18 @@ class Job:
             found["validation loss (nats per token)"] = round(self.validator.last, 4)
         return found
 
-    def _save(self, out: Path, results: Results) -> Path:
+    def _save(self, out: Path, results: Results, quality: Quality | None = None) -> Path:
         """All processes gather the weights of a sharded model; the main one writes, and the others wait for it."""
         if self.pruner is not None:
             model, structure = self.pruner.prunable.compacted(), self.pruner.prunable.alive
         else:
             model, structure = self.engine.gather(self.trainer.model), self.anatomy.source
-        main = self.world.is_main
-        self.world.main_first(f"save {out}", lambda: self._write(model, structure, out, results) if main else None)
+
+        def write() -> None:
+            if self.world.is_main:
+                self._write(model, structure, out, results, quality)
+
+        self.world.main_first(f"save {out}", write)
         self.world.barrier()  # the main process hosts the store and must not exit before all have read it
         return out
 
@@ -472,6 +505,7 @@ class Job:
         structure: Structure,
         out: Path,
         results: Results,
+        quality: Quality | None = None,
         save: Callable[..., object] = save_model,
     ) -> None:
         source = self.recipe.source.model
@@ -486,6 +520,7 @@ class Job:
                 ledger=ledger or [source_event(source, self.anatomy, {}), *self.state.changes],
                 recipe=to_toml(self.recipe),
                 results=results,
+                quality=quality,
                 overwrite=True,
             )
         except NotWritten as failure:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount, cut
@@ -19,20 +22,26 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
+from dwindle.core.notebook import Shown
+from dwindle.core.quality import Quality
 from dwindle.core.sizes import format_count
 from dwindle.data.pydoc_text import DEFAULT_TEXT
-from dwindle.data.text_windows import calibration_windows
+from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
+from dwindle.run.judging import Judge
 from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
+
+_MEASURED_TOKENS = 4096
+"""Of source and result: enough to see a difference of a few hundredths, little beside the calibration."""
 
 
 @dataclass(slots=True, repr=False)
-class Pruned:
+class Pruned(Shown):
     """A smaller model with everything needed to check it: its structure and ledger in the source's numbering."""
 
     model: Any
@@ -43,6 +52,8 @@ class Pruned:
     before: ParameterCount
     after: ParameterCount
     ledger: list[Event]
+    quality: Quality | None = None
+    """Loss and samples of source and result; None if they were not measured."""
     inputs: tuple[str, ...] = ()
     """What was read besides the source: ``save`` overwrites neither."""
 
@@ -70,18 +81,29 @@ class Pruned:
                 {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn)}
                 for la in self.structure.layers
             ],
+            "quality": None if self.quality is None else self.quality.to_json(),
         }
 
-    def render(self, out: str | PathLike[str]) -> Table:
-        """The result as a table."""
-        table = Table(title=f"{self.source} → {out}", title_justify="left")
+    def render(self, out: str | PathLike[str] | None = None) -> Group:
+        """The result as a table, then loss and samples."""
+        title = self.source if out is None else f"{self.source} → {out}"
+        table = Table(title=escape(title), title_justify="left")
         for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
             table.add_column(column, justify="right")
         rows = (("before", self.before, self.source_sizes), ("after", self.after, sizes_of(self.structure)))
         for name, count, sizes in rows:
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
-        return table
+        return Group(table, *map(Text, self.verdict()))
+
+    def verdict(self) -> list[str]:
+        """Loss and samples of source and result, line by line; empty if they were not measured."""
+        found = self.quality
+        if found is None or found.change is None:
+            return []
+        advice = "needs training" if found.needs_training else "usable as it is"
+        loss = f"loss {found.source_loss:.2f} → {found.result_loss:.2f} ({found.change:+.2f}): {advice}"
+        return [f"{loss}; measured on {found.measured_on()}", *found.sample_lines()]
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the model directory."""
@@ -93,6 +115,7 @@ class Pruned:
             structure=self.structure,
             source=self.source,
             ledger=self.ledger,
+            quality=self.quality,
             overwrite=overwrite,
         )
 
@@ -106,8 +129,9 @@ def prune(
     out: str | PathLike[str] | None = None,
     data: Sequence[str] = (DEFAULT_TEXT,),
     text_field: str = "text",
-    device: str = "cpu",
+    device: str = "auto",
     dtype: torch.dtype | None = None,
+    measure: bool = True,
     overwrite: bool = False,
 ) -> Pruned:
     """Prune a model to a size after calibration, and write it to ``out`` if given.
@@ -116,7 +140,8 @@ def prune(
     selection, metric, groups, rounds, second_order and so on.
 
     Saliencies are measured once, or again in each of ``rounds`` (equal decrements of the parameter count). Scoring is
-    in float32; the written weights have ``dtype``, by default the one the source is stored in.
+    in float32; the written weights have ``dtype``, by default the one the source is stored in. ``measure`` compares
+    source and result on text of ``data`` that is held out of the calibration.
     """
     if out is not None:
         read = source.source if isinstance(source, Loaded) else source
@@ -131,10 +156,13 @@ def prune(
         about = About(structure=anatomy.source, source=loaded.source, ledger=[first])
         try_save(loaded.model, loaded.tokenizer, out, overwrite=overwrite, **about)
     prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
-    windows = _windows(loaded, data, text_field, config) if needs_text(config) else None
-    events = prune_in_rounds(prunable, target, config, windows, loaded.source)
+    measure = measure and loaded.tokenizer is not None
+    windows, held_out = _windows(loaded, data, text_field, config) if measure or needs_text(config) else (None, None)
+    judge = _judge(loaded, windows, held_out, data) if measure else None
+    events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
     _check_reached(to, target, prunable)
     result = _result(loaded, prunable, events)
+    result.quality = None if judge is None else judge.judged(result.model)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
         result.save(out, overwrite=overwrite)
@@ -186,15 +214,25 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else torch.float32
 
 
-def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> Tensor:
-    return calibration_windows(
+def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> tuple[Tensor, Tensor]:
+    """To calibrate on, and to measure on."""
+    return calibration_and_held_out(
         data,
         needed_tokenizer(loaded.tokenizer, loaded.source),
         num_sequences=config.num_sequences,
         seq_len=config.num_tokens_per_sequence,
         seed=config.seed,
+        num_held_out=max(1, _MEASURED_TOKENS // config.num_tokens_per_sequence),
         text_field=text_field,
     )
+
+
+def _judge(loaded: Loaded, windows: Tensor | None, held_out: Tensor | None, data: Sequence[str]) -> Judge:
+    """Of a text too short to hold any of it out, the calibration windows are measured."""
+    assert windows is not None and held_out is not None
+    few = windows[: max(1, _MEASURED_TOKENS // windows.shape[1])]
+    measured = held_out if len(held_out) else few
+    return Judge(loaded.model, loaded.tokenizer, measured, data, held_out=len(held_out) > 0)
 
 
 def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at: int | str | None = None) -> Pruned:

@@ -53,6 +53,11 @@ class GgufFile:
     def architecture(self) -> str:
         return str(self.metadata["general.architecture"])
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is stored in blocks of rounded values."""
+        return any(info.ggml_type not in _PLAIN_BYTES for info in self.tensors.values())
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value under the architecture's prefix: ``get("block_count")`` is ``llama.block_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)

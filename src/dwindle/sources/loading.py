@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -145,14 +146,24 @@ def _locate_here(where: str) -> tuple[SourceKind, Path] | None:
         return _file_kind(path, where), path
     if where in ALIASES:
         return "gguf", _alias_path(where)
+    meant = _did_you_mean(path)
     if path.suffix in _FILE_SUFFIXES or where.startswith((".", "/", "~")):
-        raise UserError(f"source {where}: does not exist: check the path")
+        raise UserError(f"source {where}: does not exist: {meant or 'check the path'}")
     if huggingface.looks_like_hub_id(where):
         return None
-    raise UserError(
-        f"source {where!r}: give an existing Hugging Face directory, a .gguf file, a llama2.c .bin file, "
-        f"a hub id such as org/name, or an alias ({', '.join(ALIASES)})"
+    kinds = (
+        "give an existing Hugging Face directory, a .gguf file, a llama2.c .bin file, a hub id such as org/name, or an "
+        f"alias ({', '.join(ALIASES)})"
     )
+    raise UserError(f"source {where!r}: {meant or kinds}")
+
+
+def _did_you_mean(path: Path) -> str:
+    """The nearest alias, file or directory; empty if nothing is near."""
+    folder = path.parent
+    here = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, [*(ALIASES if folder == Path() else ()), *here], n=1, cutoff=0.7)
+    return f"did you mean {folder / near[0]}?" if near else ""
 
 
 def _in_directory(folder: Path, where: str) -> tuple[SourceKind, Path]:
@@ -198,7 +209,13 @@ def _alias_path(name: str) -> Path:
     raise UserError(f"source {name}: its package is not installed: {alias.install}")
 
 
+def chosen_device(name: str) -> str:
+    """Resolves ``auto``: a GPU if there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
 def _device(device: str) -> torch.device:
+    device = chosen_device(device)
     try:
         target = torch.device(device)
         torch.empty(0, device=target)

@@ -83,32 +83,49 @@ class FirstStep(Callback):
 
 
 class Validator(Callback):
-    """Loss on held-out windows every ``every`` steps and after the last: ``valid_loss`` in the metrics."""
+    """Loss on held-out windows every ``every`` steps and after the last: ``valid_loss`` in the metrics.
+
+    The model is also measured before the first step: ``source_valid_loss``, repeated beside each ``valid_loss``, so
+    that every tool can draw it as a line.
+    """
 
     def __init__(self, windows_NT: Tensor, every: int, *, batch: int = 8) -> None:
         self.windows_NT = windows_NT
         self.every = every
         self.batch = batch
+        self.source: float | None = None
+        """Before the first step; None in a run that an older version began."""
         self.last: float | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.step == 0 and trainer.num_steps:
+            self.source = self.measure(trainer)
 
     def after_step(self, trainer: Trainer) -> None:
         at_end = trainer.step == trainer.num_steps
-        if at_end or (self.every and trainer.step % self.every == 0):
-            self.last = trainer.engine.evaluate(
-                trainer.model,
-                self.windows_NT,
-                batch=self.batch,
-                chunk_tokens=trainer.config.ce_chunk_tokens,
-                precision=trainer.precision,
-            )
+        measured = at_end or (self.every and trainer.step % self.every == 0)
+        if measured:
+            self.last = self.measure(trainer)
             trainer.extra_metrics["valid_loss"] = self.last
             trainer.notes["valid loss"] = f"{self.last:.4f}"
+        if self.source is not None and (measured or trainer.step == 1):
+            trainer.extra_metrics["source_valid_loss"] = self.source
+
+    def measure(self, trainer: Trainer) -> float:
+        """The loss of the model as it is."""
+        return trainer.engine.evaluate(
+            trainer.model,
+            self.windows_NT,
+            batch=self.batch,
+            chunk_tokens=trainer.config.ce_chunk_tokens,
+            precision=trainer.precision,
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": finite(self.last)}
+        return {"last": finite(self.last), "source": finite(self.source)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last = state["last"]
+        self.last, self.source = state["last"], state.get("source")
 
 
 class Checkpointer(Callback):

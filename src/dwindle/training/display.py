@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,7 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, format_duration
 from dwindle.training.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Display(Callback):
         assert last is not None
         steps_done = max(trainer.step - self._first_step, 1)
         seconds_per_step = (time.monotonic() - self._started) / steps_done
-        left = timedelta(seconds=round(seconds_per_step * (trainer.num_steps - trainer.step)))
+        left = format_duration(seconds_per_step * (trainer.num_steps - trainer.step))
         shown = {
             "step": f"{trainer.step}/{trainer.num_steps}",
             "tokens": format_count(trainer.tokens),
@@ -64,7 +63,7 @@ class Display(Callback):
             "lr": f"{last.lr:.2e}",
             "tokens/s": format_count(last.num_tokens / max(last.seconds, 1e-9)),
             **trainer.notes,
-            "left": str(left),
+            "left": left,
         }
         if trainer.bad_steps:
             shown["skipped steps"] = str(trainer.bad_steps)

@@ -12,9 +12,10 @@ function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
   const room = inner * (small ? 0.5 : 0.46);
   const single = view.layers.every((layer) => groupsOf(layer).length === layer.kv_of_query.length);
   const gap = groups > 1 && !single ? (groups > 16 ? 1 : 4) : 0;
-  const side = Math.min(Math.max((room - gap * (groups - 1)) / heads - 1, 2), 15);
+  const few = view.layers.length <= 10;  // then rows are taller
+  const side = Math.min(Math.max((room - gap * (groups - 1)) / heads - 1, 2), few ? 20 : 15);
   const headsWidth = heads * (side + 1) + gap * (groups - 1);
-  const rowHeight = Math.max(side + 9, 17);
+  const rowHeight = Math.max(side + 9, few ? Math.min(200 / view.layers.length, 34) : 17);
   const ffnLeft = left + headsWidth + text + 10, ffnWidth = Math.max(width - ffnLeft - tail, 30);
   const top = 66;
   const root = shape("svg", { viewBox: `0 0 ${width} ${top + rowHeight * view.layers.length + 6}`, role: "group",
@@ -30,12 +31,12 @@ function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
       "aria-label": layerText(layer, index), "data-layer": index });
     row.append(shape("rect", { class: "band", x: 0, y, width, height: rowHeight }));
     row.append(shape("text", { x: left - 8, y: y + rowHeight / 2 + 4, "text-anchor": "end" }, String(index)));
-    drawHeads(row, layer, left, y + (single ? (rowHeight - side) / 2 : 3), side, gap, single);
+    drawHeads(row, layer, left, y + (rowHeight - side) / 2 - (single ? 0 : 2), side, gap, single);
     const kept = layer.kv_of_query.length - layer.gone_queries.length;
     row.append(shape("text", { class: "num", x: left + headsWidth + 8, y: y + rowHeight / 2 + 4 },
       single ? `${kept}${small ? "" : ` of ${layer.kv_of_query.length}`}`
         : small ? `${kept}/${layer.kv[1]}` : `${kept} q · ${layer.kv[1]} kv`));
-    drawFfn(row, layer, ffnLeft, y + 4, ffnWidth / widest, rowHeight - 8, small);
+    drawFfn(row, layer, ffnLeft, y + (rowHeight - side) / 2, ffnWidth / widest, side, small);
     row.addEventListener("click", () => choose(index));
     row.addEventListener("keydown", (event) => {
       const to = { Enter: index, " ": index, ArrowDown: index + 1, ArrowUp: index - 1 }[event.key];
@@ -138,7 +139,7 @@ function drawMap(holder, view, chosen) {
   }
   root.append(under, over);
   holder.replaceChildren(
-    el("h3", {}, `Layer ${chosen}: query heads and their key/value heads`),
+    el("h4", {}, `Layer ${chosen}: query heads and their key/value heads`),
     el("p", {}, layerText(layer, chosen).replace(/^Layer \d+: /, "") + "."),
     el("ul", { class: "legend" }, el("li", { class: "box c-attn" }, "query head"),
       el("li", { class: "box c-kv" }, "key/value head"), el("li", { class: "box gone" }, "removed")),

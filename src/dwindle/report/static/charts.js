@@ -161,8 +161,9 @@ function named(panel) {
 }
 
 function legendOf(figure) {
-  const shown = new Map(figure.panels.flatMap(named).map((series) => [shortName(series), series.color]));
-  return el("ul", { class: "legend" }, ...[...shown].map(([name, color]) => el("li", { class: `c-${color}` }, name)));
+  const shown = new Map(figure.panels.flatMap(named).map((series) => [shortName(series), series]));
+  return el("ul", { class: "legend" }, ...[...shown].map(([name, series]) =>
+    el("li", { class: `c-${series.color}${series.style === "target" ? " dotted" : ""}` }, name)));
 }
 
 function spoken(figure) {
@@ -175,13 +176,15 @@ function spoken(figure) {
   return `${figure.title}. ${parts.join("; ")}. Arrow keys move the cursor.`;
 }
 
-function drawFigure(holder, figure, forcedWidth) {
+// With ``tall``, the panels are stretched until the drawing has that height: as tall as its neighbour.
+function drawFigure(holder, figure, forcedWidth, tall) {
   const width = Math.max(forcedWidth || holder.clientWidth, 240);
   const narrow = width < NARROW && !(width > 400 && figure.panels.length === 1);
   const direct = !narrow;
   const longest = Math.max(...figure.panels.flatMap(named).map((series) => shortName(series).length), 0);
   const left = 52, right = direct && longest ? Math.min(22 + 6.9 * longest, 150) : 14;
-  const rugHeight = 7, unitHeight = narrow ? 140 : 165, gap = 30;
+  const rugHeight = 7, gap = 30, units = figure.panels.reduce((sum, panel) => sum + panel.height, 0);
+  const unitHeight = (narrow ? 140 : 165) + (tall ? (tall - Number(holder.dataset.height)) / units : 0);
   const xs = figure.panels.flatMap((panel) => panel.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]));
   const xLow = Math.min(...xs), xHigh = Math.max(...xs);
   const xRange = xLow === xHigh ? [xLow - 1, xHigh + 1] : [xLow, xHigh];
@@ -210,6 +213,7 @@ function drawFigure(holder, figure, forcedWidth) {
   floor += figure.rugs.length ? 2 + figure.rugs.length * (rugHeight + 2) : 0;
   drawBottomAxis(root, figure, x, xRange, floor, width - right, left);
   const height = floor + 40;
+  holder.dataset.height = height;
   root.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const tip = el("div", { class: "tip", hidden: "", role: "status" });
   holder.replaceChildren(...(direct || !longest ? [] : [legendOf(figure)]), root, tip);

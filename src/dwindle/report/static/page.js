@@ -12,12 +12,33 @@ function dataLink(name, value) {
 }
 
 function head(title, name, value) {
-  return el("div", { class: "head" }, el("h2", {}, title), value === undefined ? null : dataLink(name, value));
+  return el("div", { class: "head" }, el("h3", {}, title), value === undefined ? null : dataLink(name, value));
 }
 
 function tileOf(tile) {
-  return el("li", {}, el("span", { class: "label" }, tile.label), el("span", { class: "value" }, tile.value),
-    el("span", { class: "note" }, tile.note));
+  return el("li", { class: tile.tone || null }, el("span", { class: "label" }, tile.label),
+    el("span", { class: "value" }, tile.value), el("span", { class: "note" }, tile.note));
+}
+
+// A titled part of the page; without parts, nothing.
+function partOf(title, text, cards) {
+  const kept = cards.filter((card) => card);
+  if (!kept.length) return [];
+  const narrow = kept.filter((card) => card.matches("figure:not(.wide)"));
+  if (narrow.length % 2) narrow[narrow.length - 1].classList.add("wide");  // no empty half
+  return [el("section", { class: "part" }, title ? el("h2", {}, title) : null, text ? el("p", { class: "lead" }, text) : null,
+    el("div", { class: "figures" }, ...kept))];
+}
+
+// What source and result make of the same beginnings.
+function samplesOf(samples) {
+  if (!samples.length) return null;
+  const said = (name, prompt, text) => el("div", { class: "said" }, el("span", { class: "label" }, name),
+    el("p", {}, el("span", { class: "prompt" }, prompt), text));
+  return el("section", { class: "card wide", id: "samples" }, head("Samples", "samples", samples),
+    el("p", { class: "caption" }, "The likeliest continuation of held-out text (grey), token by token."),
+    ...samples.map((sample) => el("div", { class: "sample" }, said("source", sample.prompt, sample.source),
+      sample.result == null ? null : said("result", sample.prompt, sample.result))));
 }
 
 function missingOf(lines) {
@@ -30,7 +51,8 @@ function figureOf(figure) {
   const plot = el("div", { class: "plot" });
   const card = el("figure", { class: figure.wide ? "card wide" : "card", id: figure.id },
     head(figure.title, figure.id, figure), el("figcaption", { class: "caption" }, figure.caption), plot);
-  card.draw = (width) => drawFigure(plot, figure, width);
+  card.draw = (width, tall) => drawFigure(plot, figure, width, tall);
+  card.level = () => Number(plot.dataset.height);
   return card;
 }
 
@@ -40,9 +62,10 @@ function architectureOf(view) {
     el("tbody", {}, ...view.totals.map((row) => el("tr", {}, ...row.map((text) => el("td", {}, text))))));
   const kind = view.regular ? "Grouped-query attention: within a layer every key/value head serves the same number of query heads." :
     "Cluster attention: key/value heads may serve different numbers of query heads.";
+  const few = view.layers.length <= 10;
   const card = el("figure", { class: "card wide", id: "architecture" }, head("Architecture before and after", "architecture", view),
     el("figcaption", { class: "caption" }, `Filled parts were kept; indices are the source's. ${kind} Select a layer to see its heads.`),
-    el("div", { class: "anatomy" }, rows, el("div", { class: "detail" }, totals, map)));
+    el("div", { class: few ? "anatomy few" : "anatomy" }, rows, el("div", { class: "detail" }, totals, map)));
   card.draw = (width) => {
     const choose = (layer) => {
       state.layer = layer;
@@ -59,14 +82,14 @@ function architectureOf(view) {
 function tableOf(table) {
   const cells = (tag, row) => row.map((text) => el(tag, tag === "th" ? { scope: "col" } : {}, text));
   const body = table.rows.map((row, place) => el("tr", { class: table.strong.includes(place) ? "strong" : null }, ...cells("td", row)));
-  return el("section", { class: "card block", id: table.id }, head(table.title, table.id, table),
+  return el("section", { class: "card wide", id: table.id }, head(table.title, table.id, table),
     el("p", { class: "caption" }, table.note),
     el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": table.title },
       el("table", {}, el("thead", {}, el("tr", {}, ...cells("th", table.columns))), el("tbody", {}, ...body))));
 }
 
 function recipeOf(text, open) {
-  return el("section", { class: "card block recipe", id: "recipe" },
+  return el("section", { class: "card wide recipe", id: "recipe" },
     el("details", open ? { open: "" } : {}, el("summary", {}, "Recipe"), el("pre", { tabindex: 0 }, text)));
 }
 
@@ -75,19 +98,18 @@ function build(data) {
   const open = document.querySelector("#recipe details")?.open ?? false;
   state.data = data;
   document.title = `${data.name} · dwindle`;
-  const figures = data.figures.map(figureOf);
-  const pruning = figures.filter((card) => ["saliency", "share", "loss"].includes(card.id));
-  const rest = figures.filter((card) => !pruning.includes(card));
-  if (data.architecture) pruning.push(architectureOf(data.architecture));
+  const figures = new Map(data.figures.map((figure) => [figure.id, figureOf(figure)]));
+  const take = (...names) => names.map((name) => figures.get(name));
   const title = el("h1", {}, data.name, el("span", { class: `status ${data.status}` }, data.status_text));
   document.querySelector("main").replaceChildren(...[
-    el("header", {}, title, el("p", { class: "story" }, data.story)),
+    el("header", {}, title, el("p", { class: "story" }, data.verdict)),
     missingOf(data.missing),
     el("ul", { class: "tiles", "aria-label": "Summary" }, ...data.tiles.map(tileOf)),
-    el("div", { class: "figures" }, ...pruning, ...rest),
-    ...data.tables.map(tableOf),
-    data.cost ? tableOf(data.cost) : null,
-    data.recipe == null ? null : recipeOf(data.recipe, open),
+    ...partOf("", "", [...take("loss"), samplesOf(data.samples), ...take("tasks"), ...data.tables.map(tableOf)]),
+    ...partOf("How it was pruned", data.removed, [data.architecture ? architectureOf(data.architecture) : null,
+      ...take("saliency", "share", "layers")]),
+    ...partOf("How it was trained", "", [...take("throughput", "optimizer"), data.cost ? tableOf(data.cost) : null,
+      data.recipe == null ? null : recipeOf(data.recipe, open)]),
     el("footer", {}, `Made with dwindle ${data.version} from ledger.jsonl, metrics.jsonl and structure.json. ` +
       "Long series are thinned; their minima and maxima are kept."),
   ].filter((part) => part));
@@ -95,8 +117,16 @@ function build(data) {
 }
 
 function draw(width) {
-  for (const card of document.querySelectorAll("figure.card"))
-    card.draw(width && (card.classList.contains("wide") ? width : width / 2 - 28));
+  const waiting = [];  // the left of two cards side by side
+  for (const card of document.querySelectorAll("figure.card")) {
+    const own = width && (card.classList.contains("wide") ? width : width / 2 - 28);
+    const beside = card.matches(".wide") ? null : waiting.pop();
+    card.draw(own);
+    if (card.matches(".wide") || !card.level) continue;
+    if (!beside) { waiting.push(card); continue; }
+    const tall = Math.max(card.level(), beside.level());
+    for (const one of [card, beside]) if (one.level() < tall) one.draw(own, tall);
+  }
   document.documentElement.dataset.drawn = String(Number(document.documentElement.dataset.drawn || 0) + 1);
 }
 

@@ -1,0 +1,48 @@
+"""``dwindle new``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import SHRINK, Json, app, print_result
+from dwindle.commands.guidance import say_next
+from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
+
+
+@app.command(rich_help_panel=SHRINK)
+def new(
+    model: Annotated[
+        str, typer.Argument(help="The model to make smaller: a directory, hub id, .gguf or smollm2-135m.")
+    ],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text to train on; section.key=value sets a key.")],
+    to: Annotated[str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, or hidden=512,heads=8,ffn=1280.")],
+    goal: Goal = "quality",
+    tokens: Tokens = None,
+    valid: Annotated[list[str] | None, typer.Option(help="Held-out text; default: pieces of the text.")] = None,
+    out: Annotated[str | None, typer.Option(help="Recipe to write; default: MODEL-to-SIZE.toml.")] = None,
+    measure: Measure = True,
+    price: Price = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing recipe.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a recipe with the recommended settings for a model and a text, and estimate its time and memory."""
+    from dwindle.core.files import refuse_file, write_text_atomic
+    from dwindle.run.new import new_recipe, recipe_name
+    from dwindle.run.rehearsal import planned
+
+    file = Path(out or f"{recipe_name(model, to)}.toml")
+    refuse_file(file, "--out", suffix=".toml", overwrite=overwrite)
+    texts, overrides = split_overrides(texts)
+    text, recipe = new_recipe(model, texts, to, goal=goal, tokens=tokens, valid=valid or [], overrides=overrides)
+    plan = planned(recipe, measure=measure, price=price)
+    write_text_atomic(file, text, option="--out")
+    if as_json:
+        print_result({"recipe": str(file), "plan": plan.to_json()}, as_json)
+        return
+    print_result(plan.render(), as_json)
+    print(file)
+    say_next({"start it; Ctrl-C stops, `dwindle resume` continues": f"dwindle pretrain {quote(str(file))}"})

@@ -1,0 +1,100 @@
+"""How good a result is against its source: held-out loss and greedy samples, as ``quality.json`` holds them.
+
+A run writes it after its first step (the source alone) and at its end; model directories hold a copy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dwindle.core.files import write_text_atomic
+
+NEEDS_TRAINING = 0.1
+"""Nats per token that a result may be above its source before training is advised."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """The greedy continuations of one prompt."""
+
+    prompt: str
+    source: str | None = None
+    result: str | None = None
+    """None while the run trains."""
+
+
+@dataclass(slots=True)
+class Quality:
+    """Loss (nats per token) and samples of a result and of its untouched source; None is not measured."""
+
+    text: list[str] = field(default_factory=list)
+    """Names of the texts that the losses are measured on; empty if there are none."""
+    tokens: int = 0
+    """Tokens of them that were predicted."""
+    held_out: bool = True
+    """False if the text was too short to hold any of it out of the calibration."""
+    source_loss: float | None = None
+    result_loss: float | None = None
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def change(self) -> float | None:
+        """Nats per token above the source; negative is better than the source."""
+        if self.source_loss is None or self.result_loss is None:
+            return None
+        return self.result_loss - self.source_loss
+
+    @property
+    def needs_training(self) -> bool:
+        return self.change is not None and self.change > NEEDS_TRAINING
+
+    def losses(self) -> str:
+        """``source 2.71 → 2.97 (+0.26)``; empty if either is not measured."""
+        if self.change is None:
+            return ""
+        return f"source {self.source_loss:.2f} → {self.result_loss:.2f} ({self.change:+.2f})"
+
+    def measured_on(self) -> str:
+        """``4,080 held-out tokens of pydoc``."""
+        kind = "held-out tokens" if self.held_out else "tokens (too few to hold any out)"
+        return f"{self.tokens:,} {kind} of {', '.join(self.text)}"
+
+    def sample_lines(self) -> list[str]:
+        """The samples for a terminal: the prompt, then both continuations, each on one line."""
+        lines = []
+        for sample in self.samples:
+            lines.append(f"greedy: {one_line(sample.prompt)} …")
+            for name, text in (("source", sample.source), ("result", sample.result)):
+                if text is not None:
+                    lines.append(f"  {name}: {one_line(text)}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def write(self, path: Path) -> None:
+        write_text_atomic(path, json.dumps(self.to_json(), ensure_ascii=False, indent=1) + "\n")
+
+
+def read_quality(path: Path) -> Quality | None:
+    """The content of a ``quality.json``; None if there is none, or it is of another version."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        samples = [Sample(**sample) for sample in found.pop("samples")]
+        return Quality(**found, samples=samples)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def one_line(text: str) -> str:
+    """Text of a model or of a file as one printable line; a terminal obeys control characters."""
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+
+
+def text_names(paths: Sequence[str]) -> list[str]:
+    """Texts without their folders, because cards are published."""
+    return [Path(path).name or path for path in paths]

@@ -1,0 +1,29 @@
+"""How an export is run: the commands that are printed after it, each for one runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from shlex import quote
+
+PROMPT = "Once upon a time"
+
+
+def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False) -> dict[str, str]:
+    """Runtime and command line for an export to ``hf``, ``gguf`` or ``onnx``; the first one needs nothing more."""
+    place, prompt = quote(str(out)), quote(PROMPT)
+    ours = f"dwindle generate {place} {prompt}"
+    if to == "gguf":
+        modelfile, name = f"{Path(out).stem}.Modelfile", quote(Path(out).stem.lower())
+        file = quote(str(out) if Path(out).is_absolute() else f"./{out}")
+        create = f"echo FROM {file} > {quote(modelfile)} && ollama create {name} -f {quote(modelfile)}"
+        return {
+            "llama.cpp through xllamacpp": ours,
+            "llama.cpp": f"llama-cli -m {place} -p {prompt} -n 48",
+            "Ollama": f"{create} && ollama run {name} {prompt}",
+        }
+    if to == "onnx":
+        return {"onnxruntime": ours}
+    remote = ", trust_remote_code=True" if custom_code else ""
+    call = f"pipeline('text-generation', {str(out)!r}{remote})({PROMPT!r}, max_new_tokens=48)"
+    code = f"from transformers import pipeline; print({call}[0]['generated_text'])"
+    return {"transformers": ours, "Python": f"python -c {quote(code)}"}

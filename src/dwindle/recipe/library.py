@@ -1,0 +1,28 @@
+"""Ready-made recipes, which come with the package and are found by name: ``dwindle pretrain demo``."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from dwindle.core.errors import UserError
+
+_FOLDER = Path(__file__).parent / "ready"
+
+
+def ready_recipes() -> dict[str, Path]:
+    """Name and file of each."""
+    return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe: a path, or the name of a ready-made one (``recipes/NAME.toml`` is one too)."""
+    path, ready = Path(name), ready_recipes()
+    stem = path.name.removesuffix(".toml")
+    if not path.exists() and stem in ready and path.parent.as_posix() in (".", "recipes"):
+        return ready[stem]
+    if not path.exists() and path.parent == Path() and path.suffix != ".toml":
+        near = difflib.get_close_matches(stem, ready, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"ready-made ones are {', '.join(ready)}"
+        raise UserError(f"{name} does not exist: give the path of a .toml file, or a ready-made recipe: {hint}")
+    return path

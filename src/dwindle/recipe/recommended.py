@@ -1,0 +1,76 @@
+"""The settings that our measurements recommend (docs/results.md): the one table that ``dwindle new`` reads.
+
+Change a value here and every new recipe has it. What depends on the amount of text is scaled by ``run.new``: the
+figures below were measured with SmolLM2-135M and 16M tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard, get_args
+
+Goal = Literal["quality", "speed", "stock"]
+GOALS: tuple[Goal, ...] = get_args(Goal)
+
+
+def is_goal(text: str) -> TypeGuard[Goal]:
+    return text in GOALS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of a recipe, and why; the reason becomes the comment beside it."""
+
+    value: Any
+    why: str = ""
+
+
+Settings = Mapping[str, Setting]
+
+TOKENS = 16_000_000
+"""Training tokens at most, unless the user says otherwise: what the tables were measured with."""
+PASSES = 4
+"""Times that a text is read at most: up to here, repeated text is almost as good as new (Muennighoff et al. 2023)."""
+LEAST_STEPS = 200
+"""Where the text is short, steps are made smaller rather than fewer than this."""
+WARMUP_SHARE = 0.02
+"""Of the steps before the first event: 20 of 976, as long as the learning rate warms up."""
+HIDDEN = 576
+"""Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
+SEQ_LEN = 1024
+TOKENS_PER_STEP = 16384
+
+TEACHER: Settings = {"distill.weight": Setting(0.75, "share of the teacher, the untouched source, in the objective")}
+HORIZON: Settings = {"prune.horizon": Setting(0.05, "all pruning in the first 5 % of the steps")}
+
+RECOMMENDED: Mapping[Goal, Settings] = {
+    "quality": {
+        "training.optimizer": Setting("muon", "0.03 nats better than AdamW at 50 %"),
+        "training.lr": Setting(1.5e-3, "by the size of a step and the width of the model"),
+        "prune.selection": Setting("global", "the least salient group of any layer: layers get sizes of their own"),
+        "prune.metric": Setting("group", "squared derivative of the loss by a mask on the group"),
+        **HORIZON,
+        **TEACHER,
+    },
+    "speed": {
+        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
+        "prune.second_order": Setting(True, "repairs the kept weights at each event"),
+        "prune.round_to": Setting(64, "widths that matrix kernels like: decoding 1.6 instead of 1.4 times as fast"),
+        **HORIZON,
+        **TEACHER,
+    },
+    "stock": {
+        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
+        "prune.second_order": Setting(True, "repairs the kept weights at each event"),
+        **HORIZON,
+        **TEACHER,
+    },
+}
+"""quality: the lowest loss at a size (layers differ). speed: equal layers of round widths. stock: equal layers."""
+
+MEANING: Mapping[Goal, str] = {
+    "quality": "the lowest loss; layers differ in size, so transformers needs trust_remote_code=True",
+    "speed": "equal layers with round widths, which run fastest",
+    "stock": "equal layers: a plain model of its family, which every tool loads",
+}

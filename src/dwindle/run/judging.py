@@ -1,0 +1,94 @@
+"""Measures how good a result is against its source, while it trains (``QualityRecorder``) and without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dwindle.core.json_safe import finite
+from dwindle.core.quality import Quality, Sample, text_names
+from dwindle.training.callbacks import Callback, Validator
+from dwindle.training.loss import evaluate_loss
+from dwindle.training.sampling import as_text, greedy_samples, prompt_tokens
+
+if TYPE_CHECKING:
+    from dwindle.training.loop import Trainer
+
+
+class QualityRecorder(Callback):
+    """``quality.json`` of a run: losses of ``validator`` and greedy samples, before the first and after the last step.
+
+    It comes after the pruner and the validator, and draws no random numbers. A sharded model gives no samples.
+    """
+
+    def __init__(self, path: Path, tokenizer: Any, validator: Validator | None, texts: Sequence[str]) -> None:
+        self.path = path
+        self.tokenizer = tokenizer
+        self.validator = validator
+        windows_NT = None if validator is None else validator.windows_NT
+        self.prompts = prompt_tokens(windows_NT, tokenizer)
+        self.quality = Quality(
+            text=[] if windows_NT is None else text_names(texts),
+            tokens=0 if windows_NT is None else windows_NT[:, 1:].numel(),
+            samples=[Sample(as_text(tokenizer, prompt)) for prompt in self.prompts],
+        )
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.step == 0 and trainer.num_steps:
+            for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
+                sample.source = text
+
+    def after_step(self, trainer: Trainer) -> None:
+        finished = trainer.status == "finished"
+        if self.validator is not None:
+            self.quality.source_loss = finite(self.validator.source)
+            self.quality.result_loss = finite(self.validator.last) if finished else None
+        if finished:
+            for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
+                sample.result = text
+        if (finished or trainer.step == 1) and trainer.engine.is_main:
+            self.quality.write(self.path)
+
+    def _continued(self, trainer: Trainer) -> list[str]:
+        """On the main process; the others have the callback for its place in the checkpoint alone."""
+        if not trainer.engine.is_main or any(
+            isinstance(parameter, DTensor) for parameter in trainer.model.parameters()
+        ):
+            return []
+        return greedy_samples(trainer.model, self.tokenizer, self.prompts)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"quality": self.quality.to_json()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        found = state["quality"]
+        self.quality = Quality(**found | {"samples": [Sample(**sample) for sample in found["samples"]]})
+
+
+class Judge:
+    """Measures a source before it is pruned, and the result afterwards, on the same windows and prompts."""
+
+    def __init__(
+        self, source: Any, tokenizer: Any, windows_NT: Tensor, texts: Sequence[str], *, held_out: bool
+    ) -> None:
+        self.tokenizer, self.windows_NT = tokenizer, windows_NT
+        self.prompts = prompt_tokens(windows_NT, tokenizer)
+        samples = [
+            Sample(as_text(tokenizer, prompt), text)
+            for prompt, text in zip(self.prompts, greedy_samples(source, tokenizer, self.prompts), strict=True)
+        ]
+        loss = finite(evaluate_loss(source, windows_NT))
+        self.quality = Quality(text_names(texts), windows_NT[:, 1:].numel(), held_out, loss, samples=samples)
+
+    def judged(self, result: Any) -> Quality:
+        """The source's measurements with those of the result."""
+        self.quality.result_loss = finite(evaluate_loss(result, self.windows_NT))
+        for sample, text in zip(
+            self.quality.samples, greedy_samples(result, self.tokenizer, self.prompts), strict=True
+        ):
+            sample.result = text
+        return self.quality

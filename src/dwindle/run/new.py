@@ -1,0 +1,172 @@
+"""``dwindle new``: a short recipe with the recommended settings, scaled to a model and the length of its text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.config import parse_toml
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_count, parse_count
+from dwindle.data.config import DataConfig
+from dwindle.data.estimate import estimated_tokens
+from dwindle.pruning.target import parse_target
+from dwindle.recipe.recipe import Recipe, recipe_from
+from dwindle.recipe.recommended import (
+    GOALS,
+    HIDDEN,
+    LEAST_STEPS,
+    MEANING,
+    PASSES,
+    RECOMMENDED,
+    SEQ_LEN,
+    TOKENS,
+    TOKENS_PER_STEP,
+    WARMUP_SHARE,
+    Goal,
+    Setting,
+    Settings,
+    is_goal,
+)
+from dwindle.run.plan import plan_pruning
+from dwindle.sources.loading import load_config, load_tokenizer
+
+_VALID_SHARE, _MOST_VALID_TOKENS, _MOST_HELD_OUT = 1 / 100, 256_000, 0.1
+"""Validation tokens: this share of the training tokens (a dozen measurements then cost a few hundredths of the run), at
+most so many, and at most this share of the text."""
+
+
+def new_recipe(
+    model: str,
+    texts: Sequence[str],
+    to: str,
+    *,
+    goal: str = "quality",
+    tokens: str | int | None = None,
+    valid: Sequence[str] = (),
+    overrides: Iterable[str] = (),
+) -> tuple[str, Recipe]:
+    """The commented TOML text and the recipe, checked against the model; ``overrides`` are ``section.key=value``."""
+    if not is_goal(goal):
+        raise UserError(f"goal {goal!r}: give one of {', '.join(GOALS)}")
+    if not texts:
+        raise UserError("texts: none given: name the text to train on, such as books.txt")
+    data = DataConfig(train=list(texts), valid=list(valid))
+    data.check()
+    config = load_config(model)
+    parse_target(to, Anatomy.of_config(config), "to")
+    found = estimated_tokens(data, lambda: load_tokenizer(model))
+    length = sum(found.values()) if found else math.inf
+    amount = None if tokens is None else parse_count(tokens, "tokens")
+    positions = getattr(config, "max_position_embeddings", None) or SEQ_LEN
+    chosen = scaled(goal, length, amount, positions, config.hidden_size)
+    if valid:
+        chosen.pop("data.holdout")
+    fixed = {
+        "source.model": Setting(model),
+        "data.train": Setting(list(texts), f"about {format_count(length)} tokens" if found else ""),
+        **({"data.valid": Setting(list(valid))} if valid else {}),
+        "prune.target": Setting(to),
+    }
+    title = f"{Path(model).name} to {to}: {MEANING[goal]}."
+    return _fitting(fixed | chosen, list(overrides), title, Anatomy.of_config(config))
+
+
+def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden: int = HIDDEN) -> dict[str, Setting]:
+    """The recommended settings for a text of ``length`` tokens; ``tokens`` to train on, if the user chose them.
+
+    A short text is read at most ``PASSES`` times, in at least ``LEAST_STEPS`` steps where possible: smaller ones of
+    shorter sequences. The learning rate falls with the root of a step's size, and with the width of the model.
+    """
+    amount = tokens or int(min(TOKENS, PASSES * length * (1 - _VALID_SHARE * PASSES)))
+    per_step = min(TOKENS_PER_STEP, max(_power(amount / LEAST_STEPS), 256))
+    seq_len = max(min(SEQ_LEN, positions, per_step // 8, _power(length / 100)), 16)
+    per_step = min(max(per_step, seq_len), max(amount, seq_len))
+    steps = max(amount // (per_step // seq_len * seq_len), 1)
+    warmup = max(round(WARMUP_SHARE * steps), 1)
+    held_out = min(max(_VALID_SHARE * amount, 8 * seq_len), _MOST_VALID_TOKENS, max(_MOST_HELD_OUT * length, seq_len))
+    held_out = max(held_out // seq_len, 1) * seq_len
+    share = held_out / (amount if length == math.inf else length)
+    chosen: dict[str, Setting] = {
+        "data.seq_len": Setting(seq_len),
+        "data.holdout": Setting(_digits(share, up=True), "share of the text for validation, never trained on"),
+        "data.valid_tokens": Setting(int(held_out)),
+        "training.tokens": Setting(amount, "" if length == math.inf else f"reads the text {amount / length:.1f} times"),
+        "training.tokens_per_step": Setting(per_step, f"{steps:,} steps"),
+        "validation.every": Setting(max(steps // 10, 1)),
+        "checkpoint.every": Setting(max(steps // 10, 10)),
+        "prune.warmup_steps": Setting(warmup, "steps before the first event"),
+        **RECOMMENDED[goal],
+    }
+    rate, horizon = chosen["training.lr"], chosen["prune.horizon"]
+    by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
+    chosen["training.lr"] = Setting(_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
+    if horizon.value * steps < 2 * warmup:  # few steps: leave some for the events
+        chosen["prune.horizon"] = Setting(min(_digits(3 * warmup / steps, up=True), 1.0), "a short run prunes longer")
+    if "prune.metric" in chosen and chosen["prune.metric"].value == "group" and warmup > 1:
+        chosen["prune.smoothing"] = Setting(round(1 - 1 / warmup, 3), "a group's derivative is noisy in a single step")
+    return chosen
+
+
+def _fitting(settings: Settings, overrides: list[str], title: str, anatomy: Anatomy) -> tuple[str, Recipe]:
+    """The recipe; a multiple of widths that this model and target cannot have is halved until they can."""
+    while True:
+        text = _toml(settings, title)
+        recipe = recipe_from(parse_toml(text), overrides, "new recipe")
+        try:
+            plan_pruning(recipe, anatomy)
+            return (text if not overrides else tomli_w.dumps(recipe.model_dump(exclude_unset=True))), recipe
+        except UserError:
+            multiple = settings["prune.round_to"].value if "prune.round_to" in settings else 1
+            if multiple == 1:
+                raise
+            rounded = Setting(multiple // 2, settings["prune.round_to"].why)
+            settings = {**settings, "prune.round_to": rounded}
+
+
+def _toml(settings: Settings, title: str) -> str:
+    """Tables in the order of a recipe, each reason as a comment."""
+    parts = [f"# {title}\n# Made by `dwindle new`; `dwindle keys` explains every key."]
+    for section in Recipe.model_fields:
+        lines = [_line(key, settings[key]) for key in settings if key.partition(".")[0] == section]
+        if lines:
+            parts.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _line(key: str, setting: Setting) -> str:
+    if isinstance(setting.value, list):
+        value = f"[{', '.join(_value(item) for item in setting.value)}]"
+    else:
+        value = _value(setting.value)
+    line = f"{key.partition('.')[2]} = {value}"
+    return f"{line:<28}  # {setting.why}" if setting.why else line
+
+
+def _value(value: Any) -> str:
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+
+
+def recipe_name(model: str, to: str) -> str:
+    """A file name: ``smollm2-135m-to-50pct``."""
+    name = Path(model).name.removesuffix(".gguf").removesuffix(".bin")
+    return re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-to-{to.replace('%', 'pct')}").strip("-")
+
+
+def _power(value: float) -> int:
+    """The largest power of two that is not above; 2^30 at most."""
+    return 1 << int(math.log2(min(max(value, 1), 1 << 30)))
+
+
+def _digits(value: float, *, up: bool = False) -> float:
+    """Two significant digits."""
+    if value <= 0:
+        return 0.0
+    scale = 10 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{(math.ceil if up else round)(value / scale) * scale:.2g}")

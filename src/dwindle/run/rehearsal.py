@@ -1,0 +1,272 @@
+"""Measures a few steps of a run before it is started, with random tokens, and predicts its time and memory from them.
+
+The steps are those of the run: its model, teacher, optimizer and pruning events, but one micro-batch each. Then the
+model is cut to about its final size, and as many steps are measured again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Layer, Structure
+from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
+from dwindle.data.batches import BatchStream
+from dwindle.data.mixture import Mixture, PackedDataset
+from dwindle.data.pydoc_text import pydoc_documents
+from dwindle.data.token_stream import MemoryTokens, TokenStream
+from dwindle.data.tokenizing import DocumentEncoder
+from dwindle.data.training_data import TrainingData
+from dwindle.distributed.world import joined
+from dwindle.export.process import peak_memory_bytes
+from dwindle.pruning.pacing import Horizon
+from dwindle.pruning.pruner import Pruner
+from dwindle.pruning.surgery import Prunable
+from dwindle.recipe.recipe import Recipe, resolve_recipe
+from dwindle.run.plan import Plan, PruningPlan, device_of, make_plan, micro_batch_of, plan_pruning, precision_of
+from dwindle.run.pretrain import Job
+from dwindle.sources.loading import load_config, load_tokenizer
+from dwindle.training.callbacks import Callback
+from dwindle.training.rng import seed_everything
+from dwindle.training.sampling import NEW_TOKENS, greedy_tokens
+from dwindle.training.stop import StopSignal
+
+_WARM, _TIMED = 1, 2
+"""Steps that are not timed (first use of kernels and memory), and steps that are."""
+_WINDOWS = 8
+_SAMPLES = 2
+_DISK_PROBE_BYTES = 1 << 25
+
+
+@dataclass(slots=True)
+class Cost:
+    """Seconds of one size of the model."""
+
+    micro_batch_s: float
+    """Forward and backward pass of a micro-batch, the teacher's included."""
+    rest_s: float
+    """The rest of a step: saliencies, events, optimizer."""
+    window_s: float
+    """Validation of one window."""
+    sample_s: float
+    """One greedy sample."""
+
+    def step_s(self, micro_batches: int) -> float:
+        return micro_batches * self.micro_batch_s + self.rest_s
+
+
+@dataclass(slots=True)
+class Rehearsed:
+    """What was measured, and what it predicts."""
+
+    begin_s: float
+    """Loading the models."""
+    start: Cost
+    end: Cost
+    disk_bytes_per_s: float
+    memory_bytes: int
+    run_s: float = 0.0
+    """The whole run, without tokenizing the text."""
+
+
+def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None) -> Plan:
+    """The plan of a run; with ``measure`` also its time and memory, ``price`` is that of an hour of this machine."""
+    plan = make_plan(recipe)
+    if price is not None and not price >= 0:
+        raise UserError(f"price {price}: give the price of an hour, such as 2.5")
+    if measure:
+        found = rehearse(recipe)
+        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(recipe.source.model)
+        plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, found.memory_bytes
+        plan.cost = None if price is None else price * plan.seconds / 3600
+    return plan
+
+
+def _tokens_per_s(model: str) -> float:
+    """Speed of the tokenizer, on text that every machine has."""
+    encoder, text = DocumentEncoder(load_tokenizer(model)), "\n".join(pydoc_documents("valid"))
+    started = time.perf_counter()
+    count = sum(len(piece.ids) for piece in encoder.encode([text]))
+    return count / max(time.perf_counter() - started, 1e-9)
+
+
+def rehearse(recipe: Recipe) -> Rehearsed:
+    """Measure a few steps on this machine and predict the run; nothing is written but to a temporary folder."""
+    recipe = resolve_recipe(recipe)
+    device = device_of(recipe)
+    config = load_config(recipe.source.model)
+    recipe.training.precision = precision_of(recipe, device)
+    recipe.training.micro_batch = micro_batch_of(recipe, device, config)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, joined(device) as world, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed_everything(recipe.training.seed)
+        started = time.perf_counter()
+        job = _Rehearsal(recipe, RunDirectory(Path(folder)), None, StopSignal(), world, ())
+        begin_s = time.perf_counter() - started
+        start = job.measure()
+        memory = torch.cuda.max_memory_reserved() if device == "cuda" else peak_memory_bytes()
+        end = job.measure() if job.shrink() else start
+        disk = _disk_bytes_per_s(Path(folder))
+    found = Rehearsed(begin_s, start, end, disk, memory)
+    found.run_s = _predict(recipe, found, Anatomy.of_config(config))
+    return found
+
+
+class _Marks(Callback):
+    """Times the parts of each step. One instance comes first, to see the end of the backward pass; one last."""
+
+    def __init__(self, place: str, times: list[tuple[str, float]]) -> None:
+        self._place, self._times = place, times
+
+    @property
+    def name(self) -> str:
+        return f"marks {self._place}"
+
+    def _mark(self, what: str, device: str) -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        self._times.append((what, time.perf_counter()))
+
+    def on_start(self, trainer: Any) -> None:
+        if self._place == "last":
+            self._mark("begin", trainer.device)
+
+    def edit_gradients(self, trainer: Any) -> None:
+        if self._place == "first":
+            self._mark("backward", trainer.device)
+
+    def after_step(self, trainer: Any) -> None:
+        if self._place == "last":
+            self._mark("end", trainer.device)
+
+
+class _Rehearsal(Job):
+    """The job of a run on random tokens, one micro-batch a step, without files."""
+
+    def _data(self) -> tuple[TrainingData, BatchStream]:
+        recipe, micro_batch = self.recipe, self.recipe.training.micro_batch
+        seq_len = recipe.data.seq_len
+        vocabulary = load_config(recipe.source.model).vocab_size
+        count = (max(micro_batch, _WINDOWS) * 2 + 1) * seq_len + 1
+        ids = np.random.default_rng(0).integers(vocabulary, size=count, dtype=np.uint32)
+        stream = TokenStream([MemoryTokens("rehearsal", ids, np.zeros(1, dtype=np.uint64))])
+        mixture = Mixture([PackedDataset("rehearsal", stream, seq_len, 0)], [1.0])
+        windows = torch.from_numpy(stream.read(0, _WINDOWS * (seq_len + 1)).reshape(_WINDOWS, seq_len + 1))
+        batches = BatchStream(mixture, tokens_per_step=micro_batch * seq_len, micro_batch=micro_batch)
+        return TrainingData(mixture=mixture, valid_windows=windows), batches
+
+    def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
+        """Events from the first step on, as many in each as the run will have."""
+        pacing = plan.pacing
+        if isinstance(pacing, Horizon):
+            pacing = replace(pacing, first_step=0, last_step=pacing.last_step - pacing.first_step)
+        return super()._pruner(prunable, replace(plan, pacing=pacing, milestones=[]))
+
+    def _callbacks(self, others: Sequence[Callback]) -> list[Callback]:
+        self._times = list[tuple[str, float]]()
+        pruning = [] if self.pruner is None else [self.pruner]
+        return [_Marks("first", self._times), *pruning, _Marks("last", self._times)]
+
+    def measure(self) -> Cost:
+        """Run a few steps, and a forward pass of each other kind, at the present size."""
+        trainer = self.trainer
+        self._times.clear()
+        trainer.num_steps = trainer.step + _WARM + _TIMED
+        trainer.run()
+        ends = [moment for what, moment in self._times if what != "backward"]  # the first one is the begin
+        backwards = [moment for what, moment in self._times if what == "backward"]
+        timed = range(_WARM, _WARM + _TIMED)
+        micro_batch_s = sum(backwards[step] - ends[step] for step in timed) / _TIMED
+        rest_s = sum(ends[step + 1] - backwards[step] for step in timed) / _TIMED
+        return Cost(micro_batch_s, rest_s, self._validation_s() / _WINDOWS, self._sample_s())
+
+    def _validation_s(self) -> float:
+        assert self.validator is not None
+        started = time.perf_counter()
+        self.validator.measure(self.trainer)
+        return time.perf_counter() - started
+
+    def _sample_s(self) -> float:
+        started = time.perf_counter()
+        prompt, few = [1] * 8, 4
+        found = greedy_tokens(self.trainer.model, prompt, few, self.tokenizer)
+        return (time.perf_counter() - started) / max(len(found), 1) * NEW_TOKENS
+
+    def shrink(self) -> bool:
+        """Cut the model to about its final size; False without pruning."""
+        if self.pruner is None:
+            return False
+        prunable = self.pruner.prunable
+        keep = cut_evenly(prunable.anatomy, prunable.alive, self.pruner.end_count)
+        prunable.prune_to(keep, self.trainer.optimizer)
+        self.pruner.compact(self.trainer, keep)
+        self.trainer.callbacks.remove(self.pruner)
+        return True
+
+
+def cut_evenly(anatomy: Anatomy, structure: Structure, most: int) -> Structure:
+    """About ``most`` parameters: the same share of each layer's key/value heads and FFN channels, then of the rest."""
+
+    def cut(share: float, hidden: float) -> Structure:
+        layers = tuple(_cut_layer(layer, share) for layer in structure.layers)
+        return Structure(structure.hidden[: max(round(hidden * len(structure.hidden)), 8)], layers)
+
+    for hidden in (1.0, 0.5, 0.25):
+        low, high = 0.0, 1.0
+        for _ in range(12):
+            middle = (low + high) / 2
+            if anatomy.count(cut(middle, hidden)).total <= most:
+                low = middle
+            else:
+                high = middle
+        if low or anatomy.count(cut(0, hidden)).total <= most:
+            break
+    return cut(low, hidden)
+
+
+def _cut_layer(layer: Layer, share: float) -> Layer:
+    kept = layer.kv_heads[: max(round(share * len(layer.kv_heads)), 1)]
+    gone = [query for query, kv in zip(layer.query_heads, layer.kv_of_query, strict=True) if kv not in kept]
+    return layer.without(query_heads=gone, ffn=layer.ffn[max(round(share * len(layer.ffn)), 8) :])
+
+
+def _disk_bytes_per_s(folder: Path) -> float:
+    started = time.perf_counter()
+    with (folder / "probe").open("wb") as file:
+        file.write(os.urandom(_DISK_PROBE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+    return _DISK_PROBE_BYTES / max(time.perf_counter() - started, 1e-9)
+
+
+def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
+    """Seconds: steps at both sizes, validation, samples, checkpoints and the model."""
+    plan, steps = plan_pruning(recipe, anatomy), recipe.num_steps
+    parameters = anatomy.count(anatomy.source).total
+    final = parameters if plan is None else plan.end_count
+    pruning = 0 if plan is None else min(plan.pacing.last_step or steps, steps)
+    micro_batches = -(-recipe.num_sequences_per_step // recipe.training.micro_batch)
+    start, end = (cost.step_s(micro_batches) for cost in (found.start, found.end))
+    while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
+    total = found.begin_s + pruning * while_pruning + (steps - pruning) * end
+    if recipe.data.validated_on():
+        windows = recipe.num_validation_tokens // recipe.data.seq_len
+        every = recipe.validation.every
+        total += windows * (found.start.window_s + (max(steps // every, 1) if every else 1) * found.end.window_s)
+    total += _SAMPLES * (found.start.sample_s + found.end.sample_s)
+    moments = 3 if recipe.training.optimizer == "adamw" else 2
+    checkpoints = 1 + (steps // recipe.checkpoint.every if recipe.checkpoint.every else 0)
+    return total + 4 * final * (checkpoints * moments + 1) / found.disk_bytes_per_s

@@ -1,0 +1,88 @@
+"""The prediction of a run's time: what is measured, and how it is added up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.sizes import format_duration
+from dwindle.recipe.recipe import Recipe
+from dwindle.run.rehearsal import Cost, Rehearsed, _predict, cut_evenly, planned
+from dwindle.sources.loading import load_config
+from runs import tiny_recipe
+from tiny import tiny_directory
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("place")
+    tiny_directory(place / "model")
+    return place
+
+
+def recipe(place: Path) -> Recipe:
+    return tiny_recipe(
+        place,
+        steps=40,
+        data={"valid": ["pydoc:valid"], "valid_tokens": 240},
+        training={"micro_batch": 3},
+        prune={"target": "50%", "horizon": 0.25, "warmup_steps": 2},
+        distill={"weight": 0.5},
+        validation={"every": 10},
+        checkpoint={"every": 20},
+    )
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3, 0.15])
+def test_an_even_cut_has_about_the_size(place: Path, share: float) -> None:
+    anatomy = Anatomy.of_config(load_config(str(place / "model")))
+    most = int(share * anatomy.count(anatomy.source).total)
+    kept = cut_evenly(anatomy, anatomy.source, most)
+    assert anatomy.source.contains(kept) and 0.7 * most <= anatomy.count(kept).total <= most
+
+
+def test_the_parts_add_up(place: Path) -> None:
+    """By hand: 10 steps while it is pruned, 30 after; 3 micro-batches each; 10 windows, measured 1 + 4 times."""
+    anatomy = Anatomy.of_config(load_config(str(place / "model")))
+    start, end = Cost(2.0, 0.5, 0.25, 3.0), Cost(1.0, 0.25, 0.125, 2.0)
+    found = Rehearsed(begin_s=7.0, start=start, end=end, disk_bytes_per_s=1e12, memory_bytes=0)
+    by_hand = 7 + 10 * 6.5 + 30 * 3.25 + 10 * (0.25 + 4 * 0.125) + 2 * (3 + 2)
+    assert _predict(recipe(place), found, anatomy) == pytest.approx(by_hand, rel=1e-6)
+    found.disk_bytes_per_s = 1.0  # weights and two moments, three checkpoints; then the model
+    size = anatomy.count(anatomy.source).total // 2 * 4
+    assert _predict(recipe(place), found, anatomy) == pytest.approx(by_hand + size * (3 * 3 + 1), rel=1e-2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"prune": {"enabled": False}}], ids=["pruned", "unpruned"])
+def test_a_plan_with_its_time_leaves_nothing_behind(
+    place: Path, settings: dict[str, dict[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(place.rglob("*"))
+    chosen = recipe(place)
+    if settings:
+        chosen.prune = type(chosen.prune)(enabled=False)
+    plan = planned(chosen, price=3600.0)
+    assert plan.seconds is not None and plan.seconds > 0 and plan.cost == plan.seconds
+    assert plan.memory_bytes_measured is not None and plan.memory_bytes_measured > 1e6
+    assert sorted(place.rglob("*")) == before
+    quick = planned(chosen, measure=False)
+    assert quick.seconds is None and quick.text_tokens == plan.text_tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (99, "99 s"),
+        (150, "2 min"),
+        (5900, "98 min"),
+        (7200, "2 h"),
+        (12000, "3 h 20 min"),
+        (266400, "3 d 2 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
