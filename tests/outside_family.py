@@ -10,7 +10,9 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
-STARCODER2 = next(block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "[stem]" in block)
+STARCODER2 = next(
+    block for block in re.findall(r"```toml\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "[stem]" in block
+)
 """The table of the documentation's example."""
 
 
