@@ -36,12 +36,14 @@ OTHER_MEANINGS = {
     ("export/resize.py", "round_to"): "pads the widths of what is exported, prunes nothing",
     ("export/exporting.py", "min_hidden"): "the least width that a format accepts",
     ("export/resize.py", "min_hidden"): "the least width that a format accepts",
+    ("anatomy/family.py", "groups"): "what models of a family can lose",
     ("evaluation/latency.py", "method"): "the function that a runtime process calls",
     ("evaluation/results.py", "metric"): "how a task is scored",
     ("evaluation/tasks.py", "metric"): "how a task is scored",
     ("pruning/calibration.py", "groups"): "a result: the saliencies of all groups",
     ("run/compare.py", "metric"): "a result: the metric of a cell",
     ("run/compare.py", "second_order"): "a result: whether a cell is updated",
+    ("run/family_table.py", "groups"): "a result: what models of a family can lose",
     ("run/inspection.py", "groups"): "a result: how many groups a model has",
 }
 """Where another thing has the name of a knob: (file, name), and what it is there."""

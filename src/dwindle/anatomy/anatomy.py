@@ -274,7 +274,7 @@ def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) 
         name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
         for name, parameter in model.named_parameters()
     }
-    smaller = stock_form(build(config_for(model.config, keep), tensors))
+    smaller = stock_form(build(config_for(model.config, keep), tensors), keep)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation

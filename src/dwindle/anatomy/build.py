@@ -75,17 +75,15 @@ def _embed_scale(config: Any) -> float:
     return float(config.hidden_size) ** 0.5 if kept is None else kept
 
 
-def stock_form(model: nn.Module) -> nn.Module:
-    """The same function as a stock model, if only the factor of the embeddings (Gemma's) stands in the way.
+def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
+    """A model of this structure as a stock model, if only the factor of the embeddings (Gemma's) stands in the way.
 
     The embeddings absorb it, and the final norm its inverse if they are tied. Not while training: Adam is not
     scale-equivariant, so a model with absorbed factors trains differently.
     """
-    from dwindle.anatomy.anatomy import Anatomy
-
     config: Any = model.config
     scale = getattr(config, "embed_scale", None)
-    if scale is None or not has_stock_config(config, structure := Anatomy.of(model).source):
+    if scale is None or not has_stock_config(config, structure):
         return model
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
     stock = stock_config(family, _values(config, structure))

@@ -145,7 +145,7 @@ def _enlarged(
     config = config_for(model.config, after)
     name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
     setattr(config, name, getattr(model.config, name) * share)
-    larger = stock_form(build(config, tensors))
+    larger = stock_form(build(config, tensors), after)
     if getattr(model, "generation_config", None) is not None:
         larger.generation_config = model.generation_config
     return larger

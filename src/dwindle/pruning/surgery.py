@@ -100,7 +100,7 @@ class Prunable:
         if not any(is_sharded(parameter) for _, parameter in self._parameters()):
             return cut(self.model, self.anatomy, keep, self.physical)
         whole = {row.name: self._cut(row, gathered(p), keep).to("cpu", copy=True) for row, p in self._parameters()}
-        smaller = stock_form(build(config_for(self.model.config, keep), whole))
+        smaller = stock_form(build(config_for(self.model.config, keep), whole), keep)
         smaller.generation_config = self.model.generation_config
         return smaller
 
