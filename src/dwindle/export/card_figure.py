@@ -51,7 +51,7 @@ def _removed(ledger: Sequence[Mapping[str, Any]], kind: str, num_layers: int) ->
 
 
 def _heads(left: float, pitch: float, heads: Sequence[int], gone: set[int], most: int) -> list[str]:
-    side = _AREA / most
+    side = _AREA / max(most, 1)
     return [
         f'<rect class="{"gone" if head in gone else "kept"}" x="{left + 1:.1f}" y="{10 + row * side:.1f}" '
         f'width="{max(pitch - 2, 1):.1f}" height="{max(side - 1.5, 0.5):.1f}" rx="1"/>'
