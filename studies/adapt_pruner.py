@@ -77,6 +77,7 @@ def main() -> None:
             seq_len=64,
             seed=seed,
             device=DEVICE,
+            measure=False,
             **options_of(row, args),
         )
         seconds = round(time.monotonic() - begun, 1)
