@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from dwindle.core.errors import UserError
+from dwindle.sources.common import SourceNotice
 from dwindle.sources.gguf_model import ARCHITECTURES
 from dwindle.sources.loading import load, load_config, load_tokenizer
 
@@ -361,6 +362,27 @@ def test_truncated_and_corrupt_files_are_named(tmp_path: Path) -> None:
         broken.write_bytes(bytes(noisy))
         with contextlib.suppress(UserError):
             load(broken)
+
+
+@pytest.mark.parametrize("head_is_finer", [True, False])
+def test_a_tied_embedding_that_is_stored_twice_stays_tied(tmp_path: Path, head_is_finer: bool) -> None:
+    """As in Qwen2.5's own files: head and embedding are one matrix, rounded in two ways; the finer copy is read."""
+    model = tiny("qwen2", tie_word_embeddings=True)
+    exact = model.get_input_embeddings().weight.detach().numpy()
+    rounded = gguf.quants.dequantize(
+        gguf.quants.quantize(exact, gguf.GGMLQuantizationType.Q5_0), gguf.GGMLQuantizationType.Q5_0
+    )
+    kind = gguf.GGMLQuantizationType.Q5_0 if head_is_finer else None
+    other = exact if head_is_finer else rounded.astype(np.float16)
+    path = write_gguf(tmp_path / "twice.gguf", model, quantise=kind, extra={"output.weight": other})
+    if not head_is_finer:  # two floating-point matrices that differ are two matrices
+        assert not load_config(path).tie_word_embeddings
+        return
+    with pytest.warns(SourceNotice, match=r"its head is its embedding, .* without token_embd\.weight"):
+        loaded = load(path).model
+    assert loaded.config.tie_word_embeddings
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert np.array_equal(loaded.lm_head.weight.detach().numpy(), exact)
 
 
 def test_missing_gguf_package_gives_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

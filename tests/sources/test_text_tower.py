@@ -18,8 +18,8 @@ from transformers import (
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.distributed.lazy_weights import source_tensors
+from dwindle.sources.common import SourceNotice
 from dwindle.sources.loading import load, load_config
-from dwindle.sources.text_tower import SourceNotice
 from tiny import tiny_model, tokens
 
 TEXT = {

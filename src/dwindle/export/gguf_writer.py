@@ -19,7 +19,8 @@ from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
 from dwindle.export import onnx_graph
 from dwindle.export.gguf_vocabulary import Vocabulary
-from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES, yarn_factor
+from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
+from dwindle.sources.gguf_rope import yarn_factor
 
 BLOCK = 32
 """Values per block in the quantized types; a row must be a whole number of blocks."""

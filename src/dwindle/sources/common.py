@@ -20,6 +20,10 @@ _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$"
 """Buffers that earlier versions of transformers stored and later ones compute."""
 
 
+class SourceNotice(UserWarning):
+    """Something about a source that a user should know."""
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence the load report and, without a terminal, the progress bar; problems are raised as errors."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,17 @@ class GgufFile:
             raise damaged(self.path, f"{self.architecture}.{key} is {value!r:.40}, not a number")
         return float(value)
 
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, list):
+            if any(one != value[0] for one in value):
+                raise unsupported(self, f"has a different {key} in every layer")
+            value = value[0] if value else None
+        if type(value) is not int or value <= 0:
+            what = f"{self.architecture}.{key} is {value!r:.60}"
+            raise UserError(f"source {self.path}: {what}: the file is not a usable model")
+        return value
+
     def check_complete(self) -> None:
         """Raise UserError if a tensor overlaps another or the end of the file, before minutes of dequantising."""
         end = 0
@@ -79,9 +90,15 @@ class GgufFile:
             if end > len(self.blob):
                 raise damaged(self.path, f"it ends before the data of tensor {name}")
 
-    def read(self, name: str) -> npt.NDArray[np.float32]:
-        """One tensor as float32, copied."""
+    def num_bytes(self, name: str) -> int:
+        """Bytes of a tensor as it is stored."""
+        return _num_bytes(self.tensors[name], name, self.path)
+
+    def read(self, name: str, rows: int | None = None) -> npt.NDArray[np.float32]:
+        """One tensor, or its first rows, as float32, copied."""
         info = self.tensors[name]
+        if rows is not None:
+            info = replace(info, shape=(min(rows, info.shape[0]), *info.shape[1:]))
         raw = np.frombuffer(self.blob, np.uint8, _num_bytes(info, name, self.path), info.offset)
         if info.ggml_type == _F32:
             values = raw.view(np.float32).copy()
@@ -110,6 +127,11 @@ def open_gguf(path: Path) -> GgufFile:
     if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(f"source {path}: is one part of a split GGUF: merge the parts with `llama-gguf-split --merge`")
     return GgufFile(path, metadata, tensors, blob)
+
+
+def unsupported(file: GgufFile, what: str) -> UserError:
+    """A healthy file that holds something that our models have not."""
+    return UserError(f"source {file.path}: this GGUF {what}: give the Hugging Face directory of the model instead")
 
 
 def damaged(path: Path, reason: str) -> UserError:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -25,12 +27,17 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.limits import MAX_WIDTH, check_sizes
 from dwindle.core.progress import track
-from dwindle.sources.common import config_reason, interleaved_to_halves
-from dwindle.sources.gguf_file import GgufFile
+from dwindle.sources.common import SourceNotice, config_reason, interleaved_to_halves
+from dwindle.sources.gguf_file import GgufFile, unsupported
+from dwindle.sources.gguf_rope import rope_parameters
 
 STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
     "token_embd_norm": "model.embedding_norm"  # the final norm of LFM2
 }
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_COMPARED_ROWS = 1024
+_ROUNDING = 0.1
+"""Two roundings of one matrix to 4 bits or more differ by less, relative to its norm."""
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -212,22 +219,22 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     """The transformers configuration of a GGUF file: a stock one, or one of ours if layers have different sizes."""
     architecture = architecture_of(file)
     _refuse_unsupported(file)
-    hidden_size = _whole(file, "embedding_length")
-    check_sizes({"hidden_size": hidden_size, "num_hidden_layers": _whole(file, "block_count")}, str(file.path))
+    hidden_size = file.whole("embedding_length")
+    check_sizes({"hidden_size": hidden_size, "num_hidden_layers": file.whole("block_count")}, str(file.path))
     layers = _layer_sizes(file)
     num_heads, num_kv_heads, ffn = layers[0]
-    head_dim = _whole(file, "attention.key_length", max(hidden_size // num_heads, 1))
+    head_dim = file.whole("attention.key_length", max(hidden_size // num_heads, 1))
     values: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_hidden_layers": len(layers),
         "intermediate_size": ffn,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": _whole(file, "context_length"),
+        "max_position_embeddings": file.whole("context_length"),
         "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon", 1e-6),
         "vocab_size": _vocab_size(file),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "rope_parameters": _rope(file, head_dim),
+        "tie_word_embeddings": _ties_embedding(file),
+        "rope_parameters": rope_parameters(file, head_dim),
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
@@ -292,15 +299,15 @@ def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple
 
 def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
     """(query heads, key/value heads, FFN channels) of every layer; only ``deci`` may have different ones."""
-    num_layers = _whole(file, "block_count")
+    num_layers = file.whole("block_count")
     if file.architecture != "deci":
-        heads = _whole(file, "attention.head_count")
+        heads = file.whole("attention.head_count")
         kv_heads = file.get("attention.head_count_kv", heads)
         if file.architecture == "lfm2" and isinstance(kv_heads, list) and len({*kv_heads} - {0}) == 1:
             kv_heads = max(kv_heads)  # 0 in convolutions
         else:
-            kv_heads = _whole(file, "attention.head_count_kv", heads)
-        size = (heads, kv_heads, _whole(file, "feed_forward_length"))
+            kv_heads = file.whole("attention.head_count_kv", heads)
+        size = (heads, kv_heads, file.whole("feed_forward_length"))
         return [size] * num_layers
     columns = []
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
@@ -309,12 +316,12 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
         if len(column) != num_layers or not all(type(number) is int and number <= MAX_WIDTH for number in column):
             raise UserError(f"source {file.path}: deci.{key} is {value!r:.60}: the file is not a usable model")
         if min(column) < 1:
-            raise _refuse(file, f"has a layer without attention or FFN (deci.{key} is 0), which is not supported")
+            raise unsupported(file, f"has a layer without attention or FFN (deci.{key} is 0), which is not supported")
         columns.append(column)
     sizes = list(zip(*columns, strict=True))
     for number, (heads, kv_heads, _) in enumerate(sizes):
         if heads % kv_heads:
-            raise _refuse(file, f"has {heads} query heads on {kv_heads} key/value heads in layer {number}")
+            raise unsupported(file, f"has {heads} query heads on {kv_heads} key/value heads in layer {number}")
     return sizes
 
 
@@ -323,7 +330,7 @@ def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> Pre
         # LlamaConfig rejects this; a Mistral without a sliding window is the same function
         model_type = "mistral"
         if values.pop("attention_bias") or values.pop("mlp_bias", False):
-            raise _refuse(file, "has biases and a hidden size that is not a multiple of its number of heads")
+            raise unsupported(file, "has biases and a hidden size that is not a multiple of its number of heads")
         values["sliding_window"] = None
     if model_type == "granite" and values["attention_multiplier"] is None:
         head_dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
@@ -345,10 +352,15 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
     """The state dict, dequantised tensor by tensor, so that only one float32 copy exists at a time."""
     architecture = architecture_of(file)
     file.check_complete()
-    renamed = {name: parameter_name(name, architecture) for name in file.tensors if not _ROPE_TENSORS.fullmatch(name)}
+    left_out = _second_embedding(file)
+    renamed = {
+        name: parameter_name(name if not left_out or name != _HEAD else _EMBEDDING, architecture)
+        for name in file.tensors
+        if name != left_out and not _ROPE_TENSORS.fullmatch(name)
+    }
     unknown = sorted(name for name, target in renamed.items() if target is None)
     if unknown:
-        raise _refuse(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
+        raise unsupported(file, f"holds the tensor {unknown[0]}, which a {config.model_type} model does not have")
     per_kv = queries_per_kv(config)
     heads = {"attn_q": [sum(counts) for counts in per_kv], "attn_k": [len(counts) for counts in per_kv]}
     result: dict[str, torch.Tensor] = {}
@@ -360,12 +372,40 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
         if architecture.permuted and part in heads:
             count = heads[part][int(name.split(".")[1])]
             if tensor.shape[0] % (2 * count):
-                raise _refuse(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
+                raise unsupported(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
             tensor = interleaved_to_halves(tensor, count)
         if target.endswith("norm.weight"):
             tensor = tensor - family_of(config.model_type).gain_offset
         result[target] = tensor.to(dtype)
     return result
+
+
+def _ties_embedding(file: GgufFile) -> bool:
+    """Whether the head is the embedding: it is not stored, or stored again and rounded otherwise."""
+    if _HEAD not in file.tensors or _EMBEDDING not in file.tensors:
+        return _HEAD not in file.tensors
+    if file.tensors[_HEAD].shape != file.tensors[_EMBEDDING].shape:
+        return False
+    file.check_complete()
+    try:
+        head, embedding = (file.read(name, rows=_COMPARED_ROWS) for name in (_HEAD, _EMBEDDING))
+    except UserError:  # without the package that dequantises; reading the weights says so
+        return False
+    near = _ROUNDING if file.is_quantised else 0.0
+    return bool(np.linalg.norm(head - embedding) <= near * np.linalg.norm(embedding))
+
+
+def _second_embedding(file: GgufFile) -> str:
+    """Of a tied embedding that is stored twice the coarser copy, which is not read; empty if there is one copy."""
+    if _HEAD not in file.tensors or not _ties_embedding(file):
+        return ""
+    coarser = min((_EMBEDDING, _HEAD), key=file.num_bytes)
+    warnings.warn(
+        f"source {file.path}: its head is its embedding, rounded otherwise: they are tied, without {coarser}",
+        SourceNotice,
+        stacklevel=3,
+    )
+    return coarser
 
 
 def parameter_name(name: str, architecture: GgufArchitecture) -> str | None:
@@ -377,36 +417,20 @@ def parameter_name(name: str, architecture: GgufArchitecture) -> str | None:
     return f"{STEM_NAMES[match[1]]}.{match[2]}" if match and match[1] in STEM_NAMES else None
 
 
-def _refuse(file: GgufFile, what: str) -> UserError:
-    return UserError(f"source {file.path}: this GGUF {what}: give the Hugging Face directory of the model instead")
-
-
 def _refuse_unsupported(file: GgufFile) -> None:
     if file.get("expert_count", 0):
-        raise _refuse(file, "is a mixture of experts, which is not supported")
+        raise unsupported(file, "is a mixture of experts, which is not supported")
     key_length, value_length = file.get("attention.key_length"), file.get("attention.value_length")
     if key_length != value_length and None not in (key_length, value_length):
-        raise _refuse(file, f"has keys of size {key_length} but values of size {value_length}")
+        raise unsupported(file, f"has keys of size {key_length} but values of size {value_length}")
     windowed = file.architecture in ("phi3", "llama") or architecture_of(file).window_period is not None
     if file.get("attention.sliding_window") and not windowed:
-        raise _refuse(file, "uses a sliding attention window, which is not supported")
+        raise unsupported(file, "uses a sliding attention window, which is not supported")
     if (file.architecture, file.get("block_count")) in (("exaone4", 64), ("gemma3", 62)):
-        raise _refuse(file, "is of a size whose attention llama.cpp sets by itself, which is not supported")
+        raise unsupported(file, "is of a size whose attention llama.cpp sets by itself, which is not supported")
     for key in ("attention.clamp_kqv", "attention.temperature_scale", "logit_softcapping", "final_logit_softcapping"):
         if file.get(key) and (key, file.architecture) != ("attention.temperature_scale", "mistral3"):
-            raise _refuse(file, f"sets {file.architecture}.{key}, which is not supported")
-
-
-def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
-    value = file.get(key, default)
-    if isinstance(value, list):
-        if any(one != value[0] for one in value):
-            raise _refuse(file, f"has a different {key} in every layer")
-        value = value[0] if value else None
-    if type(value) is not int or value <= 0:
-        what = f"{file.architecture}.{key} is {value!r:.60}"
-        raise UserError(f"source {file.path}: {what}: the file is not a usable model")
-    return value
+            raise unsupported(file, f"sets {file.architecture}.{key}, which is not supported")
 
 
 def _vocab_size(file: GgufFile) -> int:
@@ -415,118 +439,3 @@ def _vocab_size(file: GgufFile) -> int:
     if embedding is None or len(embedding.shape) != 2:
         raise UserError(f"source {file.path}: tensor token_embd.weight is missing: the file is not a usable model")
     return embedding.shape[0]
-
-
-def _rope(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """``rope_parameters`` of the file; an error if transformers has no exact counterpart."""
-    rope: dict[str, Any] = {"rope_theta": file.number("rope.freq_base", 10000.0)}
-    rotary_dim = int(file.number("rope.dimension_count", head_dim)) or head_dim
-    if rotary_dim != head_dim:
-        if file.architecture not in ("phi3", "glm4"):
-            raise _refuse(file, f"rotates {rotary_dim} of {head_dim} channels, which is not supported")
-        rope["partial_rotary_factor"] = rotary_dim / head_dim
-    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
-        return rope | _longrope(file)
-    if "rope_freqs.weight" in file.tensors:
-        return rope | _llama3_rope(file, rope["rope_theta"], head_dim)
-    return rope | _rope_scaling(file)
-
-
-def _rope_scaling(file: GgufFile) -> dict[str, Any]:
-    kind = file.get("rope.scaling.type", "none")
-    if kind == "none" and (linear := file.number("rope.scale_linear", 1.0)) != 1.0:
-        return {"rope_type": "linear", "factor": linear}
-    factor = file.number("rope.scaling.factor", 1.0)
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
-        return {"rope_type": "default"}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise _refuse(file, f"scales its positions by {kind!r}, which is not supported")
-    for key in ("yarn_attn_factor", "yarn_ext_factor"):
-        if file.get(f"rope.scaling.{key}", 1.0) != 1.0:
-            raise _refuse(file, f"sets {file.architecture}.rope.scaling.{key}, which is not supported")
-    rope = {"rope_type": "yarn", "factor": factor, **_yarn_attention(file, factor)}
-    original = int(file.number("rope.scaling.original_context_length", 0))
-    if original:
-        rope["original_max_position_embeddings"] = int(original)
-    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
-        if file.get(f"rope.scaling.{key}") is not None:
-            rope[name] = file.number(f"rope.scaling.{key}", 0.0)
-    return rope
-
-
-def _yarn_attention(file: GgufFile, factor: float) -> dict[str, Any]:
-    """What multiplies the rotations of YaRN, if it is not the usual factor; Ministral's scale of late queries."""
-    found: dict[str, Any] = {}
-    multiplier, mscale_all_dim = file.get("rope.scaling.attn_factor"), file.get("rope.scaling.yarn_log_multiplier")
-    if mscale_all_dim is not None and file.architecture != "mistral3" and mscale_all_dim != 1.0:
-        raise _refuse(file, f"sets {file.architecture}.rope.scaling.yarn_log_multiplier, which is not supported")
-    if mscale_all_dim is not None and file.architecture == "mistral3":
-        found |= {"mscale": 1.0, "mscale_all_dim": float(mscale_all_dim)}
-    if multiplier is not None and multiplier != 1.0:
-        found["attention_factor"] = float(multiplier) * yarn_factor({"factor": factor, **found})
-    if beta := file.get("attention.temperature_scale"):
-        found["llama_4_scaling_beta"] = float(beta)
-    return found
-
-
-def yarn_factor(rope: dict[str, Any]) -> float:
-    """The factor by which transformers multiplies the rotations of YaRN."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    growth = 0.1 * math.log(max(float(rope["factor"]), 1.0))
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return (growth * float(mscale) + 1.0) / (growth * float(mscale_all_dim) + 1.0)
-    return growth + 1.0
-
-
-def _longrope(file: GgufFile) -> dict[str, Any]:
-    """phi3's two tables of frequency divisors, and the context length at which one replaces the other."""
-    original = int(file.number("rope.scaling.original_context_length", 0))
-    tables = ("rope_factors_long.weight", "rope_factors_short.weight")
-    if file.architecture != "phi3" or not original or any(name not in file.tensors for name in tables):
-        raise _refuse(file, "has rope factor tables that are not supported")
-    if any(len(file.tensors[name].shape) != 1 or file.tensors[name].shape[0] > MAX_WIDTH for name in tables):
-        raise _refuse(file, "has rope factor tables of a wrong shape")
-    file.check_complete()
-    long_factor, short_factor = (file.read(name).reshape(-1).tolist() for name in tables)
-    rope = {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": original,
-        "factor": _whole(file, "context_length") / original,
-        "long_factor": long_factor,
-        "short_factor": short_factor,
-    }
-    if file.get("rope.scaling.attn_factor") is not None:
-        rope["attention_factor"] = file.number("rope.scaling.attn_factor", 1.0)
-    return rope
-
-
-def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """The parameters of Llama 3's scaling, of which llama.cpp stores only the resulting divisors.
-
-    Its converter always uses 8192 as the original context, and every published model uses 1 and 4 as the two frequency
-    factors, so the largest divisor is the scale. Other divisors are an error.
-    """
-    if math.prod(file.tensors["rope_freqs.weight"].shape) > MAX_WIDTH:
-        raise _refuse(file, "has a rope_freqs table that is not Llama 3's")
-    file.check_complete()
-    stored = file.read("rope_freqs.weight").reshape(-1)
-    if (stored == 1.0).all():
-        return {"rope_type": "default"}
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    for index, divisor in enumerate(stored.tolist()):
-        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(divisor - expected) > 1e-3 * expected:
-            raise _refuse(file, "has a rope_freqs table that is not Llama 3's")
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }

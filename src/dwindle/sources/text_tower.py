@@ -13,7 +13,7 @@ from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
-from dwindle.sources.common import build_model
+from dwindle.sources.common import SourceNotice, build_model
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -21,10 +21,6 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
-
-
-class SourceNotice(UserWarning):
-    """Something about a source that a user should know."""
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
