@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import dwindle
+from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.core.errors import UserError
 from dwindle.quantization.clipping import CLIPS_4, group_clips
 from dwindle.quantization.linear import (
@@ -28,7 +29,7 @@ from dwindle.quantization.linear import (
 from dwindle.quantization.quantize import SCHEMES, load, quantize
 from dwindle.quantization.smoothing import observe, smooth
 from dwindle.sources.loading import Loaded
-from tiny import FAMILIES, Float64Throughout, tiny_directory, tiny_model, tiny_tokenizer, tokens
+from tiny import FAMILIES, tiny_directory, tiny_model, tiny_tokenizer, tokens
 
 
 def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:

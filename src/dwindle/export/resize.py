@@ -99,6 +99,7 @@ def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1)
     if after == before:
         return Resized(model, sizes[0], sizes[0], kv[0], kv[0])
     _refuse_wide_norms(anatomy, before, plans)
+    _refuse_inner_norms(anatomy, len(after.hidden))
     larger = _enlarged(model, anatomy, plans, hidden, after)
     return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
@@ -234,6 +235,16 @@ def _places(
 def _known(layer: int | None) -> int:
     assert layer is not None
     return layer
+
+
+def _refuse_inner_norms(anatomy: Anatomy, hidden: int) -> None:
+    """Raise if a wider hidden size would change the epsilon of norms inside blocks that are kept whole (Qwen 3.5)."""
+    inner = any(row.name.endswith("norm.weight") and row.axes == (("dim",),) for row in anatomy.rows)
+    if inner and "attn" not in anatomy.family.groups and hidden > len(anatomy.source.hidden):
+        raise UserError(
+            f"--round: hidden size {len(anatomy.source.hidden)} cannot be padded to {hidden} in this family, whose "
+            "blocks have norms of their own: prune it with --round-to instead"
+        )
 
 
 def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[PaddedLayer]) -> None:

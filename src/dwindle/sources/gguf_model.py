@@ -386,10 +386,10 @@ def _ties_embedding(file: GgufFile) -> bool:
         return _HEAD not in file.tensors
     if file.tensors[_HEAD].shape != file.tensors[_EMBEDDING].shape:
         return False
-    file.check_complete()
     try:
+        file.check_complete()
         head, embedding = (file.read(name, rows=_COMPARED_ROWS) for name in (_HEAD, _EMBEDDING))
-    except UserError:  # without the package that dequantises; reading the weights says so
+    except UserError:  # a damaged file, or no package that dequantises: reading the weights says so
         return False
     near = _ROUNDING if file.is_quantised else 0.0
     return bool(np.linalg.norm(head - embedding) <= near * np.linalg.norm(embedding))
