@@ -37,14 +37,16 @@ from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import Plan, PruningPlan, device_of, make_plan, micro_batch_of, plan_pruning, precision_of
 from dwindle.run.pretrain import Job
 from dwindle.sources.loading import load_config, load_tokenizer
-from dwindle.training.callbacks import Callback
+from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.rng import seed_everything
 from dwindle.training.sampling import NEW_TOKENS, greedy_tokens
 from dwindle.training.stop import StopSignal
 
 _WARM, _TIMED = 1, 2
 """Steps that are not timed (first use of kernels and memory), and steps that are."""
-_WINDOWS = 8
+_SLOW_S = 5.0
+"""A first step that takes longer is timed itself, and no other: what first use costs is little beside it."""
+_WINDOWS, _FEW_WINDOWS = 8, 1
 _SAMPLES = 2
 _DISK_PROBE_BYTES = 1 << 25
 
@@ -182,22 +184,39 @@ class _Rehearsal(Job):
 
     def measure(self) -> Cost:
         """Run a few steps, and a forward pass of each other kind, at the present size."""
-        trainer = self.trainer
         self._times.clear()
-        trainer.num_steps = trainer.step + _WARM + _TIMED
-        trainer.run()
-        ends = [moment for what, moment in self._times if what != "backward"]  # the first one is the begin
-        backwards = [moment for what, moment in self._times if what == "backward"]
-        timed = range(_WARM, _WARM + _TIMED)
-        micro_batch_s = sum(backwards[step] - ends[step] for step in timed) / _TIMED
-        rest_s = sum(ends[step + 1] - backwards[step] for step in timed) / _TIMED
-        return Cost(micro_batch_s, rest_s, self._validation_s() / _WINDOWS, self._sample_s())
+        slow = self._run(_WARM) > _SLOW_S
+        if not slow:
+            self._run(_TIMED)
+        timed = self._steps() if slow else self._steps()[_WARM:]
+        micro_batch_s = sum(backward - begin for begin, backward, _ in timed) / len(timed)
+        rest_s = sum(end - backward for _, backward, end in timed) / len(timed)
+        return Cost(micro_batch_s, rest_s, self._window_s(_FEW_WINDOWS if slow else _WINDOWS), self._sample_s())
 
-    def _validation_s(self) -> float:
+    def _steps(self) -> list[tuple[float, float, float]]:
+        """Begin, end of the backward pass, and end of each step since the marks were cleared."""
+        found, begin, backward = list[tuple[float, float, float]](), 0.0, 0.0
+        for what, moment in self._times:
+            if what == "backward":
+                backward = moment
+                continue
+            if what == "end":
+                found.append((begin, backward, moment))
+            begin = moment
+        return found
+
+    def _run(self, steps: int) -> float:
+        """Seconds of so many more steps."""
+        started = time.perf_counter()
+        self.trainer.num_steps = self.trainer.step + steps
+        self.trainer.run()
+        return time.perf_counter() - started
+
+    def _window_s(self, count: int) -> float:
         assert self.validator is not None
         started = time.perf_counter()
-        self.validator.measure(self.trainer)
-        return time.perf_counter() - started
+        Validator(self.validator.windows_NT[:count], 0).measure(self.trainer)
+        return (time.perf_counter() - started) / count
 
     def _sample_s(self) -> float:
         started = time.perf_counter()
