@@ -93,7 +93,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_later(
     original = PreTrainedTokenizerFast.save_pretrained
 
     def full(self: Any, out: Path, *args: Any, **options: Any) -> Any:
-        if out.name.startswith(f".{Path(folder).name}."):
+        if out.name.startswith(f".{Path(folder).name}.") and (run / "metrics.jsonl").exists():  # not in the dry save
             raise Exception("No space left on device (os error 28)")
         return original(self, out, *args, **options)
 
