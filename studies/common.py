@@ -227,9 +227,10 @@ class Study:
         """The settings that identify a row (``KEY``), without paths."""
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
-        horizon = resolve_recipe(recipe).prune.horizon
-        if horizon != recipe.prune.horizon:
-            overrides.append(f"prune.horizon={horizon}")  # defaults may change, rows must not
+        resolved = resolve_recipe(recipe).prune
+        for key in ("horizon", "warmup_steps"):  # defaults may change, rows must not
+            if (value := getattr(resolved, key)) != getattr(recipe.prune, key):
+                overrides.append(f"prune.{key}={value}")
         tokens = recipe.num_tokens if row.trained else 0
         return {
             "row": name,

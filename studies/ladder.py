@@ -14,8 +14,9 @@ from __future__ import annotations
 from common import Row, run_study
 
 GLOBAL = ("prune.selection=global", "prune.round_to=1")
-WARM = (*GLOBAL, "prune.warmup_steps=20", "prune.smoothing=0.9")
-GROUP = (*GLOBAL, "prune.warmup_steps=20", "prune.smoothing=0.95", "prune.metric=group")
+AT_ONCE = (*GLOBAL, "prune.warmup_steps=0")
+WARM = (*GLOBAL, "prune.smoothing=0.9", "prune.horizon=0.03")
+GROUP = (*GLOBAL, "prune.smoothing=0.95", "prune.metric=group", "prune.horizon=0.03")
 SAVED = (*GROUP, "prune.compare=saved")
 MUON = ("training.optimizer=muon",)
 LONG = ("prune.horizon=0.2", "training.schedule=wsd", "training.decay=0.3")
@@ -29,11 +30,11 @@ ROWS = {
         "one-shot, global mixture, then training with Muon", (*GLOBAL, *MUON), from_one_shot=True
     ),
     "aware-b": Row("pruning-aware B", ("prune.second_order=true",)),
-    "global": Row("global mixture", GLOBAL),
+    "global": Row("global mixture", AT_ONCE),
     "global-warm": Row("global mixture after the warm-up, smoothed", WARM),
     "global-group": Row("global mixture, group saliency", GROUP),
     "global-saved": Row("global mixture, group saliency per parameter saved", SAVED),
-    "global-muon": Row("global mixture, Muon", (*GLOBAL, *MUON)),
+    "global-muon": Row("global mixture, Muon", (*AT_ONCE, *MUON)),
     "global-warm-muon": Row("global mixture after the warm-up, smoothed, Muon", (*WARM, *MUON)),
     "global-group-muon": Row("global mixture, group saliency, Muon", (*GROUP, *MUON)),
     "global-saved-muon": Row("global mixture, group saliency per parameter saved, Muon", (*SAVED, *MUON)),

@@ -6,7 +6,8 @@
 
 CORPUS holds the ``.train.jsonl.xz`` files named below, ``textbooks.valid.jsonl.xz`` (two books, of which psychology is
 chosen on and marketing reported) and ``mixed.valid`` / ``mixed.test``. Documents are shuffled with seed 0 and taken
-until a number of characters is reached, about 17.6M tokens of SmolLM2 in all.
+until a number of characters is reached, about 17.6M tokens of SmolLM2 in all; ``more`` has 48.9M tokens of the
+documents that are left, for runs of up to 64M tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PARTS = {
     "mdn": (["mdn"], 6_300_000),
 }
 """Files of each source, and the characters to take."""
+MORE_CHARACTERS = 216_000_000
 
 
 def documents(path: Path) -> Iterator[dict[str, str]]:
@@ -53,10 +55,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    left: list[str] = []
     for name, (files, characters) in PARTS.items():
         texts = [d["text"] for file in files for d in documents(args.corpus / f"{file}.train.jsonl.xz")]
         random.Random(0).shuffle(texts)
-        write(args.out / f"{name}.jsonl", until(texts, characters))
+        taken = list(until(texts, characters))
+        write(args.out / f"{name}.jsonl", taken)
+        left += texts[len(taken) :]
+    random.Random(0).shuffle(left)
+    write(args.out / "more.jsonl", until(left, MORE_CHARACTERS))
     books: dict[str, list[str]] = {"psychology": [], "marketing": []}
     for document in documents(args.corpus / "textbooks.valid.jsonl.xz"):
         books["psychology" if "psychology" in document["book"] else "marketing"].append(document["text"])

@@ -142,15 +142,16 @@ def texts(data: Any) -> str:
     """A training study with several reported texts: one column for each, and the tasks without BoolQ."""
     columns = ["textbooks", *TEXT_COLUMNS, "wikitext2"]
     heads = [named(data, ["textbooks"])[0], *TEXT_COLUMNS, "WikiText-2"]
-    rows = []
+    rows, common = [], shared_settings(data)
     for seeds in grouped(data):
         first = seeds[0]
         count = f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M"
+        tokens = f"{first['tokens'] / 1e6:.0f}M" if first["tokens"] else ""
         cells = [spread([row[text] for row in seeds]) for text in columns]
         measured = [without_boolq(row) for row in seeds if "tasks" in row]
         cells.append(percent(measured) if measured else "")
-        rows.append([first["size"] or "100%", first["title"], seed_numbers(seeds), count, *cells])
-    return markdown(["size", "method", "seeds", "parameters", *heads, "six tasks, %"], rows)
+        rows.append([first["size"] or "100%", title(first, common), tokens, seed_numbers(seeds), count, *cells])
+    return markdown(*filled(["size", "method", "tokens", "seeds", "parameters", *heads, "six tasks, %"], rows))
 
 
 def margins(data: Any, control: str = "one-shot") -> str:

@@ -32,6 +32,7 @@ def tiny_recipe(place: Path, *, steps: int, sequences: int = 8, seq_len: int = 2
         "source": {"model": str(place / "model"), "device": "cpu"},
         "data": {"train": ["pydoc:train"], "seq_len": seq_len, "cache_dir": str(place / "cache")},
         "training": {"tokens": steps * tokens, "tokens_per_step": tokens, "lr": 3e-3},
+        "prune": {"warmup_steps": 0},
     }
     return from_dict(Recipe, base | {name: base.get(name, {}) | table for name, table in tables.items()})
 

@@ -70,7 +70,7 @@ def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: s
     named = {setting.partition("=")[0] for setting in best["settings"]}
     text = tomllib.loads(find_recipe("smollm2-135m-to-80m").read_text(encoding="utf-8"))
     own = {f"{section}.{key}" for section in ("prune", "distill") for key in text[section]}
-    assert own - named <= {"prune.target", "prune.metric", "prune.milestones"}
+    assert own - named <= {"prune.target", "prune.metric", "prune.milestones", "prune.warmup_steps"}
 
 
 def test_only_unusual_settings_are_told(tables: ModuleType) -> None:

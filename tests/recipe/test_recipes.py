@@ -109,7 +109,7 @@ def test_shape_of_the_issue(recipe_file: Path) -> None:
     assert recipe.num_tokens_per_step == 62 * 1024
     assert recipe.num_steps == 16_000_000 // (62 * 1024) == 252
     assert recipe.num_tokens == 252 * 62 * 1024 <= 16_000_000
-    assert recipe.num_warmup_steps == 5
+    assert recipe.num_warmup_steps == 5 == recipe.num_steps_before_pruning
     assert recipe.num_decay_steps == 0
     assert recipe.prune.effective_horizon == 0.1
     assert recipe.prune.steps_ratio is None
@@ -182,8 +182,8 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["prune.horizon=0"], "prune.horizon: 0 must be above 0"),
         (["prune.horizon=1.5"], "prune.horizon: 1.5 must be above 0 and at most 1"),
         (
-            ["prune.warmup_steps=26"],
-            "prune.warmup_steps: 26 leaves no steps for events, which end at step 25: lower it",
+            ["prune.warmup_steps=252"],
+            "prune.warmup_steps: 252 leaves none of the 252 steps for events: lower it",
         ),
         (["prune.groups=[]"], "prune.groups: nothing is prunable: name at least one of attn, ffn, stem"),
         (["prune.smoothing=1"], "prune.smoothing: 1 must be at least 0 and below 1"),

@@ -23,7 +23,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core import files
 from dwindle.core.errors import UserError
 from dwindle.pruning.ledger import read_ledger, replay_structure
-from dwindle.recipe.recipe import Recipe
+from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.config import TrainingConfig
 from runs import COMPACT_OFTEN, assert_same_run, die_at, events, go_on, kill, metrics, start, tiny_recipe, wait
@@ -110,7 +110,7 @@ def test_a_full_disk_in_the_first_step_is_told_without_a_run_to_resume(
 ) -> None:
     """Nothing is worth keeping then: the directory goes, and the same command can be given again."""
     run = place / "full disk in the first step"
-    settings = recipe(place, prune={"milestones": ["99.9%"], "horizon": 0.1})
+    settings = recipe(place, prune={"milestones": ["99.9%"], "horizon": 0.1, "warmup_steps": 0})
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -149,6 +149,15 @@ def test_groups_leave_evenly(place: Path) -> None:
     assert min(by_step) == 9 and max(by_step) >= 47
     gaps = sorted(by_step)
     assert max(b - a for a, b in pairwise(gaps)) <= 2 and max(by_step.values()) == 1
+
+
+def test_groups_leave_once_the_rate_has_warmed_up(place: Path) -> None:
+    """The default: the horizon begins where the warm-up of the rate ends, and the run's recipe records both."""
+    run = place / "after the warm-up"
+    pretrain(recipe(place, prune={"warmup_steps": None, "horizon": 0.5}, warmup=7), run)
+    steps = [event["step"] for event in events(run, "prune")]
+    assert steps[0] == 8 and steps[-1] == 7 + 24
+    assert load_recipe(run / "recipe.toml").prune.warmup_steps == 7
 
 
 def test_rounded_sizes_are_reached_by_the_end_of_the_horizon(place: Path) -> None:

@@ -70,6 +70,18 @@ def test_constant_and_apply() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
 
 
+@pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_and_head_have_their_own_rate(optimizer_name: str, tied: bool) -> None:
+    model = tiny_llama(tied=tied)
+    optimizer = build_optimizer(model, config(lr=1.0, optimizer=optimizer_name, embedding_lr_ratio=0.1))
+    assert LRSchedule.of(config(schedule="constant", lr=1.0, warmup=0), 10).apply(optimizer, 0) == 1.0
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    assert len(outside) == (1 if tied else 2)
+    assert rates == {id(p): 0.1 if id(p) in outside else 1.0 for p in model.parameters()}
+
+
 def test_builder_and_its_messages() -> None:
     schedule = LRSchedule.of(config(schedule="wsd", lr=1.0, warmup=7, decay=0.2), 50)
     assert (schedule.warmup_steps, schedule.decay_steps) == (7, 10)

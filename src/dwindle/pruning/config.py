@@ -131,12 +131,13 @@ class PretrainPruneConfig(PruneConfig):
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
-    """With efficientllm: fraction of the tokens over which events are evenly spread (0.05 if neither horizon nor ratio
-    is set)."""
+    """With efficientllm: fraction of the tokens over which events are evenly spread, from the first one on (0.05 if
+    neither horizon nor ratio is set)."""
     ratio: str | None = None
     """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Gradient steps before the first event."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Gradient steps before the first event. Not set: until the learning rate has warmed up, with adapt and uniform
+    none."""
     smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Factor of the running average of saliencies over steps; 0 uses the current step alone."""
     fisher: Literal["step", "adam"] = "step"

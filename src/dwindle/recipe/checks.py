@@ -91,19 +91,17 @@ def _check_prune(recipe: Recipe) -> None:
 
 def _check_timing(recipe: Recipe) -> None:
     """Whether the steps of the run suffice for the events."""
-    prune = recipe.prune
+    prune, before = recipe.prune, recipe.num_steps_before_pruning
     if prune.keeps_hidden_size:
-        steps = recipe.num_steps - prune.warmup_steps
+        steps = recipe.num_steps - before
         _require(
             prune.interleaves <= steps,
             "prune.interleaves",
             f"{prune.interleaves} must be between 1 and the {max(steps, 0)} steps after prune.warmup_steps",
         )
         return
-    horizon = prune.effective_horizon
-    last_event_step = recipe.num_steps if horizon is None else horizon * recipe.num_steps
     _require(
-        prune.warmup_steps < last_event_step,
+        before < recipe.num_steps,
         "prune.warmup_steps",
-        f"{prune.warmup_steps} leaves no steps for events, which end at step {int(last_event_step)}: lower it",
+        f"{before} leaves none of the {recipe.num_steps} steps for events: lower it",
     )

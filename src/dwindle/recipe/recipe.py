@@ -90,6 +90,13 @@ class Recipe(Config):
         return warmup if isinstance(warmup, int) else round(warmup * self.num_steps)
 
     @property
+    def num_steps_before_pruning(self) -> int:
+        """Steps before the first event. Removing groups while the rate is still low leaves less time to recover."""
+        if self.prune.warmup_steps is not None:
+            return self.prune.warmup_steps
+        return 0 if self.prune.keeps_hidden_size else self.num_warmup_steps
+
+    @property
     def num_decay_steps(self) -> int:
         """Steps of the final decay; 0 unless the schedule is wsd."""
         return round(self.training.decay * self.num_steps) if self.training.schedule == "wsd" else 0
@@ -123,10 +130,12 @@ def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) ->
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """A copy that means the same in any folder and with other defaults: absolute paths, the horizon in use."""
+    """A copy that means the same in any folder and with other defaults: absolute paths, when events are due."""
     resolved = recipe.model_copy(deep=True)
-    if resolved.prune.enabled and resolved.prune.horizon is None:
-        resolved.prune.horizon = resolved.prune.effective_horizon
+    if resolved.prune.enabled:
+        if resolved.prune.horizon is None:
+            resolved.prune.horizon = resolved.prune.effective_horizon
+        resolved.prune.warmup_steps = recipe.num_steps_before_pruning
     resolved.data.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]

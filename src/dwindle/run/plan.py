@@ -68,14 +68,14 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
 
 
 def _pacing(recipe: Recipe, start: int, end: int) -> Pacing:
-    prune = recipe.prune
+    prune, first = recipe.prune, recipe.num_steps_before_pruning
     if prune.keeps_hidden_size:
-        return Stages(start, end, prune.warmup_steps, recipe.num_steps, prune.interleaves)
+        return Stages(start, end, first, recipe.num_steps, prune.interleaves)
     if prune.steps_ratio is not None:
-        return Ratio(*prune.steps_ratio, first_step=prune.warmup_steps)
+        return Ratio(*prune.steps_ratio, first_step=first)
     assert prune.effective_horizon is not None
-    last = max(round(prune.effective_horizon * recipe.num_steps), prune.warmup_steps + 1)
-    return Horizon(start, end, prune.warmup_steps, last)
+    last = first + max(round(prune.effective_horizon * recipe.num_steps), 1)
+    return Horizon(start, end, first, min(last, recipe.num_steps))
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:

@@ -27,6 +27,8 @@ class TrainingConfig(Config):
     """Muon's averaging factor."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate."""
+    embedding_lr_ratio: Annotated[float, Field(ge=0)] = 1.0
+    """Learning rate of the embeddings and the head, as a multiple of the others'; 0 freezes them."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final learning rate as a fraction of the peak (cosine and wsd)."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -25,13 +25,19 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | N
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     parts = layer_matrices(model) if config.optimizer == "muon" else {}
-    decayed = [p for p in parameters if p.ndim >= 2 and p not in parts]
+    embeddings = _embeddings(model)
+    matrices = [p for p in parameters if p.ndim >= 2 and p not in parts and id(p) not in embeddings]
+    decay = config.weight_decay
     groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": list(parts), "weight_decay": decay, "muon": True},
+        {"params": matrices, "weight_decay": decay},
+        {
+            "params": [p for p in parameters if id(p) in embeddings],
+            "weight_decay": decay,
+            "lr_ratio": config.embedding_lr_ratio,
+        },
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    if parts:
-        groups.insert(0, {"params": list(parts), "weight_decay": config.weight_decay, "muon": True})
     groups = [group for group in groups if group["params"]]
     on_cuda = all(p.device.type == "cuda" for p in parameters)
     use_fused = on_cuda if fused is None else fused
@@ -45,6 +51,12 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | N
     if parts:
         return Muon(groups, parts=parts, momentum=config.momentum, **settings)
     return torch.optim.AdamW(groups, **settings)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Ids of the embedding's and the head's weights; one id where they are tied."""
+    hf: Any = model
+    return {id(m.weight) for m in (hf.get_input_embeddings(), hf.get_output_embeddings()) if m is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +111,10 @@ class LRSchedule:
         return 1.0
 
     def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Set the learning rate of step ``step`` in every parameter group and return it."""
+        """Set the learning rate of step ``step`` in every parameter group (times its ``lr_ratio``) and return it."""
         lr = self.lr_at(step)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         return lr
 
     def state_dict(self) -> dict[str, Any]:
