@@ -35,14 +35,14 @@ PASSES = 4
 LEAST_STEPS = 200
 """Where the text is short, steps are made smaller rather than fewer than this."""
 WARMUP_SHARE = 0.02
-"""Of the steps before the first event: 20 of 976, as long as the learning rate warms up."""
+"""Of the steps before the first event: 20 of 976, as long as the learning rate warms up (the default of both)."""
 HIDDEN = 576
 """Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
 SEQ_LEN = 1024
 TOKENS_PER_STEP = 16384
 
 TEACHER: Settings = {"distill.weight": Setting(0.75, "share of the teacher, the untouched source, in the objective")}
-HORIZON: Settings = {"prune.horizon": Setting(0.05, "all pruning in the first 5 % of the steps")}
+HORIZON: Settings = {"prune.horizon": Setting(0.03, "all pruning in 3 % of the steps, once the rate has warmed up")}
 
 RECOMMENDED: Mapping[Goal, Settings] = {
     "quality": {

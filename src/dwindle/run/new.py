@@ -101,14 +101,11 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
         "training.tokens_per_step": Setting(per_step, f"{steps:,} steps"),
         "validation.every": Setting(max(steps // 10, 1)),
         "checkpoint.every": Setting(max(steps // 10, 10)),
-        "prune.warmup_steps": Setting(warmup, "steps before the first event"),
         **RECOMMENDED[goal],
     }
-    rate, horizon = chosen["training.lr"], chosen["prune.horizon"]
+    rate = chosen["training.lr"]
     by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
     chosen["training.lr"] = Setting(_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
-    if horizon.value * steps < 2 * warmup:  # few steps: leave some for the events
-        chosen["prune.horizon"] = Setting(min(_digits(3 * warmup / steps, up=True), 1.0), "a short run prunes longer")
     if "prune.metric" in chosen and chosen["prune.metric"].value == "group" and warmup > 1:
         chosen["prune.smoothing"] = Setting(round(1 - 1 / warmup, 3), "a group's derivative is noisy in a single step")
     return chosen

@@ -78,6 +78,8 @@ class Rehearsed:
     end: Cost
     disk_bytes_per_s: float
     memory_bytes: int
+    is_one_step: bool = False
+    """Only one step was run at the first size: its memory is without the optimizer's moments, which follow it."""
     run_s: float = 0.0
     """The whole run, without tokenizing the text."""
 
@@ -90,7 +92,8 @@ def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None)
     if measure:
         found = rehearse(recipe)
         tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(recipe.source.model)
-        plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, found.memory_bytes
+        least = plan.memory_bytes_estimate if found.is_one_step else 0
+        plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600
     return plan
 
@@ -119,10 +122,11 @@ def rehearse(recipe: Recipe) -> Rehearsed:
         job = _Rehearsal(recipe, RunDirectory(Path(folder)), None, StopSignal(), world, ())
         begin_s = time.perf_counter() - started
         start = job.measure()
+        is_one_step = job.trainer.step == _WARM
         memory = torch.cuda.max_memory_reserved() if device == "cuda" else peak_memory_bytes()
         end = job.measure() if job.shrink() else start
         disk = _disk_bytes_per_s(Path(folder))
-    found = Rehearsed(begin_s, start, end, disk, memory)
+    found = Rehearsed(begin_s, start, end, disk, memory, is_one_step)
     found.run_s = _predict(recipe, found, Anatomy.of_config(config))
     return found
 
