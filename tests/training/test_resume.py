@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,12 @@ def test_state_of_an_unknown_callback_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tiny_llama(), num_steps=NUM_STEPS)
     with pytest.raises(UserError, match=r"state of Smoother"):
         trainer.load_checkpoint(open_checkpoint(latest_checkpoint(tmp_path)))
+
+
+def test_logs_that_cannot_be_synced_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dwindle.training.callbacks.synced_length", full)
+    with pytest.raises(UserError, match=r"the disk is full; there is no earlier checkpoint: free at least"):
+        build(tmp_path).run()

@@ -16,8 +16,9 @@ from torch import Tensor
 from dwindle.core.errors import UserError
 from dwindle.core.files import fsync_path
 from dwindle.core.json_safe import finite
+from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.engines import Engine
-from dwindle.training.checkpoint import write_checkpoint
+from dwindle.training.checkpoint import write_checkpoint, write_failure
 from dwindle.training.checkpoint_writer import CheckpointWriter
 
 if TYPE_CHECKING:
@@ -171,12 +172,20 @@ class Checkpointer(Callback):
         for callback in trainer.callbacks:
             callback.on_checkpoint(trainer)
         if self.is_main:
-            self._lengths = {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
+            self._lengths = self._sync_logs(trainer)
         step, state, tensors = trainer.step, trainer.state_dict(), trainer.tensors()
         if self._writer is not None:
             self._writer.save(step, state, tensors)
         else:
             write_checkpoint(self.run_dir, step, state, tensors, keep_last=self.keep_last)
+
+    def _sync_logs(self, trainer: Trainer) -> dict[str, int]:
+        """Lengths of the append-only files, once they are on disk."""
+        try:
+            return {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
+        except OSError as error:
+            tensors = dict(trainer.model.named_parameters())
+            raise write_failure(error, RunDirectory(self.run_dir), self.run_dir, tensors) from error
 
     def _key(self, path: Path) -> str:
         return (self.run_dir / path).relative_to(self.run_dir).as_posix()
