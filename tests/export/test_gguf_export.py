@@ -117,6 +117,16 @@ def test_what_llamacpp_would_not_compute_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("model", ["Phi-4-mini", "Llama-3.2-1B", "Qwen3-0.6B", "EXAONE-4.0-1.2B"])
+def test_published_configurations_run_in_llamacpp(model: str, tmp_path: Path) -> None:
+    """With their RoPE scalings and tied heads, pruned in hidden and FFN channels."""
+    options: dict[str, Any] = {}
+    if model == "Phi-4-mini":  # llama.cpp chooses the long or short table by its context, transformers by the text
+        options = {"sliding_window": None, "original_max_position_embeddings": 4096, "max_position_embeddings": 8192}
+    found = export(tiny_loaded(model, "odd", **options), "gguf", tmp_path / "m.gguf", type_="f32")
+    assert found.verified is not None and found.verified.max_error < 1e-4
+
+
 def test_a_pruned_gemma_absorbs_its_factor(tmp_path: Path) -> None:
     """Its hidden size has no stock configuration, so that it is padded; the file runs."""
     loaded = tiny_loaded("gemma3_text", "odd", **LLAMACPP["gemma3_text"])

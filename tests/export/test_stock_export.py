@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.shrink import Float64Throughout
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.export import resize as resizing
 from dwindle.export.exporting import export
@@ -235,6 +235,22 @@ def test_sizes_that_no_configuration_accepts_are_noted_and_padded(tmp_path: Path
     assert theirs.config.hidden_size == 32
     batch = tokens(2, 12)
     assert torch.allclose(logits(theirs, batch), logits(load(out).model, batch), atol=1e-5, rtol=1e-5)
+
+
+def test_phi_4_mini_is_stock_only_at_heads_times_head_size() -> None:
+    """Its configuration derives the length of the rotary tables from hidden size / heads."""
+    model = tiny_loaded("Phi-4-mini", "odd").model
+    assert model.config.model_type == "dwindle_phi3"
+    found = resize(model, uniform=True)
+    assert found.model.config.model_type == "phi3" and found.model.config.hidden_size == 48
+    batch = tokens(2, 12)
+    assert torch.allclose(logits(found.model, batch), logits(model, batch), atol=1e-5, rtol=1e-5)
+    whole = tiny_model("Phi-4-mini", dtype=torch.float32)
+    anatomy = Anatomy.of(whole)
+    fewer = anatomy.source.without(Group("attn", ((0, 3),) * 3))
+    without_heads = cut(whole, anatomy, fewer, anatomy.source)
+    with pytest.raises(UserError, match="transformers accepts no phi3 of hidden size 48 with 4 heads of size 8"):
+        resize(without_heads, uniform=True)
 
 
 @pytest.mark.parametrize("tied", [True, False])

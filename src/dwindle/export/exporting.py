@@ -16,6 +16,7 @@ import torch
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
@@ -245,7 +246,7 @@ class _Export:
     def _coupled_hidden(self) -> int:
         """The least hidden size: for some families llama.cpp requires heads × head size."""
         model = self.loaded.model
-        if model.config.model_type not in gguf_writer.COUPLED:
+        if model.config.model_type.removeprefix(CUSTOM_PREFIX) not in gguf_writer.COUPLED:
             return 1
         anatomy = Anatomy.of(model)
         return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim

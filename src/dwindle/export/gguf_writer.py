@@ -238,7 +238,7 @@ def _hyperparameters(model: Any, architecture: str) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": int(config.vocab_size),
-        **_rope_scaling(rope),
+        **_rope_scaling(rope, getattr(model.model.rotary_emb, "attention_scaling", 1.0)),
         **_windows(config, architecture),
     }
     if architecture == "mistral3" and rope.get("llama_4_scaling_beta"):
@@ -298,7 +298,7 @@ def _context(config: Any, architecture: str) -> int:
     return int(config.max_position_embeddings)
 
 
-def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+def _rope_scaling(rope: dict[str, Any], attention_scaling: float) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind in ("default", "llama3"):
         return {}
@@ -306,12 +306,12 @@ def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any]:
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
     original = rope.get("original_max_position_embeddings")
     if kind == "longrope" and original:
-        values: dict[str, Any] = {"rope.scaling.original_context_length": int(original)}
-        if rope.get("attention_factor") is not None:
-            values["rope.scaling.attn_factor"] = float(rope["attention_factor"])
-        return values
+        return {
+            "rope.scaling.original_context_length": int(original),
+            "rope.scaling.attn_factor": attention_scaling,
+        }
     if kind == "yarn" and original:
-        values = {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
+        values: dict[str, Any] = {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
         values["rope.scaling.original_context_length"] = int(original)
         multiplier = yarn_factor(rope) / yarn_factor({"factor": rope["factor"]})
         if abs(multiplier - 1.0) > 1e-6:
