@@ -39,8 +39,11 @@ def largest_difference(model: Any, path: Path, batch: torch.Tensor, steps: int) 
     return worst
 
 
+REFUSED = ("granite_swa", "lfm2", "qwen3_5_text")  # test_families_exported.py
+
+
 @pytest.mark.parametrize("structure", ["odd", "cluster", "layers"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in REFUSED])
 def test_every_family_equals_transformers(family: str, structure: str, tmp_path: Path) -> None:
     loaded = tiny_loaded(family, structure)
     found = export(loaded, "onnx", tmp_path / "out")

@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
+from dwindle.anatomy.build import restore_buffers
 from dwindle.anatomy.families import family_of
 from dwindle.anatomy.structure import head_dim_of
 
@@ -67,7 +68,9 @@ def random_model(config: Any, *, dtype: torch.dtype = torch.float64, seed: int =
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1000 * seed + number))
             is_gain = name.endswith("norm.weight") and not family_of(config.model_type).gain_offset
             parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    restore_buffers(model, "cpu")  # as in a model that is built in this dtype
+    return model
 
 
 class Float64Throughout(TorchFunctionMode):

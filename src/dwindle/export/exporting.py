@@ -16,7 +16,7 @@ import torch
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
-from dwindle.anatomy.families import CUSTOM_PREFIX
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
