@@ -233,7 +233,7 @@ def test_a_plan_says_what_is_known_and_no_more(model: Path) -> None:
     assert 0 < plan.events_fewest < plan.events_most and plan.shape_target is None and not plan.warnings
     shown = text_of(plan)
     assert f"{plan.events_fewest} to {plan.events_most}, by step" in shown
-    assert "about" not in shown.split("memory")[0] and "estimate" not in shown and "shape at the end" not in shown
+    assert "about" not in shown.split("train: about")[0] and "estimate" not in shown and "shape at the end" not in shown
     assert "warning" not in shown
 
 

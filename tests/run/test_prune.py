@@ -101,14 +101,14 @@ def test_rounds_end_in_the_shape_that_was_asked_for(source: Path, to: str, atten
 
 def test_a_shape_that_was_missed_is_an_error(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CoupledStrategy, "choose", lambda *args: iter(()))
-    with pytest.raises(dwindle.UserError, match=r"--to hidden=24: .*hidden 32, heads 8, ffn 40"):
+    with pytest.raises(dwindle.UserError, match=r"^to hidden=24: .*hidden 32, heads 8, ffn 40"):
         dwindle.prune(source, "hidden=24", metric="magnitude")
 
 
 def test_a_shape_for_layers_of_different_sizes_is_refused(source: Path, tmp_path: Path) -> None:
     """One channel of every layer is removed at a time: unequal layers stay unequal."""
     dwindle.prune(source, "80%", method="adapt", rounds=2, sequences=2, seq_len=16, out=tmp_path / "uneven")
-    with pytest.raises(dwindle.UserError, match="--to ffn=8: the source's layers have"):
+    with pytest.raises(dwindle.UserError, match="^to ffn=8: the source's layers have"):
         dwindle.prune(tmp_path / "uneven", "ffn=8", metric="magnitude")
     kept = sizes_of(dwindle.prune(tmp_path / "uneven", "hidden=24", metric="magnitude", rounds=2).structure)
     assert kept["hidden"] == 24 and isinstance(kept["ffn"], list)
