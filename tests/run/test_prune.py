@@ -108,7 +108,7 @@ def test_a_shape_that_was_missed_is_an_error(source: Path, monkeypatch: pytest.M
 def test_a_shape_for_layers_of_different_sizes_is_refused(source: Path, tmp_path: Path) -> None:
     """One channel of every layer is removed at a time: unequal layers stay unequal."""
     dwindle.prune(source, "80%", method="adapt", rounds=2, sequences=2, seq_len=16, out=tmp_path / "uneven")
-    with pytest.raises(dwindle.UserError, match="^to ffn=8: the source's layers have"):
+    with pytest.raises(dwindle.UserError, match=r"^to ffn=8: the source's layers have"):
         dwindle.prune(tmp_path / "uneven", "ffn=8", metric="magnitude")
     kept = sizes_of(dwindle.prune(tmp_path / "uneven", "hidden=24", metric="magnitude", rounds=2).structure)
     assert kept["hidden"] == 24 and isinstance(kept["ffn"], list)
