@@ -45,7 +45,8 @@ from dwindle.evaluation.evaluate import evaluate_model, load_data
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
-from dwindle.run.pretrain import RunResult, pretrain, resume
+from dwindle.run.pretrain import pretrain, resume
+from dwindle.run.result import RunResult
 from dwindle.sources.loading import load_config
 from dwindle.training.loss import evaluate_loss
 

@@ -447,7 +447,7 @@ def test_a_run_is_told_from_a_model(shell: Shell) -> None:
 
 def test_a_stopped_demo_says_how_to_go_on(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     import dwindle.run.demo
-    from dwindle.run.pretrain import RunResult
+    from dwindle.run.result import RunResult
 
     def stopped(recipe: object, run: Path, **_: object) -> RunResult:
         return RunResult(run, recipe, "stopped", 3, 720, 1, None, None, None, False)
