@@ -70,6 +70,7 @@ def test_processes_end_with_their_launcher(tmp_path: Path, number: int) -> None:
     ranks = children_of(launcher.pid)
     os.kill(launcher.pid, number)
     launcher.wait(timeout=60)
+    deadline = time.monotonic() + 90
     while any(Path(f"/proc/{rank}/stat").exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [rank for rank in ranks if Path(f"/proc/{rank}/stat").exists()] and len(ranks) == 2

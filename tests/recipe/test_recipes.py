@@ -250,7 +250,7 @@ def test_assigned_fields_are_checked_before_a_run(recipe_file: Path) -> None:
 
 
 def test_a_recipe_without_pruning_needs_no_target(recipe_file: Path) -> None:
-    load_recipe(recipe_file, ["prune.enabled=false", "prune.target="])
+    assert not load_recipe(recipe_file, ["prune.enabled=false", "prune.target="]).prune.enabled
 
 
 def test_missing_sections_are_named_by_their_required_key(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.pruning.ledger import read_ledger
 from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.run.pretrain import pretrain, resume
-from dwindle.sources.generation import SourceWarning
+from dwindle.sources.common import SourceNotice
 from dwindle.training.callbacks import Callback
 from dwindle.training.loop import Trainer, TrainingDiverged
 from runs import metrics, tiny_recipe
@@ -82,7 +82,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_odd_generation_settings_are_dropped_with_a_line(tmp_path: Path, odd: dict[str, Any]) -> None:
     model = tiny_directory(tmp_path / "model")
     write_generation(model, **odd)
-    with pytest.warns(SourceWarning, match=r"generation settings .* dropped: "):
+    with pytest.warns(SourceNotice, match=r"generation settings .* dropped: "):
         dwindle.prune(model, "90%", metric="magnitude", out=tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [2, 5] and not (saved.keys() & (odd.keys() - {"num_beams"}))

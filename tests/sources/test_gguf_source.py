@@ -378,7 +378,7 @@ def test_a_tied_embedding_that_is_stored_twice_stays_tied(tmp_path: Path, head_i
     if not head_is_finer:  # two floating-point matrices that differ are two matrices
         assert not load_config(path).tie_word_embeddings
         return
-    with pytest.warns(SourceNotice, match=r"its head is its embedding, .* without token_embd\.weight"):
+    with pytest.warns(SourceNotice, match=r"its head is its embedding, stored again: .* without token_embd\.weight"):
         loaded = load(path).model
     assert loaded.config.tie_word_embeddings
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -19,6 +19,7 @@ from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
 from dwindle.anatomy.structure import Layer, Structure, head_dim_of
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.limits import MAX_CHANNELS
 
 _NOT_COMPUTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
@@ -143,6 +144,8 @@ class Anatomy:
             ffn[number] = next((size // len(units) for units, size in axes if {*units} == {"ffn"}), 0)
             if any("query" in units for units, _ in axes):
                 kv_of_query[number] = [kv for kv, queries in enumerate(per_kv) for _ in range(queries)]
+        if sum(ffn) > MAX_CHANNELS:
+            raise UserError(f"{sum(ffn):,} FFN channels are more than any model has")
         return Structure.full(hidden=config.hidden_size, ffn=ffn, kv_of_query=kv_of_query)
 
     def _output_rows(self) -> Iterator[tuple[str, Row]]:

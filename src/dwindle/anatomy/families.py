@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from dwindle.anatomy.family import CUSTOM_PREFIX, Family, FamilyFile
-from dwindle.anatomy.family_files import package_family, read_family, table_of
+from dwindle.anatomy.family_files import file_beside, package_family, read_family, table_of
 from dwindle.core.errors import UserError
 
 _STEM = {
@@ -248,6 +249,17 @@ def register_family(table: str | PathLike[str] | Mapping[str, Any] | FamilyFile)
         raise UserError(f"{where}model_type: {found.model_type!r} is a built-in family: its table cannot be replaced")
     _registered[found.model_type] = found
     return found
+
+
+def register_beside(folder: Path, model_type: str) -> None:
+    """Use the table in a model directory, if it has one and no built-in table describes the model."""
+    name = model_type.removeprefix(CUSTOM_PREFIX)
+    if name in FAMILIES or (file := file_beside(folder)) is None:
+        return
+    table = read_family(file)
+    if table.model_type != name:
+        raise UserError(f"family {file}: describes {table.model_type!r}, config.json is {name!r}: correct one of them")
+    register_family(table)
 
 
 def find_family(model_type: str) -> Family | None:

@@ -27,6 +27,17 @@ from dwindle.core.config import Config
 CUSTOM_PREFIX = "dwindle_"
 """Prefix of the model types that dwindle writes: ``dwindle_llama`` has the tensors of ``llama``."""
 UNITS = ("vocab", "hidden", "query", "kv", "head", "ffn", "dim")
+_NOT_SET_BY_TABLES = (
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "per_layer_config",
+    "quantization_config",
+)
+"""Configuration keys that name code, or that make another model of it."""
 _UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
 
 
@@ -78,6 +89,12 @@ class Family(Config):
                 if "+" in axis and {*axis.split("+")} & {"vocab", "dim"}:
                     raise ValueError(f'{name}: "{axis}": vocab and dim cannot be part of a concatenation')
             used |= {*units}
+        if "ffn" not in used:
+            raise ValueError("layer: no row has the unit 'ffn': name the FFN channels; without ffn in groups they stay")
+        for table in ("written", "tiny"):
+            for key, value in getattr(self, table).items():
+                if key.startswith("_") or key in _NOT_SET_BY_TABLES or value is None:
+                    raise ValueError(f"{table}.{key}: cannot be set by a table: remove it")
         for kind in self.groups:
             if _UNIT_OF[kind] not in used:
                 raise ValueError(f"groups: {kind}: no row has the unit {_UNIT_OF[kind]!r}: add the rows, or remove it")

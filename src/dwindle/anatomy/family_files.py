@@ -12,7 +12,6 @@ Tables are data: reading one runs no code of its author, except for importing an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -26,6 +25,7 @@ from dwindle.anatomy.family import FamilyFile
 from dwindle.core.config import from_dict, read_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
+from dwindle.core.reading import read_json
 
 ENTRY_POINTS = "dwindle.families"
 """Group of the entry points."""
@@ -42,11 +42,11 @@ def read_family(path: str | PathLike[str]) -> FamilyFile:
     if path.suffix != ".json":
         raise UserError(f"family {path}: give a .toml or .json file ({DOCUMENTATION})")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"family {path} does not exist: give the path of a .toml or .json file") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"family {path} is not readable JSON ({error})") from None
+        data = read_json(path)
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise UserError(f"family {path} does not exist: give the path of a .toml or .json file") from None
+        raise UserError(f"family {error}") from None
     if not isinstance(data, dict):
         raise UserError(f"family {path}: is not a JSON object: write model_type, stem and layer ({DOCUMENTATION})")
     return from_dict(FamilyFile, data, str(path))

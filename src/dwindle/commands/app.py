@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.terminal import PlainConsole, plain, say
 
 _ORDER = (
-    *("inspect", "demo", "keys"),
+    *("inspect", "families", "check-family", "demo", "keys"),
     *("new", "pretrain", "resume", "prune", "tokenize"),
     *("report", "runs", "plot", "eval", "table", "compare"),
     *("generate", "export", "quantize", "bench"),
@@ -123,11 +123,9 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
     anatomy = Anatomy.of_config(config)
     if is_custom(config) and anatomy.source.is_uniform:
         what = f"hidden size {config.hidden_size:,} with {config.num_attention_heads} heads"
-        print(
-            f"note: transformers accepts no {config.model_type.removeprefix(CUSTOM_PREFIX)} of {what}, so the model is "
-            "stored with a modelling file; `dwindle export --to hf --stock` pads it",
-            file=sys.stderr,
-        )
+        family = config.model_type.removeprefix(CUSTOM_PREFIX)
+        stored = "so the model is stored with a modelling file; `dwindle export --to hf --stock` pads it"
+        say(plain(f"note: transformers accepts no {family} of {what}, {stored}"), error=True)
     sizes = odd_sizes(anatomy)
     if odd := [size for size in sizes if not size.startswith("heads")]:  # heads cannot be rounded
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import LOOK, Json, app, print_result
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def check_family(
     model: Annotated[str, typer.Argument(help="A model directory, hub id or config.json; weights are not read.")],
     family: Annotated[

@@ -8,6 +8,7 @@ import typer
 
 from dwindle.commands.app import SHIP, Json, Model, app, print_result, resolve_model
 from dwindle.commands.guidance import say_next
+from dwindle.core.terminal import say
 
 
 @app.command(rich_help_panel=SHIP)
@@ -49,5 +50,5 @@ def export(
     if as_json:
         print_result(found.to_json(), as_json)
         return
-    print(found.render())
+    say(found.render())
     say_next({f"run it in {runtime}": command for runtime, command in found.ways_to_run().items()})

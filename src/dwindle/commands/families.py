@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import Json, app, print_result
+from dwindle.commands.app import LOOK, Json, app, print_result
 from dwindle.core.errors import UserError
 
 
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def families(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of the documentation.")] = False,
     as_json: Json = False,

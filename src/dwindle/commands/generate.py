@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import SHIP, Device, Json, Model, app, print_result
+from dwindle.core.terminal import say
 
 
 @app.command(rich_help_panel=SHIP)
@@ -26,4 +27,4 @@ def generate(
     if as_json:
         print_result({"prompt": prompt, "text": text}, as_json)
     else:
-        print(text if chat else prompt + text)
+        say(text if chat else prompt + text)

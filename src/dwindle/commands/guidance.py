@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 
+from dwindle.core.errors import UserError
+from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import RunDirectory
+from dwindle.core.terminal import plain, say
 
 _BLOCK = 32
 """Rows of quantized GGUF files are stored in blocks of this."""
@@ -19,7 +20,7 @@ def say_next(commands: Mapping[str, str]) -> None:
     """``next: dwindle export …  # for llama.cpp``: a reason and its command each."""
     width = max(map(len, commands.values()), default=0)
     for reason, command in commands.items():
-        print(f"next: {command:{min(width, 90)}}  # {reason}", file=sys.stderr)
+        say(plain(f"next: {command:{min(width, 90)}}  # {reason}"), error=True)
 
 
 def export_command(model: str | Path, out: str | Path) -> str:
@@ -32,9 +33,9 @@ def export_command(model: str | Path, out: str | Path) -> str:
 def _widths(structure: Path) -> list[int]:
     """Hidden and FFN sizes of one of our models; empty for any other file."""
     try:
-        found = json.loads(structure.read_text(encoding="utf-8"))
+        found = read_json(structure, limit=MAX_STATE_BYTES)
         return [len(found["hidden"]), *(len(layer["ffn"]) for layer in found["layers"])]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (UserError, TypeError, KeyError):
         return []
 
 

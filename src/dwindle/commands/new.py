@@ -11,6 +11,7 @@ import typer
 from dwindle.commands.app import SHRINK, Json, app, print_result
 from dwindle.commands.guidance import say_next
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
+from dwindle.core.terminal import plain, say
 
 
 @app.command(rich_help_panel=SHRINK)
@@ -44,5 +45,5 @@ def new(
         print_result({"recipe": str(file), "plan": plan.to_json()}, as_json)
         return
     print_result(plan.render(), as_json)
-    print(file)
+    say(plain(str(file)))
     say_next({"start it; Ctrl-C stops, `dwindle resume` continues": f"dwindle pretrain {quote(str(file))}"})

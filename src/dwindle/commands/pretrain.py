@@ -69,7 +69,9 @@ def _chosen(recipe: str, arguments: list[str], to: str | None, goal: str, tokens
 
     if tokens is not None:
         raise UserError(f"--tokens {tokens}: needs --to: with a recipe, write training.tokens={tokens}")
-    return load_recipe(recipe, arguments), Path(recipe).stem
+    if goal != "quality":
+        raise UserError(f"--for {goal}: needs --to: a recipe states its own settings")
+    return load_recipe(recipe, arguments), Path(recipe).name.removesuffix(".toml")
 
 
 def _launch_new_run(recipe: Any, run: RunDirectory, nproc: int, overwrite: bool, as_json: bool) -> None:

@@ -48,7 +48,7 @@ def _check_layer_shapes(shapes: Any, num_layers: Any, where: str) -> None:
         per_kv = shape.get("queries_per_kv") if isinstance(shape, dict) else None
         if not isinstance(per_kv, list) or not all(type(n) is int and n > 0 for n in per_kv):
             raise UserError(f"source {where}: layer_shapes[{number}] has no usable queries_per_kv")
-        own = {"intermediate_size": shape.get("intermediate_size", 0)}
+        own = {"intermediate_size": shape.get("intermediate_size") or 0}
         own |= {"num_attention_heads": sum(per_kv)} if per_kv else {}  # a convolution has no heads
         check_sizes(own, f"{where}: layer_shapes[{number}]")
     if sum(shape["intermediate_size"] for shape in shapes) > MAX_CHANNELS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from io import StringIO
-from typing import Any
 
 _WIDTH = 110
 _PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.2;font-family:monospace">{code}</pre>'
@@ -15,10 +14,8 @@ class Shown:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        from rich.console import Console
-        from rich.text import Text
+        from dwindle.core.terminal import PlainConsole
 
-        shown: Any = self.render()  # type: ignore[attr-defined]
-        console = Console(record=True, file=StringIO(), width=_WIDTH)
-        console.print(Text(shown) if isinstance(shown, str) else shown)
+        console = PlainConsole(record=True, file=StringIO(), width=_WIDTH)
+        console.print(self.render())  # type: ignore[attr-defined]
         return console.export_html(code_format=_PAGE, inline_styles=True)

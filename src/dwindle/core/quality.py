@@ -6,12 +6,16 @@ A run writes it after its first step (the source alone) and at its end; model di
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
+from dwindle.core.reading import read_json
+from dwindle.core.terminal import plain
 
 NEEDS_TRAINING = 0.1
 """Nats per token that a result may be above its source before training is advised."""
@@ -73,6 +77,19 @@ class Quality:
                     lines.append(f"  {name}: {one_line(text)}")
         return lines
 
+    def is_well_formed(self) -> bool:
+        """Whether every field has its type: files may be edited."""
+        told = [text for sample in self.samples for text in (sample.source, sample.result)]
+        return (
+            _are_texts(self.text)
+            and type(self.tokens) is int
+            and isinstance(self.held_out, bool)
+            and _is_loss(self.source_loss)
+            and _is_loss(self.result_loss)
+            and _are_texts([sample.prompt for sample in self.samples])
+            and _are_texts(told, unset=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -83,16 +100,24 @@ class Quality:
 def read_quality(path: Path) -> Quality | None:
     """The content of a ``quality.json``; None if there is none, or it is of another version."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        samples = [Sample(**sample) for sample in found.pop("samples")]
-        return Quality(**found, samples=samples)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = read_json(path)
+        quality = Quality(**found | {"samples": [Sample(**sample) for sample in found["samples"]]})
+    except (UserError, TypeError, KeyError, AttributeError):
         return None
+    return quality if quality.is_well_formed() else None
 
 
 def one_line(text: str) -> str:
-    """Text of a model or of a file as one printable line; a terminal obeys control characters."""
-    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+    """Text of a model or of a file as one printable line."""
+    return plain(" ".join(text.split()))
+
+
+def _is_loss(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))
+
+
+def _are_texts(values: Any, *, unset: bool = False) -> bool:
+    return isinstance(values, list) and all(isinstance(v, str) or (unset and v is None) for v in values)
 
 
 def text_names(paths: Sequence[str]) -> list[str]:

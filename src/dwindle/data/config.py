@@ -33,7 +33,7 @@ class DataConfig(Config):
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources with weights that are true token ratios."""
     valid: list[str] = Field(default_factory=list)
-    """Validation text or token files; refused if it is also trained on. Empty: no validation."""
+    """Validation text or token files; refused if it is also trained on. Empty: none, unless holdout is set."""
     holdout: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of each source that is held out for validation instead of ``valid``, in pieces spread over the text."""
     seq_len: Annotated[int, Field(ge=2)] = 1024

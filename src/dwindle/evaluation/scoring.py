@@ -237,7 +237,11 @@ def _is_known(model: Any) -> bool:
     is_stock = packages <= {"dwindle", "torch", "transformers"}
     if family not in FAMILIES or not is_stock or model.get_output_embeddings() is None:
         return False
-    return all(layer.query_heads for layer in Anatomy.of(model).source.layers)
+    try:
+        layers = Anatomy.of_config(model.config).source.layers
+    except UserError:  # experts, say, which can be scored but not pruned
+        return False
+    return all(layer.query_heads for layer in layers)
 
 
 def _check_vocabulary(model: Any, rows: Sequence[PackedRow]) -> None:

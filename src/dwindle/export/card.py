@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle import __version__
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.quality import Quality
 from dwindle.core.reading import parse_toml
 from dwindle.core.run_directory import LEDGER, STRUCTURE
@@ -289,9 +290,20 @@ def _samples(quality: Quality | None) -> str:
 
 
 def _run_it(card: Card) -> str:
-    padded = any(len(set(groups.values())) > 1 for groups in _kv_groups(card.structure))
+    from dwindle.export import gguf_writer  # which imports torch
+
+    family, groups = card.model_type.removeprefix(CUSTOM_PREFIX), _kv_groups(card.structure)
+    uneven = any(len(set(group.values())) > 1 for group in groups)
+    differ = len({(len(la["kv_heads"]), len(la["ffn"])) for la in card.structure.get("layers") or ()}) > 1
     custom = card.custom_code and card.runtime == "transformers"
-    code = how_to_run(card.runtime, chat=card.chat, custom_code=custom, padded=padded, tokenizer=card.tokenizer)
+    code = how_to_run(
+        card.runtime,
+        chat=card.chat,
+        custom_code=custom,
+        padded=uneven or (differ and not gguf_writer.has_unequal_layers(family)),
+        tokenizer=card.tokenizer,
+        gguf=not family or gguf_writer.is_known(family),
+    )
     if not custom:
         return code
     return f"{_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory.\n\n{code}"
@@ -320,13 +332,12 @@ def _architecture(card: Card) -> str:
     for event in card.prunes:
         if event.get("type") in gone:
             gone[event["type"]] += sum(map(len, event.get("indices", ())))
-    heads, ffn = [len(la["query_heads"]) for la in layers], [len(la["ffn"]) for la in layers]
-    num_with_heads = sum(map(bool, heads))
-    hidden, num, kv = len(structure["hidden"]), len(layers), [len(la["kv_heads"]) for la in layers]
+    heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
+    hidden, num, ffn = len(structure["hidden"]), len(layers), [len(la["ffn"]) for la in layers]
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
-        ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(num_with_heads, 1)), format_range(heads)),
-        ("key/value heads per layer", _kv_before(kv, card.first, gone["attn"]), format_range(kv)),
+        ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(len(heads), 1)), format_range(heads or [0])),
+        ("key/value heads per layer", _kv_before(kv, card.first, gone["attn"]), format_range(kv or [0])),
         ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
         ("layers", f"{num}", f"{num}"),
     ]
@@ -354,7 +365,7 @@ def mistral_note(model_type: str, hidden: int, heads: int) -> str:
 
 def _kv_before(now: Sequence[int], source: Mapping[str, Any], heads_gone: int) -> str:
     """Key/value heads of the source; old ledgers do not record them, but without pruned heads they are unchanged."""
-    before = source.get("layer_kv_heads") or (None if heads_gone else now)
+    before = [n for n in source.get("layer_kv_heads") or () if n] or (None if heads_gone else now)
     return format_range(before) if before else "–"
 
 

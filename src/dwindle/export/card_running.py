@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from typing import Literal
 
+from dwindle.export.running import PROMPT
+
 Runtime = Literal["transformers", "onnxruntime", "dwindle"]
 
 PLACE = "path/to/this/directory"
-PROMPT = "Once upon a time"
 
 
 def how_to_run(
-    runtime: Runtime, *, chat: bool = False, custom_code: bool = False, padded: bool = False, tokenizer: bool = True
+    runtime: Runtime,
+    *,
+    chat: bool = False,
+    custom_code: bool = False,
+    padded: bool = False,
+    tokenizer: bool = True,
+    gguf: bool = True,
 ) -> str:
     """Markdown: a code block, and for transformers how to get a file for llama.cpp.
 
-    ``chat`` says that the tokenizer has a chat template, ``padded`` that llama.cpp needs equal layers.
+    ``chat`` says that the tokenizer has a chat template, ``padded`` that llama.cpp needs equal layers, ``gguf``
+    that it knows the family at all.
     """
     if not tokenizer:
         return _block("python", _load_only(custom_code))
@@ -23,13 +31,15 @@ def how_to_run(
         return _block("python", _onnxruntime(chat))
     if runtime == "dwindle":
         return _block("python", _quantised(chat))
+    code = _block("python", _transformers(chat, custom_code))
+    if not gguf:
+        return code
     stock = " --stock" if padded else ""
     commands = (
         f"$ dwindle export {PLACE} --to gguf{stock} --out model.gguf\n"
         f'$ llama-cli -m model.gguf -p "{PROMPT}" -n 60\n'
         "$ echo FROM ./model.gguf > Modelfile && ollama create smaller -f Modelfile && ollama run smaller"
     )
-    code = _block("python", _transformers(chat, custom_code))
     return f"{code}\n\nIn llama.cpp and Ollama:\n\n{_block('console', commands)}"
 
 

@@ -217,6 +217,8 @@ class _Export:
             )
         except verification.Doubtful as doubt:
             kept = self.target.with_name(f"{self.target.stem}.unverified.gguf")
+            if kept.exists() and not self.overwrite:
+                raise verification.Mismatch(f"{doubt}: {kept} exists already: delete it to keep such a file") from doubt
             os.replace(path, kept)
             how = f"judge it with `dwindle generate {quote(str(kept))} '{PROMPT}'`, or export without verification"
             raise verification.Mismatch(f"{doubt}: kept as {kept}: {how}") from doubt
@@ -292,7 +294,7 @@ class _Export:
         """Name, description and licence for the metadata: a GGUF file has no card."""
         place = Path(self.loaded.source)
         _, ledger, source = self._history(self.loaded.model, None)
-        origin, before = origin_of(source), ledger[0].get("parameters")
+        origin, before = origin_of(source, place / "README.md"), ledger[0].get("parameters")
         text = f"{origin.hub_id or origin.name}, written by dwindle for llama.cpp and what is built on it."
         if len(ledger) > 1 and isinstance(before, int):
             text = f"{text[:-1]}: pruned from {before:,} to {ledger[-1].get('parameters', before):,} parameters."

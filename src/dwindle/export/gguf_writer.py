@@ -95,6 +95,11 @@ def architecture_of(model: Any) -> str:
     return architecture
 
 
+def is_known(model_type: str) -> bool:
+    """Whether llama.cpp computes models of this family at some sizes; a dense Granite 4 is written as a Granite 3."""
+    return model_type == "granitemoehybrid" or _NAMES.get(model_type, model_type) in ARCHITECTURES
+
+
 def has_unequal_layers(model_type: str) -> bool:
     """Whether llama.cpp computes models of this family whose layers have different sizes."""
     return model_type in _PER_LAYER

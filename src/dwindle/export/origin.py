@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dwindle.core.errors import UserError
-from dwindle.core.reading import parse_toml
+from dwindle.core.reading import open_regular, parse_toml
 from dwindle.sources.aliases import alias_of
 from dwindle.sources.gguf_file import open_gguf
 
@@ -82,7 +82,7 @@ def _quoted(text: str) -> str:
 def _card_facts(path: Path) -> dict[str, str]:
     """``license`` and ``base_model`` from a card's metadata, if they are plain strings, and our tag."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(_META_LIMIT_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return {}

@@ -201,7 +201,7 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
             raise ValueError("indices are not whole numbers, each once")
         if missing := set(members).difference(there):
             raise ValueError(f"index {min(missing)} of {group.kind} is not there or was removed before")
-        if len(members) == len(there):
+        if there and len(members) == len(there):
             raise ValueError(f"nothing of {group.kind} would be left")
     return structure.without(group)
 

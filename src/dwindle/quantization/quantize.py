@@ -18,10 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dwindle.anatomy.build import build_on_meta, restore_buffers
+from dwindle.anatomy.families import outside_family, register_beside
+from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_existing
+from dwindle.core.limits import check_sizes
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.reading import read_json
@@ -258,6 +261,8 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
     with atomic_directory(out, marker=MARKER, overwrite=overwrite) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         model.config.save_pretrained(folder)
+        if (table := outside_family(model.config.model_type)) is not None:
+            write_family(table, folder)
         _mark_config(folder / "config.json", result.scheme)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
@@ -316,6 +321,8 @@ def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tenso
     """The model with its integer modules, which follow from the scheme."""
     scheme, group = SCHEMES[description["scheme"]], description["group"]
     raw = json.loads(json.dumps(read_json(folder / "config.json")), object_hook=_with_infinities)
+    check_sizes(raw, str(folder))
+    register_beside(folder, raw["model_type"])
     model: Any = build_on_meta(_config(raw))
     rounds = scheme.activation_bits is not None
     for name, module in list(model.named_modules()):
@@ -346,5 +353,8 @@ def _config(raw: dict[str, Any]) -> Any:
 
     values = {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map", "model_type")}
     if raw["model_type"].startswith(PREFIX):
-        return classes_for(raw["model_type"])[0](**values)
-    return AutoConfig.for_model(raw["model_type"], **values)
+        config: Any = classes_for(raw["model_type"])[0](**values)
+    else:
+        config = AutoConfig.for_model(raw["model_type"], **values)
+    config._attn_implementation = config._experts_implementation = None  # no kernels from the hub
+    return config

@@ -19,7 +19,7 @@ def find_recipe(name: str | Path) -> Path:
     """The file of a recipe: a path, or the name of a ready-made one (``recipes/NAME.toml`` is one too)."""
     path, ready = Path(name), ready_recipes()
     stem = path.name.removesuffix(".toml")
-    if not path.exists() and stem in ready and path.parent.as_posix() in (".", "recipes"):
+    if not path.is_file() and stem in ready and path.parent.as_posix() in (".", "recipes"):
         return ready[stem]
     if not path.exists() and path.parent == Path() and path.suffix != ".toml":
         near = difflib.get_close_matches(stem, ready, n=1, cutoff=0.5)

@@ -61,7 +61,7 @@ class Recipe(Config):
     distill: DistillConfig = Field(default_factory=DistillConfig)
     """What the model learns from a frozen teacher, beside the text."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    """When the loss on data.valid is measured."""
+    """When the loss on held-out text (data.valid or data.holdout) is measured."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """How much a crash can cost."""
 

@@ -34,8 +34,6 @@ PASSES = 4
 """Times that a text is read at most: up to here, repeated text is almost as good as new (Muennighoff et al. 2023)."""
 LEAST_STEPS = 200
 """Where the text is short, steps are made smaller rather than fewer than this."""
-WARMUP_SHARE = 0.02
-"""Of the steps before the first event: 20 of 976, as long as the learning rate warms up (the default of both)."""
 HIDDEN = 576
 """Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
 SEQ_LEN = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from dwindle.report.jsonlines import number
@@ -34,8 +35,12 @@ def is_evaluation(value: Any) -> bool:
     """Whether a file's content is a result of ``dwindle eval``, as this version writes it."""
     try:
         tasks_known = all(number(task[task["metric"]]) is not None and task["task"] for task in value["tasks"])
-        return str(value["format"]).startswith("dwindle-eval") and tasks_known and bool(value["model"])
-    except (KeyError, TypeError):
+        named = all(isinstance(task["task"], str) for task in value["tasks"])
+        whole = all(type(value.get(key)) in (int, NoneType) for key in ("limit", "max_length"))
+        shaped = isinstance(value.get("average") or {}, dict) and isinstance(value.get("texts") or [], list)
+        ours = str(value["format"]).startswith("dwindle-eval") and bool(value["model"])
+        return ours and tasks_known and named and whole and shaped
+    except (KeyError, TypeError, AttributeError):
         return False
 
 

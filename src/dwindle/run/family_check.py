@@ -129,9 +129,9 @@ def check_family(model: str | PathLike[str], *, family: str | PathLike[str] | No
     ``family`` is a table from outside (.toml or .json) to check before it is put beside the model or into a package.
     """
     path = Path(model)
-    if family is not None:
-        register_family(family)
     config = load_config(path.parent if path.name == "config.json" and path.is_file() else model)
+    if family is not None:
+        register_family(family)  # in place of one beside the model
     with quiet_transformers():
         Anatomy.of_config(config)  # refuses unknown families and tensors without a row
         try:

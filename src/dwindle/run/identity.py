@@ -103,11 +103,20 @@ def accept_changes(
         was, wanted = saved["settings"].get(name), now["settings"].get(name)
         if was == wanted or _matches(name, MAY_CHANGE) or _matches(name, HASHED_ELSEWHERE):
             continue
+        if name not in saved["settings"] and wanted == _default_of(name):  # a key that is newer than the run
+            continue
         _check_change(name, was, wanted, run, anatomy, checkpoint)
         changes[name] = {"was": was, "is": wanted}
     if not changes:
         return []
     return [{"event": "resume", "step": checkpoint.step, "tokens": checkpoint.state["tokens"], "changed": changes}]
+
+
+def _default_of(name: str) -> Any:
+    """The default of a setting such as ``training.lr``; None if it has none."""
+    section, _, key = name.partition(".")
+    fields: Any = getattr(Recipe.model_fields[section].annotation, "model_fields", {})
+    return fields[key].get_default(call_default_factory=True) if key in fields else None
 
 
 def follow_rate(checkpoint: Checkpoint | None, lr: float) -> None:

@@ -28,7 +28,6 @@ from dwindle.recipe.recommended import (
     SEQ_LEN,
     TOKENS,
     TOKENS_PER_STEP,
-    WARMUP_SHARE,
     Goal,
     Setting,
     Settings,
@@ -36,7 +35,9 @@ from dwindle.recipe.recommended import (
 )
 from dwindle.run.plan import plan_pruning
 from dwindle.sources.loading import load_config, load_tokenizer
+from dwindle.training.config import TrainingConfig
 
+_WARMUP_SHARE: float = TrainingConfig.model_fields["warmup"].default
 _VALID_SHARE, _MOST_VALID_TOKENS, _MOST_HELD_OUT = 1 / 100, 256_000, 0.1
 """Validation tokens: this share of the training tokens (a dozen measurements then cost a few hundredths of the run), at
 most so many, and at most this share of the text."""
@@ -89,7 +90,7 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     seq_len = max(min(SEQ_LEN, positions, per_step // 8, _power(length / 100)), 16)
     per_step = min(max(per_step, seq_len), max(amount, seq_len))
     steps = max(amount // (per_step // seq_len * seq_len), 1)
-    warmup = max(round(WARMUP_SHARE * steps), 1)
+    warmup = max(round(_WARMUP_SHARE * steps), 1)
     held_out = min(max(_VALID_SHARE * amount, 8 * seq_len), _MOST_VALID_TOKENS, max(_MOST_HELD_OUT * length, seq_len))
     held_out = max(held_out // seq_len, 1) * seq_len
     share = held_out / (amount if length == math.inf else length)

@@ -24,6 +24,7 @@ from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
+from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
 from dwindle.sources.loading import load_config, load_tokenizer
 
@@ -31,8 +32,6 @@ _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """Maximum in one forward pass; with fewer, a GPU waits for the host while it trains a small model."""
 _MEMORY_SHARE = 0.8
 """Fraction of a GPU that the estimate may fill; the rest covers what it does not model."""
-MANY_PASSES = 4
-"""Up to here, repeated text is almost as good as new (Muennighoff et al. 2023)."""
 _MORE_EVENTS = "raise training.tokens, choose a faster prune.ratio, or use prune.horizon"
 
 
@@ -311,7 +310,7 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
 
 def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
     """A warning if a run repeats a text too often, else empty; ``epochs`` gives the passes over each text."""
-    often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > MANY_PASSES}
+    often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > PASSES}
     if not often:
         return ""
     named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())

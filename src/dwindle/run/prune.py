@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount, cut
@@ -87,14 +85,14 @@ class Pruned(Shown):
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then loss and samples."""
         title = self.source if out is None else f"{self.source} → {out}"
-        table = Table(title=escape(title), title_justify="left")
+        table = Table(title=title, title_justify="left")
         for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
             table.add_column(column, justify="right")
         rows = (("before", self.before, self.source_sizes), ("after", self.after, sizes_of(self.structure)))
         for name, count, sizes in rows:
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
-        return Group(table, *map(Text, self.verdict()))
+        return Group(table, *self.verdict())
 
     def verdict(self) -> list[str]:
         """Loss and samples of source and result, line by line; empty if they were not measured."""

@@ -30,7 +30,7 @@ from dwindle.data.tokenizing import DocumentEncoder
 from dwindle.data.training_data import TrainingData
 from dwindle.distributed.world import joined
 from dwindle.export.process import peak_memory_bytes
-from dwindle.pruning.pacing import Horizon
+from dwindle.pruning.pacing import Horizon, Ratio, Stages
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, resolve_recipe
@@ -179,6 +179,10 @@ class _Rehearsal(Job):
         pacing = plan.pacing
         if isinstance(pacing, Horizon):
             pacing = replace(pacing, first_step=0, last_step=pacing.last_step - pacing.first_step)
+        if isinstance(pacing, Ratio):
+            pacing = replace(pacing, first_step=0)
+        if isinstance(pacing, Stages):
+            pacing = replace(pacing, first_step=0, num_steps=pacing.num_steps - pacing.first_step)
         return super()._pruner(prunable, replace(plan, pacing=pacing, milestones=[]))
 
     def _callbacks(self, others: Sequence[Callback]) -> list[Callback]:
@@ -284,7 +288,8 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
     micro_batches = -(-recipe.num_sequences_per_step // recipe.training.micro_batch)
     start, end = (cost.step_s(micro_batches) for cost in (found.start, found.end))
     while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
-    total = found.begin_s + pruning * while_pruning + (steps - pruning) * end
+    before = 0 if plan is None else min(recipe.num_steps_before_pruning, pruning)
+    total = found.begin_s + before * start + (pruning - before) * while_pruning + (steps - pruning) * end
     if recipe.data.validated_on():
         windows = recipe.num_validation_tokens // recipe.data.seq_len
         every = recipe.validation.every

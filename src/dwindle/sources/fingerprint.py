@@ -22,7 +22,7 @@ def source_fingerprint(source: str | os.PathLike[str]) -> str:
     Two models differ almost everywhere, so samples tell them apart in a tenth of a second at any size; they do not
     find a single flipped bit, which is the business of the disk.
     """
-    kind, path = locate(os.fspath(source), weights=False)
+    kind, path = locate(os.fspath(source), weights=True)
     if kind == "huggingface":
         patterns = huggingface.MODEL_FILES
         files = sorted(file for file in path.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))

@@ -11,15 +11,11 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
-from dwindle.sources.common import quiet_transformers
+from dwindle.sources.common import SourceNotice, quiet_transformers
 
 _FILE = "generation_config.json"
 _FIRST = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 """Settings that decide whether others have a meaning."""
-
-
-class SourceWarning(UserWarning):
-    """A source was changed while it was read."""
 
 
 def read_generation(folder: Path, raw: Mapping[str, Any], where: str) -> GenerationConfig:
@@ -72,4 +68,4 @@ def accepted(given: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
 
 
 def _warn(where: str, problem: str) -> None:
-    warnings.warn(f"source {where}: {problem}", SourceWarning, stacklevel=2)
+    warnings.warn(f"source {where}: {problem}", SourceNotice, stacklevel=2)

@@ -56,7 +56,7 @@ class GgufFile:
     @property
     def is_quantised(self) -> bool:
         """Whether any tensor is stored in blocks of rounded values."""
-        return any(info.ggml_type not in _PLAIN_BYTES for info in self.tensors.values())
+        return any(map(self.is_rounded, self.tensors))
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value under the architecture's prefix: ``get("block_count")`` is ``llama.block_count``."""
@@ -89,6 +89,10 @@ class GgufFile:
             end = info.offset + _num_bytes(info, name, self.path)
             if end > len(self.blob):
                 raise damaged(self.path, f"it ends before the data of tensor {name}")
+
+    def is_rounded(self, name: str) -> bool:
+        """Whether a tensor is stored in blocks of rounded values."""
+        return self.tensors[name].ggml_type not in _PLAIN_BYTES
 
     def num_bytes(self, name: str) -> int:
         """Bytes of a tensor as it is stored."""

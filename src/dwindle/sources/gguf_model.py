@@ -250,9 +250,10 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     if file.architecture == "deci":
         return _per_layer_config(file, values, layers)
     model_type = architecture.model_type
-    if architecture.window_period is not None and (window := file.get("attention.sliding_window")):
+    if architecture.window_period is not None and file.get("attention.sliding_window"):
         model_type = "olmo3" if model_type == "olmo2" else model_type
-        values |= _windowed(file, architecture.window_period, values) | {"sliding_window": int(window)}
+        values |= _windowed(file, architecture.window_period, values)
+        values["sliding_window"] = file.whole("attention.sliding_window")
     if model_type == "exaone4":
         values |= {"sliding_window": None, "layer_types": ["full_attention"] * len(layers)}
     if model_type == "lfm2":
@@ -262,21 +263,24 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["layer_types"] = ["full_attention" if count else "conv" for count in kinds]
     if model_type == "gemma3_text":
         values["query_pre_attn_scalar"] = head_dim
+        if "sliding_window" not in values:  # its class would take one by default
+            values |= _windowed(file, 1, values)
     return _make_config(file, model_type, values)
 
 
 def _windowed(file: GgufFile, period: int, values: dict[str, Any]) -> dict[str, Any]:
     """Layer types and rotations of a model with sliding-window layers."""
-    stated = file.get("attention.sliding_window_pattern", period)
-    num_layers = values["num_hidden_layers"]
-    slides = stated if isinstance(stated, list) else [(n + 1) % stated != 0 for n in range(num_layers)]
+    slides, num_layers = file.get("attention.sliding_window_pattern"), values["num_hidden_layers"]
+    if not isinstance(slides, list):
+        every = file.whole("attention.sliding_window_pattern", period)
+        slides = [(n + 1) % every != 0 for n in range(num_layers)]
     rope = values["rope_parameters"]
     own = 10000.0 if file.architecture == "gemma3" else rope["rope_theta"]
     return {
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "rope_parameters": {
             "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", own))},
+            "sliding_attention": {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", own)},
         },
     }
 
@@ -391,7 +395,7 @@ def _ties_embedding(file: GgufFile) -> bool:
         head, embedding = (file.read(name, rows=_COMPARED_ROWS) for name in (_HEAD, _EMBEDDING))
     except UserError:  # a damaged file, or no package that dequantises: reading the weights says so
         return False
-    near = _ROUNDING if file.is_quantised else 0.0
+    near = _ROUNDING if any(file.is_rounded(name) for name in (_HEAD, _EMBEDDING)) else 0.0
     return bool(np.linalg.norm(head - embedding) <= near * np.linalg.norm(embedding))
 
 
@@ -401,7 +405,7 @@ def _second_embedding(file: GgufFile) -> str:
         return ""
     coarser = min((_EMBEDDING, _HEAD), key=file.num_bytes)
     warnings.warn(
-        f"source {file.path}: its head is its embedding, rounded otherwise: they are tied, without {coarser}",
+        f"source {file.path}: its head is its embedding, stored again: they are tied, without {coarser}",
         SourceNotice,
         stacklevel=3,
     )

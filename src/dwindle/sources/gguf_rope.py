@@ -55,11 +55,13 @@ def _yarn_attention(file: GgufFile, factor: float) -> dict[str, Any]:
     if mscale_all_dim is not None and file.architecture != "mistral3" and mscale_all_dim != 1.0:
         raise unsupported(file, f"sets {file.architecture}.rope.scaling.yarn_log_multiplier, which is not supported")
     if mscale_all_dim is not None and file.architecture == "mistral3":
-        found |= {"mscale": 1.0, "mscale_all_dim": float(mscale_all_dim)}
+        found |= {"mscale": 1.0, "mscale_all_dim": file.number("rope.scaling.yarn_log_multiplier", 1.0)}
     if multiplier is not None and multiplier != 1.0:
-        found["attention_factor"] = float(multiplier) * yarn_factor({"factor": factor, **found})
-    if beta := file.get("attention.temperature_scale"):
-        found["llama_4_scaling_beta"] = float(beta)
+        found["attention_factor"] = file.number("rope.scaling.attn_factor", 1.0) * yarn_factor(
+            {"factor": factor, **found}
+        )
+    if beta := file.number("attention.temperature_scale", 0.0):
+        found["llama_4_scaling_beta"] = beta
     return found
 
 

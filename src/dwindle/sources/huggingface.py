@@ -18,14 +18,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dwindle.anatomy.families import register_family
-from dwindle.anatomy.family_files import NAMES, file_beside
+from dwindle.anatomy.families import register_beside
+from dwindle.anatomy.family_files import NAMES
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import LIMITS, check_sizes
 from dwindle.core.reading import read_json
 from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
 from dwindle.sources.generation import read_generation
-from dwindle.sources.text_tower import read_text_tower, text_config
+from dwindle.sources.text_tower import read_text_tower, text_config, text_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
@@ -126,8 +126,7 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
 
 def _read_config(folder: Path, where: str) -> PreTrainedConfig:
     raw = _raw_config(folder, where)
-    if (table := file_beside(folder)) is not None:
-        register_family(table)
+    register_beside(folder, raw["model_type"])
     with quiet_transformers():
         try:
             if _is_ours(raw):
@@ -175,6 +174,7 @@ def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTraine
     config, generation = read_config(folder, where), generation_of(folder, where)
     if config.model_type != raw["model_type"]:
         model = read_text_tower(files, config, dtype, where)
+        check_floating(model, {text_name(n) or n: t for n, t in _integers(files, safetensors).items()}, where)
         model.generation_config = generation
         return model
     loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM

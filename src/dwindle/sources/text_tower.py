@@ -25,8 +25,12 @@ _PREFIXES = {
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text model, if this is that of a vision-language model around a supported family."""
-    inner: PreTrainedConfig | None = getattr(config, "text_config", None)
-    if inner is None or config.model_type.removeprefix(CUSTOM_PREFIX) in FAMILIES or inner.model_type not in FAMILIES:
+    inner = getattr(config, "text_config", None)
+    if (
+        not isinstance(inner, PreTrainedConfig)
+        or config.model_type.removeprefix(CUSTOM_PREFIX) in FAMILIES
+        or inner.model_type not in FAMILIES
+    ):
         return config
     inner.tie_word_embeddings = config.tie_word_embeddings  # transformers ties what the outer one says
     return inner

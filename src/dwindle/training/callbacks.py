@@ -162,7 +162,7 @@ class Checkpointer(Callback):
 
     def after_step(self, trainer: Trainer) -> None:
         is_due = trainer.status != "running" or (self.every and trainer.step % self.every == 0)
-        if is_due and (trainer.status == "finished" or not trainer.bad_steps_in_a_row):
+        if is_due and (trainer.status in ("finished", "stopped") or not trainer.bad_steps_in_a_row):
             self.save(trainer)
         if self._writer is not None and trainer.status != "running":
             self._writer.wait()

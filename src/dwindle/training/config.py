@@ -89,7 +89,7 @@ class DistillConfig(Config):
 
 
 class ValidationConfig(Config):
-    """When the loss on data.valid is measured."""
+    """When the loss on held-out text (data.valid or data.holdout) is measured."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between measurements; 0 measures only at the end."""
