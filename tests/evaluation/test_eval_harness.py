@@ -82,7 +82,7 @@ def test_all_tasks_on_a_tiny_model(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=200)
     files = [tmp_path / "dwindle.jsonl", tmp_path / "harness.jsonl"]
     both = [
-        evaluate_model(model, tiny_tokenizer(), data, engine=engine, batch=4, items_file=file)
+        evaluate_model(model, tiny_tokenizer(), data, engine=engine, batch=4, items=file)
         for engine, file in zip(("dwindle", "harness"), files, strict=True)
     ]
     assert_equal_results(*both)

@@ -109,7 +109,7 @@ def evaluate(
         loaded, tokenizer, own_name = in_memory(model)
         name = name or own_name
         found = load_data(tasks, data, texts=text, text_field=text_field, limit=config.limit)
-    result = evaluate_model(loaded, tokenizer, found, config=config, name=name, items_file=items)
+    result = evaluate_model(loaded, tokenizer, found, config=config, name=name, items=items)
     result.tokens = tokens
     return result
 
@@ -156,7 +156,7 @@ def evaluate_model(
     config: EvalConfig,
     name: str = "",
     precision: Precision = "fp32",
-    items_file: str | os.PathLike[str] | None = None,
+    items: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> EvalResult:
     """Evaluate a model in memory without changing it; ``precision="bf16"`` computes under autocast."""
@@ -183,11 +183,11 @@ def evaluate_model(
         usable, pairs = _encode(encoder, task, length)
         scored = worker.score_questions(usable, pairs)
         result.tasks.append(_task_result(usable, scored.accuracy))
-        lines += _item_lines(usable, scored.loglikelihoods) if items_file is not None else []
+        lines += _item_lines(usable, scored.loglikelihoods) if items is not None else []
     result.texts = [_measure_text(worker, encoder, text, length) for text in data.texts]
     result.seconds = time.perf_counter() - started
-    if items_file is not None:
-        write_text_atomic(Path(items_file), "".join(lines), option="--items")
+    if items is not None:
+        write_text_atomic(Path(items), "".join(lines), option="--items")
     return result
 
 

@@ -462,12 +462,12 @@ class Job:
         out: Path,
         results: Results,
         quality: Quality | None = None,
-        save: Callable[..., object] = save_model,
+        save: Callable[..., object] | None = None,
     ) -> None:
         source = self.recipe.source.model
         ledger = [] if self.pruner is None else self.pruner.ledger.events
         try:
-            save(
+            (save or save_model)(
                 model,
                 self.tokenizer,
                 out,
