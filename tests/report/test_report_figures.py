@@ -15,7 +15,7 @@ from dwindle.report.figures import build_figures
 from dwindle.report.results import result_tables
 from dwindle.report.run import open_run
 from dwindle.report.summary import summarise
-from dwindle.report.tables import PUBLISHED_COST, cost_of, cost_table, duration
+from dwindle.report.tables import PUBLISHED_COST, cost_of, cost_table
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
 
 
@@ -370,13 +370,3 @@ def test_the_papers_cost_is_shown_on_request(tmp_path: Path) -> None:
     run = open_run(make_run(tmp_path / "run"))
     assert summarise(run)["cost"] is None
     assert summarise(run, published=True)["cost"]["rows"][0][-1].endswith(" s")
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (0.5, 59, 61, 3700, 200_000)] == [
-        "0.5 s",
-        "59 s",
-        "1 min 01 s",
-        "1 h 01 min",
-        "2 d 7 h",
-    ]

@@ -78,6 +78,11 @@ def test_choices_of_the_user_win(place: Path, monkeypatch: pytest.MonkeyPatch) -
     (place / "other.txt").write_text("Another text to validate on, which is long enough for it. " * 40)
     text, recipe = new_recipe("model", ["book.txt"], "50%", valid=["other.txt"], overrides=["training.lr=7e-4"])
     assert recipe.training.lr == 7e-4 and tomllib.loads(text)["training"]["lr"] == 7e-4
+    assert "# as given" in text and "# share of the teacher" in text  # the other reasons stay
+    text, recipe = new_recipe("model", ["book.txt"], "50%", overrides=["prune.horizon=none", "prune.ratio=1:2"])
+    assert recipe.prune.ratio == tomllib.loads(text)["prune"]["ratio"] == "1:2"
+    assert "horizon" not in tomllib.loads(text)["prune"]
+    text, recipe = new_recipe("model", ["book.txt"], "50%", valid=["other.txt"], overrides=["training.lr=7e-4"])
     assert recipe.data.valid == ["other.txt"] and not recipe.data.holdout
     with pytest.raises(UserError, match="to 900M: the source has"):
         new_recipe("model", ["book.txt"], "900M")

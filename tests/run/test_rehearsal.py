@@ -76,6 +76,7 @@ def test_a_plan_with_its_time_leaves_nothing_behind(
     ("seconds", "text"),
     [
         (0, "0 s"),
+        (0.5, "0.5 s"),
         (99, "99 s"),
         (150, "2 min"),
         (5900, "98 min"),

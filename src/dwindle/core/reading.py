@@ -7,9 +7,10 @@ import json
 import os
 import stat
 import tomllib
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes
@@ -59,18 +60,17 @@ def read_json(path: Path, *, limit: int = MAX_JSON_BYTES) -> Any:
 
 def parse_json(content: bytes | str) -> Any:
     """``json.loads``; text that is not JSON, or nested too deeply, is a ``ValueError``."""
-    try:
-        value = json.loads(content)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    check_depth(value)
-    return value
+    return _shallow(json.loads, content)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """``tomllib.loads``; text that is not TOML, or nested too deeply, is a ``ValueError``."""
+    return cast(dict[str, Any], _shallow(tomllib.loads, text))
+
+
+def _shallow(parse: Callable[[Any], Any], content: bytes | str) -> Any:
     try:
-        value = tomllib.loads(text)
+        value = parse(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     check_depth(value)

@@ -110,7 +110,9 @@ def format_bytes(value: int | float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """The two largest units: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    """The two largest units: ``0.5 s``, ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    if 0 < seconds < 1:
+        return f"{seconds:.2g} s"
     seconds = round(seconds)
     if seconds < 100:
         return f"{seconds} s"

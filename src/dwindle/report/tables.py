@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, format_duration
 from dwindle.report.clock import running_clock
 from dwindle.report.run import Run
 
@@ -94,16 +94,6 @@ def cost_table(run: Run) -> Table | None:
     return Table("cost", "Cost", note, columns, rows, [0])
 
 
-def duration(seconds: float) -> str:
-    """Such as ``3 d 4 h``, ``2 h 05 min`` or ``41 s``."""
-    minutes, hours = divmod(round(seconds), 60)[0], round(seconds) // 3600
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    if hours:
-        return f"{hours} h {minutes % 60:02d} min"
-    return f"{minutes} min {round(seconds) % 60:02d} s" if minutes else f"{seconds:.3g} s"
-
-
 def _device_time(hours: float) -> str:
     """In hours, as in the published table, unless that would be a small fraction."""
-    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h" if hours >= 1 else duration(hours * 3600)
+    return f"{hours:,.0f} h" if hours >= 100 else f"{hours:.3g} h" if hours >= 1 else format_duration(hours * 3600)

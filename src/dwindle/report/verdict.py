@@ -7,10 +7,10 @@ from math import exp
 from typing import Literal
 
 from dwindle.core.quality import NEEDS_TRAINING
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, format_duration
 from dwindle.report.figures import NAMES
 from dwindle.report.run import Run
-from dwindle.report.tables import cost_of, duration
+from dwindle.report.tables import cost_of
 from dwindle.report.target import target_count
 
 _MAX_PERPLEXITY_LOSS = 15.0
@@ -124,7 +124,7 @@ def _training(run: Run) -> Tile | None:
     note = f"{step:,.0f} steps"
     if (cost := cost_of(run)) is not None:
         devices = "" if cost.num_devices == 1 else f" on {cost.num_devices} devices"
-        note += f" in {duration(cost.hours * 3600 / cost.num_devices)}{devices}"
+        note += f" in {format_duration(cost.hours * 3600 / cost.num_devices)}{devices}"
     return Tile("tokens of training", format_count(tokens), note)
 
 

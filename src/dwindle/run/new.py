@@ -119,13 +119,25 @@ def _fitting(settings: Settings, overrides: list[str], title: str, anatomy: Anat
         recipe = recipe_from(parse_toml(text), overrides, "new recipe")
         try:
             plan_pruning(recipe, anatomy)
-            return (text if not overrides else tomli_w.dumps(recipe.model_dump(exclude_unset=True))), recipe
+            return _with_overrides(settings, overrides, recipe, title), recipe
         except UserError:
             multiple = settings["prune.round_to"].value if "prune.round_to" in settings else 1
             if multiple == 1:
                 raise
             rounded = Setting(multiple // 2, settings["prune.round_to"].why)
             settings = {**settings, "prune.round_to": rounded}
+
+
+def _with_overrides(settings: Settings, overrides: list[str], recipe: Recipe, title: str) -> str:
+    """The text with the user's own values in their places; without comments if one is inside a table of a table."""
+    found = dict(settings)
+    for key in (text.partition("=")[0].strip() for text in overrides):
+        section, _, name = key.partition(".")
+        table = getattr(recipe, section)
+        if name not in type(table).model_fields:
+            return tomli_w.dumps(recipe.model_dump(exclude_unset=True, exclude_none=True))
+        found[key] = Setting(getattr(table, name), "as given")
+    return _toml({key: setting for key, setting in found.items() if setting.value is not None}, title)
 
 
 def _toml(settings: Settings, title: str) -> str:
