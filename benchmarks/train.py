@@ -323,6 +323,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     add("--precision", default="auto", help="bf16, fp32, or auto: bf16 on a GPU")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, per block in our rows")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of our rows")
+    add("--metric", default="taylor", help="saliency of the pruning rows, such as group")
     add("--mode", help="of torch.compile, such as max-autotune-no-cudagraphs")
     add("--chunk-tokens", type=int, default=4096, help="tokens whose logits exist at once")
     add("--fused-loss", action=argparse.BooleanOptionalAction, default=True, help="compile the loss")

@@ -82,6 +82,7 @@ class TrainBench:
     """Rows with the second-order update: tokens of a step from which inputs are watched."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
+    metric: str = "taylor"
 
     @property
     def training(self) -> TrainingConfig:
@@ -216,7 +217,12 @@ def make_pruner(
     """Towards the smallest model there is, which no benchmark reaches; never compacts by itself."""
     anatomy = prunable.anatomy
     config = PretrainPruneConfig(
-        groups=list(groups), compact_threshold=1.0, second_order=second_order, gram_tokens=bench.gram_tokens
+        selection="coupled",
+        metric=bench.metric,
+        groups=list(groups),
+        compact_threshold=1.0,
+        second_order=second_order,
+        gram_tokens=bench.gram_tokens,
     )
     full = Shape.of(anatomy.source)
     least = Shape(

@@ -21,8 +21,26 @@ SAVED = (*GROUP, "prune.compare=saved")
 MUON = ("training.optimizer=muon",)
 LONG = ("prune.horizon=0.2", "training.schedule=wsd", "training.decay=0.3")
 
+ADAPT = ("prune.method=adapt", "prune.horizon=none", "training.schedule=wsd")
+BEFORE = ("training.tokens_per_step=65536", "training.lr=1e-3", "prune.metric=taylor", "prune.warmup_steps=0")
+DEFAULTS = (*GROUP, *MUON, "prune.smoothing=0.5", "training.tokens_per_step=16384", "training.lr=1.5e-3")
+
 ROWS = {
     "source": Row("source, untouched", trained=False, sized=False),
+    "adapted": Row("source, adapted to the text", sized=False),
+    "adapted-muon": Row("source, adapted to the text with Muon", MUON, sized=False),
+    "pruned": Row("one-shot, no training", from_one_shot=True, trained=False),
+    "pruned-global": Row("one-shot, global mixture, no training", GLOBAL, from_one_shot=True, trained=False),
+    "pruned-group": Row(
+        "one-shot, global mixture, group saliency, no training",
+        (*GLOBAL, "prune.metric=group"),
+        from_one_shot=True,
+        trained=False,
+    ),
+    "rounds": Row("in 32 rounds without training, then training", from_one_shot=True, rounds=32),
+    "adapt": Row("Adapt-Accel", ADAPT),
+    "smallest-before": Row("smallest recipe before defaults followed this table", BEFORE),
+    "smallest": Row("smallest recipe", DEFAULTS),
     "one-shot": Row("one-shot, then training", from_one_shot=True),
     "one-shot-muon": Row("one-shot, then training with Muon", MUON, from_one_shot=True),
     "one-shot-global": Row("one-shot, global mixture, then training", GLOBAL, from_one_shot=True),
