@@ -68,14 +68,15 @@ def shared_settings(data: Any) -> set[str]:
     return {word for words in trained for word in words if 2 * sum(word in other for other in trained) > len(trained)}
 
 
-def title(row: Any, common: set[str]) -> str:
-    """A row's name, with the settings in which it differs from most."""
+def title(row: Any, common: set[str], source: str = "") -> str:
+    """A row's name, with the model it starts from if that is not ``source``, and the settings that most do not have."""
     if not row["tokens"]:
         return str(row["title"])
     own = [setting for setting in row.get("set", ()) if setting not in common]
     keys = {setting.partition("=")[0] for setting in row.get("set", ())}
     own += [f"no {setting}" for setting in sorted(common) if setting.partition("=")[0] not in keys]
-    return str(row["title"]) + (f" [{' '.join(own)}]" if own else "")
+    start = f", from {row['model']}" if source and row["model"] != source else ""
+    return str(row["title"]) + start + (f" [{' '.join(own)}]" if own else "")
 
 
 def seed_numbers(seeds: Sequence[Any]) -> str:
@@ -142,7 +143,7 @@ def texts(data: Any) -> str:
     """A training study with several reported texts: one column for each, and the tasks without BoolQ."""
     columns = ["textbooks", *TEXT_COLUMNS, "wikitext2"]
     heads = [named(data, ["textbooks"])[0], *TEXT_COLUMNS, "WikiText-2"]
-    rows, common = [], shared_settings(data)
+    rows, common, source = [], shared_settings(data), data["rows"][0]["model"]
     for seeds in grouped(data):
         first = seeds[0]
         count = f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M"
@@ -150,7 +151,7 @@ def texts(data: Any) -> str:
         cells = [spread([row[text] for row in seeds]) for text in columns]
         measured = [without_boolq(row) for row in seeds if "tasks" in row]
         cells.append(percent(measured) if measured else "")
-        rows.append([first["size"] or "100%", title(first, common), tokens, seed_numbers(seeds), count, *cells])
+        rows.append([first["size"] or "100%", title(first, common, source), tokens, seed_numbers(seeds), count, *cells])
     return markdown(*filled(["size", "method", "tokens", "seeds", "parameters", *heads, "six tasks, %"], rows))
 
 
