@@ -56,6 +56,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
 AT_TARGET_TOKENS = 262144
 """The training loss over so many tokens after the last event is that of the model as it reached its size."""
+FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
+FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05}
+"""What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
 
@@ -229,8 +232,9 @@ class Study:
         overrides = [*self.args.set, *(o for o in row.overrides if not o.startswith("distill.teacher="))]
         recipe = self._recipe(row, size, seed, self.args.model)
         resolved = resolve_recipe(recipe).prune
-        for key in ("horizon", "warmup_steps"):  # defaults may change, rows must not
-            if (value := getattr(resolved, key)) != getattr(recipe.prune, key):
+        given = {text.partition("=")[0] for text in overrides}
+        for key in ("horizon", "warmup_steps") if recipe.prune.enabled else ():  # defaults may change, rows must not
+            if (value := getattr(resolved, key)) is not None and f"prune.{key}" not in given:
                 overrides.append(f"prune.{key}={value}")
         tokens = recipe.num_tokens if row.trained else 0
         return {
@@ -278,11 +282,17 @@ class Study:
         base: Record = {
             "source": {"model": model, "device": DEVICE},
             "data": {"train": args.data, "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
-            "training": {"tokens": args.tokens, "tokens_per_step": 65536, "seed": seed, "compile": DEVICE == "cuda"},
-            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
+            "training": {"tokens": args.tokens, "seed": seed, "compile": DEVICE == "cuda", **FIRST_TRAINING},
+            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot, "smoothing": 0.0},
+            "distill": {"weight": 0.0},
             "checkpoint": {"every": 0},
         }
-        recipe = from_dict(Recipe, apply_overrides(base, [*args.set, *row.overrides], Recipe))
+        overrides = [*args.set, *row.overrides]
+        if not any(text.startswith(("prune.method=adapt", "prune.method=uniform")) for text in overrides):
+            base["prune"] |= FIRST_PRUNING
+        if any(text.startswith("prune.ratio=") for text in overrides):
+            del base["prune"]["horizon"]
+        recipe = from_dict(Recipe, apply_overrides(base, overrides, Recipe))
         if DEVICE == "cuda" and jobs_around() > 1 and not recipe.training.micro_batch:
             fitting = max(1, SHARED_MICRO_TOKENS // recipe.data.seq_len)
             recipe.training.micro_batch = min(fitting, recipe.num_sequences_per_step)
@@ -337,7 +347,7 @@ class Study:
             "to": size,
             "data": self.args.data,
             "metric": prune.effective_metric,
-            "selection": prune.selection,
+            "selection": prune.effective_selection,
             "groups": prune.groups,
             "attention": prune.attention,
             "compare": prune.compare,

@@ -31,9 +31,12 @@ def tiny_recipe(place: Path, *, steps: int, sequences: int = 8, seq_len: int = 2
     base: dict[str, dict[str, Any]] = {
         "source": {"model": str(place / "model"), "device": "cpu"},
         "data": {"train": ["pydoc:train"], "seq_len": seq_len, "cache_dir": str(place / "cache")},
-        "training": {"tokens": steps * tokens, "tokens_per_step": tokens, "lr": 3e-3},
-        "prune": {"warmup_steps": 0},
+        "training": {"tokens": steps * tokens, "tokens_per_step": tokens, "lr": 3e-3, "optimizer": "adamw"},
+        "prune": {"warmup_steps": 0, "smoothing": 0.0},
+        "distill": {"weight": 0.0},
     }
+    if "method" not in tables.get("prune", {}):
+        base["prune"] |= {"selection": "coupled", "metric": "taylor"}
     return from_dict(Recipe, base | {name: base.get(name, {}) | table for name, table in tables.items()})
 
 

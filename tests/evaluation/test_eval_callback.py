@@ -42,7 +42,7 @@ class Batches:
 
 def train(folder: Path, callbacks: list[Any]) -> tuple[Trainer, list[dict[str, Any]]]:
     model = tiny_model("llama", dtype=torch.float32, vocab_size=257, attention_dropout=0.1)
-    config = TrainingConfig(tokens=1, lr=1e-3, ce_chunk_tokens=1024)
+    config = TrainingConfig(tokens=1, lr=1e-3, optimizer="adamw", ce_chunk_tokens=1024)
     trainer = Trainer(
         model,
         build_optimizer(model, config),

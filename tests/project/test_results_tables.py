@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.recipe.library import find_recipe
-from dwindle.recipe.recipe import load_recipe
+from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
@@ -201,3 +202,36 @@ def test_the_figure_of_scalability() -> None:
     assert books.series[0].y == [pytest.approx(3.1), 2.8] and wiki.series[0].y == [5.0, 5.0]
     with pytest.raises(UserError, match="fewer than two"):
         study.scalability({"rows": rows[1:3]})
+
+
+def test_the_smallest_recipe_has_the_settings_of_its_row() -> None:
+    """What a recipe does not set is what was measured as the row "smallest" (with teacher)."""
+    settings = {"source.model": "x", "data.train": ["books"], "training.tokens": "2M", "prune.target": "50%nonemb"}
+    resolved = resolve_recipe(from_dict(Recipe, _tables(settings)))
+    rows = json.loads((ROOT / "docs" / "results" / "defaults.json").read_text(encoding="utf-8"))["rows"]
+    measured = next(row for row in rows if row["row"] == "smallest+kd")["settings"]
+    assert len(measured) >= 8
+    for key, value in dict(setting.split("=", 1) for setting in measured).items():  # the last one counts
+        section, _, name = key.partition(".")
+        assert str(getattr(getattr(resolved, section), name)) == str(_parsed(value)), key
+
+
+def test_a_run_that_does_not_prune_has_no_teacher_unless_it_asks() -> None:
+    settings = {"source.model": "x", "data.train": ["books"], "training.tokens": "2M", "prune.enabled": False}
+    assert from_dict(Recipe, _tables(settings)).teacher_weight == 0
+    assert from_dict(Recipe, _tables(settings | {"distill.weight": 0.3})).teacher_weight == 0.3
+
+
+def _tables(settings: dict[str, Any]) -> dict[str, Any]:
+    tables: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        tables.setdefault(section, {})[name] = value
+    return tables
+
+
+def _parsed(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value

@@ -193,7 +193,10 @@ def test_resolved_recipe_is_saved_and_read_again(recipe_file: Path, tmp_path: Pa
         (["prune.min_heads=0"], "prune.min_heads: 0 must be at least 1"),
         (["distill.weight=2"], "distill.weight: 2 must be at least 0 and at most 1"),
         (["distill.temperature=0"], "distill.temperature: 0 must be above 0"),
-        (["distill.top_k=5"], "distill.weight: is 0, so there is no teacher: set a weight such as 0.5"),
+        (
+            ["distill.weight=0", "distill.top_k=5"],
+            "distill.weight: is 0, so there is no teacher: set a weight such as 0.5",
+        ),
         (["prune.damping=-1"], "prune.damping: -1 must be at least 0"),
         (["prune.gram_tokens=0"], "prune.gram_tokens: 0 must be at least 1"),
         (["prune.gram_tokens=few"], "prune.gram_tokens: 'few' is not a number such as"),

@@ -113,7 +113,7 @@ def test_what_is_refused(place: Path) -> None:
     tiny_directory(place / "other-size", vocab_size=258)
     wrong = {
         "distill.weight: 1.5 must be at least 0 and at most 1": {"weight": 1.5},
-        "distill.weight: is 0, so there is no teacher": {"top_k": 5},
+        "distill.weight: is 0, so there is no teacher": {"weight": 0.0, "top_k": 5},
         "distill.temperature: 0.0 must be above 0": {"weight": 0.5, "temperature": 0.0},
         "distill.top_k": {"weight": 0.5, "top_k": 258},
         "distill.teacher": {"weight": 0.5, "teacher": str(place / "other-size")},

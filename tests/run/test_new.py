@@ -33,8 +33,11 @@ def test_with_enough_text_the_settings_are_the_measured_ones() -> None:
     assert chosen["training.tokens"] == TOKENS and chosen["training.tokens_per_step"] == TOKENS_PER_STEP
     for key in ("lr", "optimizer"):
         assert chosen[f"training.{key}"] == getattr(recipe.training, key)
-    for key in ("selection", "metric", "smoothing", "horizon"):
+    for key in ("selection", "metric", "horizon"):
         assert chosen[f"prune.{key}"] == getattr(recipe.prune, key), key
+    assert recipe.smoothing == pytest.approx(
+        1 - 1 / recipe.num_warmup_steps, abs=1e-3
+    )  # what is not set gives the same
     assert "prune.warmup_steps" not in chosen and recipe.prune.warmup_steps is None  # while the rate warms up
     assert chosen["distill.weight"] == recipe.distill.weight and chosen["data.seq_len"] == recipe.data.seq_len
 

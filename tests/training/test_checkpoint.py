@@ -197,7 +197,7 @@ def test_disk_full_in_the_middle_of_a_tensor(tmp_path: Path) -> None:
 
 def test_optimizer_state_by_name_round_trips(tmp_path: Path) -> None:
     model = tiny_llama()
-    optimizer = build_optimizer(model, TrainingConfig(tokens=1, lr=1e-3))
+    optimizer = build_optimizer(model, TrainingConfig(tokens=1, lr=1e-3, optimizer="adamw"))
     for p in list(model.parameters())[1:]:
         p.grad = torch.randn_like(p)
     optimizer.step()
@@ -207,7 +207,7 @@ def test_optimizer_state_by_name_round_trips(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1, {}, {"model": model.state_dict(), "optimizer": tensors})
 
     other = tiny_llama()
-    fresh = build_optimizer(other, TrainingConfig(tokens=1, lr=1e-3))
+    fresh = build_optimizer(other, TrainingConfig(tokens=1, lr=1e-3, optimizer="adamw"))
     saved = open_checkpoint(latest_checkpoint(tmp_path))
     load_model_tensors(other, saved.tensors("model"))
     load_optimizer_tensors(other, fresh, saved.tensors("optimizer"))

@@ -213,7 +213,7 @@ def test_replace_model_wants_the_optimizer_of_that_model() -> None:
     other = tiny_llama()
     with pytest.raises(AssertionError, match="exactly the model's own"):
         trainer.replace_model(other, trainer.optimizer)
-    trainer.replace_model(other, build_optimizer(other, TrainingConfig(tokens=1, lr=1e-2)))
+    trainer.replace_model(other, build_optimizer(other, TrainingConfig(tokens=1, lr=1e-2, optimizer="adamw")))
     trainer.run()
     expected = tiny_llama()
     make_trainer(expected).run()

@@ -23,6 +23,8 @@ from dwindle.training.loop import Trainer
 from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
 from dwindle.training.optim import build_optimizer
 
+ADAMW = TrainingConfig(tokens=1, lr=1e-2, optimizer="adamw")
+
 
 class Extra(Callback):
     def after_step(self, trainer: Trainer) -> None:
@@ -61,7 +63,9 @@ def test_flops_and_utilisation_follow_a_compaction(tmp_path: Path, monkeypatch: 
                 alive = prunable.alive.without(Group("ffn", (tuple(range(16)), tuple(range(16)))))
                 prunable.prune_to(alive, trainer.optimizer)
                 rebuilt = prunable.compact(
-                    alive, trainer.optimizer, lambda model: build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2))
+                    alive,
+                    trainer.optimizer,
+                    lambda model: build_optimizer(model, ADAMW),
                 )
                 assert rebuilt is not None
                 trainer.replace_model(prunable.model, rebuilt)

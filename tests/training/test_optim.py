@@ -15,7 +15,7 @@ from dwindle.training.optim import LRSchedule, build_optimizer
 
 
 def config(**fields: Any) -> TrainingConfig:
-    return TrainingConfig(tokens=1, **fields)
+    return TrainingConfig(**{"tokens": 1, "optimizer": "adamw", **fields})
 
 
 def test_matrices_decay_and_gains_do_not() -> None:

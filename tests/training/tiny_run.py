@@ -74,7 +74,7 @@ def make_trainer(
     """``options`` are those of the trainer, and fields of its configuration."""
     options = {"num_steps": 6, "ce_chunk_tokens": 10_000, **options}
     own = {name: options.pop(name) for name in ("num_steps", "device", "precision") if name in options}
-    config = TrainingConfig(tokens=1, lr=1e-2, **options)
+    config = TrainingConfig(**{"tokens": 1, "lr": 1e-2, "optimizer": "adamw", **options})
     return Trainer(
         model,
         build_optimizer(model, config),

@@ -18,9 +18,10 @@ from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 
-DEFAULT_HORIZON = 0.05
+DEFAULT_HORIZON = 0.03
 DEFAULT_GRAM_TOKENS = 4096
 Distance = Literal["cosine", "euclidean", "manhattan"]
+Selection = Literal["coupled", "global"]
 
 _METHODS_OF: dict[str, tuple[str, ...]] = {
     "selection": ("efficientllm",),
@@ -40,11 +41,13 @@ class PruneConfig(Config):
     method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm"
     """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
     importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size."""
-    selection: Literal["coupled", "global"] = "coupled"
-    """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere."""
+    selection: Selection | None = None
+    """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
+    set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
     metric: str | None = None
     """Saliency of a weight: taylor, taylor1, obd, group, wanda, obc, magnitude, random or a registered metric; the
-    group with the lowest saliency is removed first. Not set: taylor, with adapt and uniform taylor1."""
+    group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform
+    taylor1."""
     groups: list[Kind] | None = None
     """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
     uniform attn and ffn."""
@@ -81,8 +84,13 @@ class PruneConfig(Config):
 
     @property
     def effective_metric(self) -> str:
-        """The metric in use: each paper's own where none is set."""
+        """The metric in use: without training each paper's own where none is set."""
         return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+
+    @property
+    def effective_selection(self) -> Selection:
+        """The selection in use; without training stock shapes where none is set."""
+        return self.selection or "coupled"
 
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
@@ -112,6 +120,8 @@ class PruneConfig(Config):
         """The settings in use, for the ledger: the method's defaults filled in, what it does not use left out."""
         unused = {name for name, methods in _METHODS_OF.items() if self.method not in methods}
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
+        if "selection" not in unused:
+            used["selection"] = self.effective_selection
         return used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
@@ -146,15 +156,16 @@ class PretrainPruneConfig(PruneConfig):
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
-    """With efficientllm: fraction of the tokens over which events are evenly spread, from the first one on (0.05 if
+    """With efficientllm: fraction of the tokens over which events are evenly spread, from the first one on (0.03 if
     neither horizon nor ratio is set)."""
     ratio: str | None = None
     """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Gradient steps before the first event. Not set: until the learning rate has warmed up, with adapt and uniform
     none."""
-    smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Factor of the running average of saliencies over steps; 0 uses the current step alone."""
+    smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Factor of the running average of saliencies over steps; 0 uses the current step alone. Not set: 0, with the group
+    metric 1 - 1 / the steps before the first event."""
     fisher: Literal["step", "adam"] = "step"
     """Second-order term of taylor: the step's own squared gradient, or Adam's second moment."""
     compact_threshold: Annotated[float, Field(gt=0, le=1)] = 0.2
@@ -165,6 +176,16 @@ class PretrainPruneConfig(PruneConfig):
     """With horizon and adapt: no rebuild when the last event is fewer steps away than this."""
     milestones: list[str] = Field(default_factory=list)
     """Sizes on the way, such as "120M": a loadable model is saved as each is passed."""
+
+    @property
+    def effective_selection(self) -> Selection:
+        """The selection in use: what measured best, but for a shape, which only coupled groups reach."""
+        return self.selection or ("coupled" if "=" in self.target else "global")
+
+    @property
+    def effective_metric(self) -> str:
+        """The metric in use: what measured best where none is set."""
+        return self.metric or ("taylor1" if self.keeps_hidden_size else "group")
 
     @property
     def effective_horizon(self) -> float | None:

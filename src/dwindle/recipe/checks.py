@@ -18,7 +18,7 @@ def check_recipe(recipe: Recipe) -> None:
     _check_source_and_validation(recipe)
     _check_amounts(recipe)
     distill = recipe.distill
-    has_teacher = distill.weight > 0 or distill == type(distill)()
+    has_teacher = recipe.teacher_weight > 0 or distill.model_copy(update={"weight": None}) == type(distill)()
     _require(
         has_teacher, "distill.weight", "is 0, so there is no teacher: set a weight such as 0.5, or remove [distill]"
     )
@@ -75,7 +75,7 @@ def _check_prune(recipe: Recipe) -> None:
         'missing: give a size such as "100M" or "60%", or set prune.enabled = false',
     )
     target = parse_size(prune.target, "prune.target")
-    if prune.keeps_hidden_size or prune.selection == "global":
+    if prune.keeps_hidden_size or prune.effective_selection == "global":
         name = f'method "{prune.method}"' if prune.keeps_hidden_size else 'selection "global"'
         has_shape = target.kind == "shape"
         _require(not has_shape, "prune.target", f"{name} gives every layer its own sizes: give a size such as 60%")

@@ -20,7 +20,13 @@ from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
-from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
+from dwindle.training.config import (
+    DEFAULT_TEACHER_WEIGHT,
+    CheckpointConfig,
+    DistillConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 
 class Recipe(Config):
@@ -97,6 +103,21 @@ class Recipe(Config):
         return 0 if self.prune.keeps_hidden_size else self.num_warmup_steps
 
     @property
+    def smoothing(self) -> float:
+        """The factor in use: a group's derivative is noisy in a single step, so it is averaged over the warm-up."""
+        if self.prune.smoothing is not None:
+            return self.prune.smoothing
+        averaged = self.prune.effective_metric == "group" and self.num_steps_before_pruning > 1
+        return round(1 - 1 / self.num_steps_before_pruning, 3) if averaged else 0.0
+
+    @property
+    def teacher_weight(self) -> float:
+        """The share of the teacher in use: a run that does not prune has one only if it asks for it."""
+        if self.distill.weight is not None:
+            return self.distill.weight
+        return DEFAULT_TEACHER_WEIGHT if self.prune.enabled else 0.0
+
+    @property
     def num_decay_steps(self) -> int:
         """Steps of the final decay; 0 unless the schedule is wsd."""
         return round(self.training.decay * self.num_steps) if self.training.schedule == "wsd" else 0
@@ -130,12 +151,17 @@ def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) ->
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """A copy that means the same in any folder and with other defaults: absolute paths, when events are due."""
+    """A copy that means the same in any folder and with other defaults: absolute paths, and what was not set."""
     resolved = recipe.model_copy(deep=True)
-    if resolved.prune.enabled:
-        if resolved.prune.horizon is None:
-            resolved.prune.horizon = resolved.prune.effective_horizon
-        resolved.prune.warmup_steps = recipe.num_steps_before_pruning
+    resolved.distill.weight = recipe.teacher_weight
+    prune = resolved.prune
+    if prune.enabled:
+        if prune.method == "efficientllm":
+            prune.selection = recipe.prune.effective_selection
+        prune.metric = recipe.prune.effective_metric
+        prune.horizon = recipe.prune.effective_horizon
+        prune.warmup_steps = recipe.num_steps_before_pruning
+        prune.smoothing = recipe.smoothing
     resolved.data.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]

@@ -68,7 +68,7 @@ class RunState(Callback):
 
 def identity_of(recipe: Recipe, valid_windows: Tensor | None) -> dict[str, Any]:
     """The settings by dotted name, and the hashes of source, teacher and validation text."""
-    teacher = recipe.distill.teacher if recipe.distill.weight else ""
+    teacher = recipe.distill.teacher if recipe.teacher_weight else ""
     valid = None if valid_windows is None else hashlib.sha256(valid_windows.numpy().tobytes()).hexdigest()
     return {
         "valid": valid,

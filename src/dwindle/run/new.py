@@ -35,9 +35,7 @@ from dwindle.recipe.recommended import (
 )
 from dwindle.run.plan import plan_pruning
 from dwindle.sources.loading import load_config, load_tokenizer
-from dwindle.training.config import TrainingConfig
 
-_WARMUP_SHARE: float = TrainingConfig.model_fields["warmup"].default
 _VALID_SHARE, _MOST_VALID_TOKENS, _MOST_HELD_OUT = 1 / 100, 256_000, 0.1
 """Validation tokens: this share of the training tokens (a dozen measurements then cost a few hundredths of the run), at
 most so many, and at most this share of the text."""
@@ -90,7 +88,6 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     seq_len = max(min(SEQ_LEN, positions, per_step // 8, _power(length / 100)), 16)
     per_step = min(max(per_step, seq_len), max(amount, seq_len))
     steps = max(amount // (per_step // seq_len * seq_len), 1)
-    warmup = max(round(_WARMUP_SHARE * steps), 1)
     held_out = min(max(_VALID_SHARE * amount, 8 * seq_len), _MOST_VALID_TOKENS, max(_MOST_HELD_OUT * length, seq_len))
     held_out = max(held_out // seq_len, 1) * seq_len
     share = held_out / (amount if length == math.inf else length)
@@ -107,8 +104,6 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     rate = chosen["training.lr"]
     by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
     chosen["training.lr"] = Setting(_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
-    if "prune.metric" in chosen and chosen["prune.metric"].value == "group" and warmup > 1:
-        chosen["prune.smoothing"] = Setting(round(1 - 1 / warmup, 3), "a group's derivative is noisy in a single step")
     return chosen
 
 

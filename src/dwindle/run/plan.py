@@ -110,7 +110,7 @@ def teacher_dtype(precision: Precision, device: str) -> torch.dtype:
 def teacher_of(recipe: Recipe, config: Any) -> str | None:
     """The source of the teacher, checked against the model that is trained; None without distillation."""
     distill = recipe.distill
-    if not distill.weight:
+    if not recipe.teacher_weight:
         return None
     teacher, key = distill.teacher or recipe.source.model, "distill.teacher"
     vocabulary = load_config(teacher).vocab_size

@@ -362,8 +362,8 @@ class Job:
             compile_blocks(model)
         states = HiddenStates(model)
         self.engine.materialize_frozen(states, on_first_use(lambda: source_tensors(source, dtype, self.world)))
-        distill = self.recipe.distill
-        return Teacher.of(states, Distillation(distill.weight, distill.temperature, distill.top_k))
+        weight, distill = self.recipe.teacher_weight, self.recipe.distill
+        return Teacher.of(states, Distillation(weight, distill.temperature, distill.top_k))
 
     def _tensors(self, checkpoint: Checkpoint | None) -> Fetch:
         """Weights by name, one at a time, for an engine that shards the model."""

@@ -15,7 +15,7 @@ def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Stra
     """The strategy of a configuration; raises if the target is not reachable."""
     config = config.for_family(anatomy.family)
     if config.method == "efficientllm":
-        chosen: type[Strategy] = GlobalStrategy if config.selection == "global" else CoupledStrategy
+        chosen: type[Strategy] = GlobalStrategy if config.effective_selection == "global" else CoupledStrategy
     else:
         chosen = AdaptStrategy if config.method == "adapt" else UniformStrategy
     return chosen(anatomy, target, config)
