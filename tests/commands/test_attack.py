@@ -237,7 +237,9 @@ REFUSED: dict[str, Callable[[Path], list[str]]] = {
     "per_layer_config of a layer beyond": configured(
         model_type="dwindle_llama", per_layer_config={"7": {"intermediate_size": 8}}
     ),
-    "per_layer_config huge": configured(model_type="dwindle_llama", per_layer_config={"1": {"intermediate_size": 10**9}}),
+    "per_layer_config huge": configured(
+        model_type="dwindle_llama", per_layer_config={"1": {"intermediate_size": 10**9}}
+    ),
     "per_layer_config with other heads": configured(
         model_type="dwindle_llama", per_layer_config={"1": {"queries_per_kv": [1, 10**9]}}
     ),

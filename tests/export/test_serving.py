@@ -14,30 +14,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dwindle
-from dwindle.anatomy.anatomy import Anatomy, cut
-from dwindle.anatomy.structure import Layer, Structure
+from dwindle.anatomy.structure import Structure
 from dwindle.export.huggingface import save_model
-from tiny import tiny_model, tokens
+from tiny import shrunk, tokens
 
 FAMILIES = ("llama", "qwen3", "phi3", "gemma3_text")
 SERVER = "a_server"
-
-
-def shrunk(family: str, kind: str, **options: Any) -> tuple[Any, Structure]:
-    """``stock``, ``unequal`` (every layer regular, with heads and widths of its own) or ``cluster`` (irregular)."""
-    model = tiny_model(family, dtype=torch.float32, **options)
-    anatomy = Anatomy.of(model)
-    structure, layers = anatomy.source, list[Layer]()
-    for number, layer in enumerate(structure.layers):
-        gone: tuple[int, ...] = ()
-        if kind == "unequal":
-            gone = tuple(q for kv in layer.kv_heads[: number % 2] for q in layer.queries_of(kv))
-        if kind == "cluster":
-            gone = layer.query_heads[: number + 1]
-        width = 0 if kind == "stock" else 5 * number
-        layers.append(layer.without(query_heads=gone, ffn=layer.ffn[len(layer.ffn) - width :]))
-    smaller = Structure(structure.hidden, tuple(layers))
-    return cut(model, anatomy, smaller, structure), smaller
 
 
 def saved(family: str, kind: str, out: Path, **options: Any) -> tuple[Any, Structure]:

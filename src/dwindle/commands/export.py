@@ -27,6 +27,9 @@ def export(
     round_to: Annotated[
         int | None, typer.Option("--round", help="Pad hidden and FFN widths to a multiple of this (exact).")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--as", help="hf: deci (DeciLMForCausalLM, unequal Llama layers without custom code).")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Run the export in its runtime and compare it with its source.")] = True,
     threads: Annotated[int, typer.Option(help="Threads for the verification.")] = 1,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing export.")] = False,
@@ -43,6 +46,7 @@ def export(
         type=type_,
         stock=stock,
         round_to=round_to,
+        layout=layout,
         verify=verify,
         threads=threads,
         overwrite=overwrite,

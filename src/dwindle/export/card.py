@@ -41,6 +41,9 @@ _RULES = {
     "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
     "uniform": "the same share of every layer",
 }
+_LIBRARIES: Mapping[Runtime, str] = {
+    "transformers": "transformers", "onnxruntime": "onnx", "dwindle": "dwindle", "vllm": "vllm",
+}  # fmt: skip
 _TRAINING_TOKENS = "training tokens"
 _VALIDATION = "validation loss"
 
@@ -133,7 +136,7 @@ def _section(title: str, *parts: str) -> str:
 
 def metadata(card: Card) -> str:
     """The card's YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
-    origin, library = card.origin, {"transformers": "transformers", "onnxruntime": "onnx"}.get(card.runtime, "dwindle")
+    origin, library = card.origin, _LIBRARIES[card.runtime]
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     if origin.licence:
         lines.append(f"license: {json.dumps(origin.licence)}")

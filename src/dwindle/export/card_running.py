@@ -6,7 +6,7 @@ from typing import Literal
 
 from dwindle.export.running import PROMPT
 
-Runtime = Literal["transformers", "onnxruntime", "dwindle"]
+Runtime = Literal["transformers", "onnxruntime", "dwindle", "vllm"]
 
 PLACE = "path/to/this/directory"
 
@@ -27,6 +27,8 @@ def how_to_run(
     """
     if not tokenizer:
         return _block("python", _load_only(custom_code))
+    if runtime == "vllm":
+        return _block("console", f"$ vllm serve {PLACE} --trust-remote-code  # for its configuration class")
     if runtime == "onnxruntime":
         return _block("python", _onnxruntime(chat))
     if runtime == "dwindle":

@@ -24,7 +24,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
-from dwindle.export import gguf_writer, verification
+from dwindle.export import deci, gguf_writer, verification
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -68,7 +68,8 @@ class Exported(Shown):
 
     def ways_to_run(self) -> dict[str, str]:
         """Runtimes and the command line for each."""
-        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"))
+        layout = "deci" if self.architecture == deci.ARCHITECTURE else None
+        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"), layout=layout)
 
     def render(self) -> str:
         lines = [
@@ -90,6 +91,7 @@ def export(
     type: str | None = None,
     stock: bool = False,
     round_to: int | None = None,
+    layout: str | None = None,
     verify: bool = True,
     threads: int = 1,
     overwrite: bool = False,
@@ -100,13 +102,16 @@ def export(
     llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
     ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
     padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
-    hidden and FFN widths to a multiple (32 for quantized GGUF). An output that differs from the source is deleted and
+    hidden and FFN widths to a multiple (32 for quantized GGUF). ``layout="deci"`` writes an hf directory for servers
+    that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output that differs from the source is deleted and
     ``Mismatch`` is raised.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
     if round_to is not None and round_to < 1:
         raise UserError(f"--round {round_to}: give a multiple of at least 1, such as 32")
+    if layout not in (None, "deci") or (layout is not None and (to != "hf" or stock)):
+        raise UserError(f"--as {layout}: the layouts are deci, for --to hf without --stock")
     at_least(1, threads=threads)
     if not isinstance(source, Loaded):
         source = model_of_run(Path(source)) or source
@@ -115,7 +120,7 @@ def export(
     _check_target(to, target, verify, overwrite, _files_read(source))
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
-    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
+    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
     return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
 
 
@@ -166,6 +171,7 @@ class _Export:
     verify: bool
     threads: int
     overwrite: bool
+    layout: str | None = None
 
     def hf(self) -> Exported:
         resized, model = self._directory_model()
@@ -177,13 +183,16 @@ class _Export:
             model = deepcopy(model).to(dtypes[self.type])
         verified = None
         with self._write_model(model, resized) as folder:
-            if self.verify:
+            if self.verify and self.layout is not None:
+                verified = deci.verify(folder, reference, self._prompts())
+            elif self.verify:
                 verified = verification.verify_transformers(
                     folder, reference, self._prompts(), remote_code=is_custom(model.config)
                 )
             size = _size(folder)
         stored = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return self._result("hf", model, model.config.model_type, stored, size, resized, verified)
+        architecture = deci.ARCHITECTURE if self.layout is not None else model.config.model_type
+        return self._result("hf", model, architecture, stored, size, resized, verified)
 
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
@@ -238,6 +247,10 @@ class _Export:
 
     def _directory_model(self) -> tuple[Resized | None, Any]:
         """The model that a directory holds, and how it was padded, if it was."""
+        if self.layout is not None:
+            deci.refuse_other_models(self.loaded.model)
+            resized = self._resized(uniform=False, equal_queries=True)
+            return resized, resized.model
         if not self.stock and self.round_to == 1:
             return None, self.loaded.model
         resized = self._resized(uniform=True)
@@ -259,6 +272,7 @@ class _Export:
             quality=None if source == self.loaded.source else RunDirectory(Path(self.loaded.source)).read_quality(),
             overwrite=self.overwrite,
             weights=weights,
+            layout=self.layout,
         )
 
     def _coupled_hidden(self) -> int:
@@ -269,8 +283,9 @@ class _Export:
         anatomy = Anatomy.of(model)
         return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
-    def _resized(self, *, uniform: bool, min_hidden: int = 1) -> Resized:
-        found = resize(self.loaded.model, uniform=uniform, round_to=self.round_to, min_hidden=min_hidden)
+    def _resized(self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False) -> Resized:
+        sizes = {"round_to": self.round_to, "min_hidden": min_hidden, "equal_queries": equal_queries}
+        found = resize(self.loaded.model, uniform=uniform, **sizes)
         if self.verify and found.changed:
             verification.verify_resized(found.model, self.loaded.model, self._prompts())
         return found

@@ -8,7 +8,7 @@ from shlex import quote
 PROMPT = "Once upon a time"
 
 
-def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False) -> dict[str, str]:
+def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: str | None = None) -> dict[str, str]:
     """Runtime and command line for an export to ``hf``, ``gguf`` or ``onnx``; the first one needs nothing more."""
     place, prompt = quote(str(out)), quote(PROMPT)
     ours = f"dwindle generate {place} {prompt}"
@@ -23,6 +23,8 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False) -> dict[
         }
     if to == "onnx":
         return {"onnxruntime": ours}
+    if layout == "deci":
+        return {"vLLM": f"vllm serve {place} --trust-remote-code"}
     remote = ", trust_remote_code=True" if custom_code else ""
     call = f"pipeline('text-generation', {str(out)!r}{remote})({PROMPT!r}, max_new_tokens=48)"
     code = f"from transformers import pipeline; print({call}[0]['generated_text'])"
