@@ -98,11 +98,11 @@ def test_widths_of_256_are_stored_as_factors(tmp_path: Path) -> None:
 
 
 def test_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="as deci: the layout computes Llama layers, and this is a qwen3"):
+    with pytest.raises(UserError, match="layout deci: the layout computes Llama layers, and this is a qwen3"):
         dwindle.export_model(loaded("qwen3", "unequal"), "hf", tmp_path / "out", layout="deci")
     with pytest.raises(UserError, match="no sliding window"):
         dwindle.export_model(loaded("mistral", "stock", sliding_window=4), "hf", tmp_path / "out", layout="deci")
     for to, layout, stock in (("gguf", "deci", False), ("hf", "deci", True), ("hf", "nas", False)):
-        with pytest.raises(UserError, match=f"as {layout}: the layouts are deci"):
+        with pytest.raises(UserError, match=f"layout {layout}: the layouts are deci"):
             dwindle.export_model(loaded("llama", "stock"), to, tmp_path / "out.gguf", layout=layout, stock=stock)
     assert not list(tmp_path.iterdir())

@@ -103,8 +103,8 @@ def export(
     ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
     padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
     hidden and FFN widths to a multiple (32 for quantized GGUF). ``layout="deci"`` writes an hf directory for servers
-    that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output that differs from the source is deleted and
-    ``Mismatch`` is raised.
+    that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output that differs from the source is
+    deleted and ``Mismatch`` is raised.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")

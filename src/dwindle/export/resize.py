@@ -82,8 +82,9 @@ def resize(
 
     ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer is made regular on
     its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` sets the least
-    hidden width, ``equal_queries`` gives all layers one number of query heads. The number of queries per key/value head is the one that gives the smallest model: 1 only repeats
-    key/value heads, the largest group of a layer only pads queries, and values between do both.
+    hidden width, ``equal_queries`` gives all layers one number of query heads. The number of
+    queries per key/value head is the one that gives the smallest model: 1 only repeats key/value heads, the largest
+    group of a layer only pads queries, and values between do both.
     """
     anatomy = Anatomy.of(model)
     before = anatomy.source
