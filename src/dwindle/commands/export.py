@@ -18,7 +18,10 @@ def export(
     out: Annotated[str, typer.Option(help="Directory, or for gguf a file name that ends in .gguf.")],
     type_: Annotated[
         str | None,
-        typer.Option("--type", help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1 (default f16); hf: f32, f16, bf16."),
+        typer.Option(
+            "--type",
+            help="gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q4_k_m, q5_k_m, q6_k, iq4_nl; hf: f32, f16, bf16.",
+        ),
     ] = None,
     stock: Annotated[
         bool,

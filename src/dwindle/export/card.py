@@ -42,7 +42,7 @@ _RULES = {
     "uniform": "the same share of every layer",
 }
 _LIBRARIES: Mapping[Runtime, str] = {
-    "transformers": "transformers", "onnxruntime": "onnx", "dwindle": "dwindle", "vllm": "vllm",
+    "transformers": "transformers", "onnxruntime": "onnx", "compressed-tensors": "transformers", "vllm": "vllm",
 }  # fmt: skip
 _TRAINING_TOKENS = "training tokens"
 _VALIDATION = "validation loss"
@@ -142,9 +142,10 @@ def metadata(card: Card) -> str:
         lines.append(f"license: {json.dumps(origin.licence)}")
     if origin.hub_id:
         lines += [f"base_model: {json.dumps(origin.hub_id)}", "base_model_relation: finetune"]
+    quantised = card.runtime == "compressed-tensors"
     tags = {"pruning-aware-pretraining": card.recipe is not None, "custom_code": card.custom_code}
-    tags |= {DEQUANTISED: bool(origin.dequantised)}
-    made = "quantised" if card.runtime == "dwindle" else "pruned"
+    tags |= {DEQUANTISED: bool(origin.dequantised), "compressed-tensors": quantised}
+    made = "quantised" if quantised else "pruned"
     shown = ["dwindle", made, *(tag for tag, holds in tags.items() if holds)]
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in shown), "---"])
 

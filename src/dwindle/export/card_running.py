@@ -6,7 +6,7 @@ from typing import Literal
 
 from dwindle.export.running import PROMPT
 
-Runtime = Literal["transformers", "onnxruntime", "dwindle", "vllm"]
+Runtime = Literal["transformers", "onnxruntime", "compressed-tensors", "vllm"]
 
 PLACE = "path/to/this/directory"
 
@@ -31,8 +31,8 @@ def how_to_run(
         return _block("console", f"$ vllm serve {PLACE} --trust-remote-code  # for its configuration class")
     if runtime == "onnxruntime":
         return _block("python", _onnxruntime(chat))
-    if runtime == "dwindle":
-        return _block("python", _quantised(chat))
+    if runtime == "compressed-tensors":
+        return _block("python", _transformers(chat, custom_code))
     code = _block("python", _transformers(chat, custom_code))
     if not gguf:
         return code
@@ -74,15 +74,6 @@ def _transformers(chat: bool, custom_code: bool) -> str:
 folder = "{PLACE}"
 model = AutoModelForCausalLM.from_pretrained(folder{extra})
 tokenizer = AutoTokenizer.from_pretrained(folder{extra})
-{_ids(chat, ', return_tensors="pt"')}
-output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
-print(tokenizer.decode(output[0], skip_special_tokens=True))"""
-
-
-def _quantised(chat: bool) -> str:
-    return f"""from dwindle.quantization.quantize import load
-
-model, tokenizer = load("{PLACE}")
 {_ids(chat, ', return_tensors="pt"')}
 output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""

@@ -24,7 +24,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
-from dwindle.export import deci, gguf_writer, verification
+from dwindle.export import deci, gguf_types, gguf_writer, verification
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -99,12 +99,12 @@ def export(
     """Write a model for another runtime and verify that it computes the same.
 
     ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
-    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
-    ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
-    padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
-    hidden and FFN widths to a multiple (32 for quantized GGUF). ``layout="deci"`` writes an hf directory for servers
-    that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output that differs from the source is
-    deleted and ``Mismatch`` is raised.
+    llama.cpp, with an Ollama ``Modelfile``) or ``onnx`` (a directory for onnxruntime). ``type`` is one of
+    ``gguf_types.TYPES`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if
+    widths are padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding;
+    ``round_to`` pads hidden and FFN widths to a multiple (32 for quantized GGUF, 256 for K types). ``layout="deci"``
+    writes an hf directory for servers that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output
+    that differs from the source is deleted and ``Mismatch`` is raised.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
@@ -117,7 +117,7 @@ def export(
         source = model_of_run(Path(source)) or source
     target = Path(out)
     kind = _chosen_type(to, type)
-    _check_target(to, target, verify, overwrite, _files_read(source))
+    _check_target(to, target, kind, verify, overwrite, _files_read(source))
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
@@ -132,7 +132,7 @@ def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
 
 
 def _chosen_type(to: str, type_: str | None) -> str:
-    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_writer.TYPES, "onnx": ("f32",)}[to]
+    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES, "onnx": ("f32",)}[to]
     chosen = type_ or {"hf": "auto", "gguf": "f16", "onnx": "f32"}[to]
     if chosen not in allowed:
         raise UserError(f"--type {chosen!r}: for {to} give one of {', '.join(allowed)}")
@@ -146,10 +146,11 @@ def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
     return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
 
 
-def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
+def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
     """Report a missing package or an unusable ``out`` before any work."""
     if to == "gguf":
         gguf_writer.import_gguf()
+        gguf_types.check_quantizer(kind)
         if verify:
             require_xllamacpp()
         refuse_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
@@ -204,7 +205,7 @@ class _Export:
         gguf_writer.architecture_of(model)
         about = self._gguf_about()
         with atomic_file(self.target) as path:
-            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, **about)
+            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
             verified = None
             if self.verify:
                 reference = _with_tensors(model, written.stored) if written.stored else model
@@ -214,7 +215,8 @@ class _Export:
         if vocabulary.warning:
             result.warnings.append(vocabulary.warning)
         if written.fallbacks:
-            result.warnings.append(self._fallback_text(model, written))
+            odd = odd_sizes(Anatomy.of(model), gguf_types.block_of(self.type))
+            result.warnings.append(gguf_types.describe_fallbacks(self.type, written.fallbacks, odd))
         return result
 
     def _verified_gguf(self, path: Path, reference: Any) -> Verified:
@@ -321,15 +323,6 @@ class _Export:
         run = RunDirectory.of_model(Path(self.loaded.source))
         return None if run is None else run.recipe.read_text(encoding="utf-8", errors="replace")
 
-    def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
-        block, odd = gguf_writer.BLOCK, odd_sizes(Anatomy.of(model))
-        are = "are not multiples" if len(odd) > 1 or " to " in odd[0] else "is not a multiple"
-        fix = "" if all(size.startswith("heads") for size in odd) else f"; --round {block} pads widths with zeros"
-        return (
-            f"{self.type} stores rows in blocks of {block}, and {' and '.join(odd)} {are} of it: "
-            f"{len(written.fallbacks)} tensors are stored as f16{fix}"
-        )
-
     def _result(
         self, to: str, model: Any, architecture: str, type_: str, size: int, resized: Resized | None, verified: Any
     ) -> Exported:
@@ -337,18 +330,18 @@ class _Export:
         return Exported(self.target, to, architecture, type_, size, count, resized, verified)
 
 
-def odd_sizes(anatomy: Anatomy) -> list[str]:
+def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     """Row lengths that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
     structure = anatomy.source
     widths = [len(layer.ffn) for layer in structure.layers]
-    odd = [width for width in widths if width % gguf_writer.BLOCK]
-    found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % gguf_writer.BLOCK else []
+    odd = [width for width in widths if width % block]
+    found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:
         span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
         layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
         found.append(f"FFN {span} in {layers}")
     heads = {len(layer.query_heads) for layer in structure.layers}
-    if uneven := sorted(n for n in heads if n * anatomy.head_dim % gguf_writer.BLOCK):
+    if uneven := sorted(n for n in heads if n * anatomy.head_dim % block):
         found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
 
