@@ -132,7 +132,7 @@ def test_saved_and_loaded_are_bit_equal_and_close_to_the_source(family: str, sch
     expected = logits(source.model, batch)
     ours = logits(found.model, batch)
     assert torch.equal(logits(load(tmp_path / "q").model, batch), ours)
-    limit = {"w8a8": 0.01, "w8": 0.005, "w4": 0.3, "fp8": 0.05}[scheme]
+    limit = {"w8a8": 0.01, "w8": 0.005, "w4": 0.3, "fp8": 0.1}[scheme]
     limit *= 5 if family == "qwen3_5_text" else 1  # its linear attention adds errors up over positions
     assert float((ours - expected).square().mean() / expected.square().mean()) < limit
     assert found.bytes_after < 0.45 * found.bytes_before

@@ -40,7 +40,7 @@ def how_to_run(
     commands = (
         f"$ dwindle export {PLACE} --to gguf{stock} --out model.gguf\n"
         f'$ llama-cli -m model.gguf -p "{PROMPT}" -n 60\n'
-        "$ echo FROM ./model.gguf > Modelfile && ollama create smaller -f Modelfile && ollama run smaller"
+        "$ ollama create smaller -f model.Modelfile && ollama run smaller"
     )
     return f"{code}\n\nIn llama.cpp and Ollama:\n\n{_block('console', commands)}"
 

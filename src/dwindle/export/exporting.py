@@ -24,7 +24,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
-from dwindle.export import deci, gguf_types, gguf_writer, verification
+from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -154,6 +154,8 @@ def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: boo
         if verify:
             require_xllamacpp()
         refuse_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
+        if (beside := ollama.place_of(target)).exists() and not overwrite:
+            raise UserError(f"--out {target}: {beside} already exists: choose another name or pass --overwrite")
     else:
         if to == "onnx":
             from dwindle.export.onnx_graph import import_onnx
@@ -211,6 +213,9 @@ class _Export:
                 reference = _with_tensors(model, written.stored) if written.stored else model
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
+        generation = getattr(self.loaded.model, "generation_config", None)
+        with atomic_file(ollama.place_of(self.target)) as path:
+            path.write_text(ollama.modelfile(self.target.name, self.loaded.tokenizer, generation), encoding="utf-8")
         result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
         if vocabulary.warning:
             result.warnings.append(vocabulary.warning)

@@ -13,9 +13,8 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
     place, prompt = quote(str(out)), quote(PROMPT)
     ours = f"dwindle generate {place} {prompt}"
     if to == "gguf":
-        modelfile, name = f"{Path(out).stem}.Modelfile", quote(Path(out).stem.lower())
-        file = quote(str(out) if Path(out).is_absolute() else f"./{out}")
-        create = f"echo FROM {file} > {quote(modelfile)} && ollama create {name} -f {quote(modelfile)}"
+        modelfile, name = quote(str(Path(out).with_suffix(".Modelfile"))), quote(Path(out).stem.lower())
+        create = f"ollama create {name} -f {modelfile}"
         return {
             "llama.cpp through xllamacpp": ours,
             "llama.cpp": f"llama-cli -m {place} -p {prompt} -n 48",
