@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dwindle.anatomy.build import restore_buffers
-from dwindle.anatomy.structure import Group, Structure
+from dwindle.anatomy.structure import Group, Layer, Structure
 
 VOCAB = 61
 
@@ -219,6 +219,25 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
     model = model.to(dtype).eval()
     restore_buffers(model, "cpu")
     return model
+
+
+def shrunk(family: str, kind: str, **options: Any) -> tuple[Any, Structure]:
+    """``stock``, ``unequal`` (every layer regular, with heads and widths of its own) or ``cluster`` (irregular)."""
+    from dwindle.anatomy.anatomy import Anatomy, cut
+
+    model = tiny_model(family, dtype=torch.float32, **options)
+    anatomy = Anatomy.of(model)
+    structure, layers = anatomy.source, list[Layer]()
+    for number, layer in enumerate(structure.layers):
+        gone: tuple[int, ...] = ()
+        if kind == "unequal":
+            gone = tuple(q for kv in layer.kv_heads[: number % 2] for q in layer.queries_of(kv))
+        if kind == "cluster":
+            gone = layer.query_heads[: number + 1]
+        width = 0 if kind == "stock" else 5 * number
+        layers.append(layer.without(query_heads=gone, ffn=layer.ffn[len(layer.ffn) - width :]))
+    smaller = Structure(structure.hidden, tuple(layers))
+    return cut(model, anatomy, smaller, structure), smaller
 
 
 def hash_name(name: str) -> int:

@@ -233,6 +233,16 @@ REFUSED: dict[str, Callable[[Path], list[str]]] = {
     "unknown hidden_act": configured(hidden_act="wiggle"),
     "padding beyond": configured(pad_token_id=10**6),
     "heads do not divide": configured(num_attention_heads=7),
+    "per_layer_config of text": configured(model_type="dwindle_llama", per_layer_config="wide"),
+    "per_layer_config of a layer beyond": configured(
+        model_type="dwindle_llama", per_layer_config={"7": {"intermediate_size": 8}}
+    ),
+    "per_layer_config huge": configured(
+        model_type="dwindle_llama", per_layer_config={"1": {"intermediate_size": 10**9}}
+    ),
+    "per_layer_config with other heads": configured(
+        model_type="dwindle_llama", per_layer_config={"1": {"queries_per_kv": [1, 10**9]}}
+    ),
     "layer_shapes of text": configured(model_type="dwindle_llama", layer_shapes="wide"),
     "layer_shapes too few": configured(model_type="dwindle_llama", layer_shapes=[{}]),
     "layer_shapes huge": configured(

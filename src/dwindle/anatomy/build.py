@@ -13,10 +13,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dwindle.anatomy.families import family_of
 from dwindle.anatomy.family import CUSTOM_PREFIX
-from dwindle.anatomy.modeling_dwindle import classes_for
+from dwindle.anatomy.modeling_dwindle import backbone_for, classes_for, per_layer
 from dwindle.anatomy.structure import Structure, head_dim_of
 
-_DROP = ("architectures", "auto_map", "transformers_version", "layer_shapes", "ffn_key", "_name_or_path", "model_type")
+_DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
+_OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
+"""Of our configurations, made anew for a structure."""
 
 
 def config_for(config: Any, structure: Structure) -> Any:
@@ -40,7 +42,7 @@ def has_stock_config(config: Any, structure: Structure) -> bool:
 
 def _values(config: Any, structure: Structure) -> dict[str, Any]:
     table, widest = family_of(config.model_type), max(structure.layers, key=lambda layer: len(layer.query_heads))
-    values = {k: v for k, v in config.to_dict().items() if k not in (*_DROP, "embed_scale")}
+    values = {k: v for k, v in config.to_dict().items() if k not in _DROP | _OURS}
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
@@ -102,9 +104,10 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
     shapes = [{"intermediate_size": len(la.ffn), "queries_per_kv": list(la.queries_per_kv)} for la in structure.layers]
     config_class, model_class = classes_for(CUSTOM_PREFIX + family)
-    config = config_class(**values, layer_shapes=shapes, ffn_key=family_of(family).ffn_key)
+    config = config_class(**values, per_layer_config=per_layer(shapes, family_of(family).ffn_key))
     config.auto_map = {
         "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
+        "AutoModel": f"modeling_dwindle.{backbone_for(CUSTOM_PREFIX + family).__name__}",
         "AutoModelForCausalLM": f"modeling_dwindle.{model_class.__name__}",
     }
     config.architectures = [model_class.__name__]

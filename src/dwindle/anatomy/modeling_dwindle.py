@@ -5,42 +5,61 @@ This file is saved with the weights of every model that stock transformers class
 transformers only. The model type ``dwindle_llama`` is transformers' ``llama`` with each layer built at its own size:
 tensors keep their names, and everything except the key/value gather is the stock code.
 
-``config.layer_shapes[l]`` is ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``: the first two query heads
-of layer l read key/value head 0, the next one head 1, and so on. The cache holds key/value heads before the gather.
-``config.ffn_key`` is the family's own name of ``intermediate_size``.
+The sizes are transformers' own ``per_layer_config`` in ``config.json``: ``intermediate_size`` (or the family's name of
+it), ``num_attention_heads``, ``num_key_value_heads``. Attention is looked up in ``ALL_ATTENTION_FUNCTIONS``, so eager,
+sdpa, flash and what a server registers all work. A layer with irregular groups also has ``queries_per_kv``: with
+``[2, 1, 3]`` the first two query heads read key/value head 0, the next one head 1, and so on. Its attention function
+receives one key/value head per query head, and that is the ``num_key_value_heads`` that a server is told; transformers'
+caches hold the heads before this gather. Configurations of earlier versions (``layer_shapes``) are read, too.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 PREFIX = "dwindle_"
 ATTENTION = "dwindle_cluster"
+_SPEC = "_heterogeneity_spec"
+"""Where transformers keeps ``per_layer_config``; without it, a configuration has only the largest sizes."""
 
 
 def queries_per_kv(config: Any) -> list[list[int]]:
     """For every layer the number of query heads of each key/value head, also for stock configurations."""
-    shapes: list[dict[str, Any]] | None = getattr(config, "layer_shapes", None)
-    if shapes is not None:
-        return [shape["queries_per_kv"] for shape in shapes]
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return [[config.num_attention_heads // kv_heads] * kv_heads] * config.num_hidden_layers
+    found = []
+    for own in config.per_layer_config:
+        kv_heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        regular = [own.num_attention_heads // kv_heads] * kv_heads
+        found.append(getattr(own, "queries_per_kv", None) or regular)
+    return found
+
+
+def per_layer(shapes: Sequence[Mapping[str, Any]], ffn_key: str) -> dict[int, dict[str, Any]]:
+    """``per_layer_config`` of layers given as ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``."""
+    layers: dict[int, dict[str, Any]] = {}
+    for index, shape in enumerate(shapes):
+        layers[index] = {ffn_key: shape["intermediate_size"]}
+        if heads := list(shape["queries_per_kv"]):  # a convolution has none
+            irregular = len(set(heads)) > 1
+            kv_heads = sum(heads) if irregular else len(heads)
+            layers[index] |= {"num_attention_heads": sum(heads), "num_key_value_heads": kv_heads}
+            layers[index] |= {"queries_per_kv": heads} if irregular else {}
+    return layers
 
 
 def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
     """[batch, kv heads, length, dim] → one key (or value) per query head."""
-    if all(n == 1 for n in queries_per_kv):
-        return states
     parts = [states[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(queries_per_kv)]
     return torch.cat(parts, dim=1)
 
@@ -48,38 +67,56 @@ def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
 def cluster_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Gathers keys and values, then the family's own attention: sdpa, or its eager code (sinks, capped scores)."""
+    """Gathers keys and values, then the attention function that the model is set to."""
     per_kv: list[int] = module.queries_per_kv  # type: ignore[assignment]
     key, value = gather_heads(key, per_kv), gather_heads(value, per_kv)
-    attend: Any = sdpa_attention_forward
-    if module.is_eager:
-        attend = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
-    attended: tuple[Tensor, Tensor | None] = attend(module, query, key, value, attention_mask, **kwargs)
+    plain: Any = module.plain
+    eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(plain.config._attn_implementation, eager)
+    attended: tuple[Tensor, Tensor | None] = attend(plain, query, key, value, attention_mask, **kwargs)
     return attended
 
 
 AttentionInterface.register(ATTENTION, cluster_attention)
 
 
-def _resize_layers(model: Any) -> None:
+def _resize_layers(backbone: Any, config: Any) -> None:
     """Replace every decoder layer by one of its own size; layers without heads keep their other block whole."""
-    layers: nn.ModuleList = model.model.layers
-    for index, shape in enumerate(model.config.layer_shapes):
-        config = copy.copy(model.config)
-        # not setattr, which would run the checks of the stock configuration on these sizes
-        config.__dict__[model.config.ffn_key] = shape["intermediate_size"]
-        if heads := shape["queries_per_kv"]:
-            config.__dict__.update(
-                num_attention_heads=sum(heads),
-                num_key_value_heads=len(heads),
-                _attn_implementation_internal=ATTENTION,
-            )
-        layer: Any = type(layers[index])(config, index)
-        if heads:
-            layer.self_attn.queries_per_kv = list(heads)
-            layer.self_attn.num_key_value_groups = 1
-            layer.self_attn.is_eager = model.config._attn_implementation == "eager"
-        layers[index] = layer
+    for index, own in enumerate(config.per_layer_config):
+        if own is config:  # nothing differs
+            return
+        vars(own)["_whole"] = config
+        heads = own.queries_per_kv
+        if heads:  # built with the heads that are stored, not those that attention receives
+            vars(own)["num_key_value_heads"] = len(heads)
+        layer: Any = type(backbone.layers[index])(own, index)
+        if heads and hasattr(layer, "self_attn"):
+            attention = layer.self_attn
+            attention.queries_per_kv, attention.num_key_value_groups = list(heads), 1
+            # what attention functions are given: the same module, not named cluster attention, and no submodule
+            vars(attention)["plain"] = plain = copy.copy(attention)
+            plain.config = config
+        backbone.layers[index] = layer
+
+
+def _restore_scale(embedding: Any, config: Any) -> None:
+    if getattr(config, "embed_scale", None) is not None:  # the factor of Gemma's embeddings before pruning
+        embedding.scalar_embed_scale = config.embed_scale
+        embedding.embed_scale = torch.tensor(config.embed_scale)
+
+
+def _built(model: Any, base: type[Any], config: Any) -> None:
+    """``base.__init__`` at the largest sizes, then every layer at its own."""
+    spec = vars(config).pop(_SPEC, None)
+    try:
+        base.__init__(model, config)
+    finally:
+        if spec is not None:
+            vars(config)[_SPEC] = spec
+    backbone = getattr(model, "model", model)
+    _resize_layers(backbone, config)
+    _restore_scale(backbone.embed_tokens, config)
+    model.post_init()
 
 
 def _title(family: str) -> str:
@@ -87,55 +124,94 @@ def _title(family: str) -> str:
     return "".join(part.capitalize() for part in family.split("_"))
 
 
-@cache
-def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
-    """The configuration and model class of ``dwindle_<family>``."""
-    family = model_type.removeprefix(PREFIX)
-    base_config = CONFIG_MAPPING[family]
-    base_model = AutoModelForCausalLM._model_mapping[base_config]
-    title = _title(family)
+class _LargestSizes:
+    """transformers refuses to read what differs between layers; here it is the largest size of any layer."""
+
+    def __getattribute__(self, key: str) -> Any:
+        try:
+            return super().__getattribute__(key)
+        except AmbiguousGlobalPerLayerAttributeError:
+            return vars(self)[key]
+
+
+def _config_class(family: str) -> type[Any]:
+    base: Any = CONFIG_MAPPING[family]
 
     def accept(self: Any) -> None:
-        """Layer sizes come from ``layer_shapes``; the head size is always explicit."""
+        """Layer sizes come from ``per_layer_config``; the head size is always explicit."""
 
-    config_class = type(
-        f"Dwindle{title}Config",
-        (base_config,),
+    def post_init(self: Any, **kwargs: Any) -> None:
+        shapes, ffn_key = kwargs.pop("layer_shapes", None), kwargs.pop("ffn_key", "intermediate_size")
+        if shapes is not None:
+            kwargs["per_layer_config"] = per_layer(shapes, ffn_key)
+        base.__post_init__(self, **kwargs)
+        if self.base_model_tp_plan and any(getattr(own, "queries_per_kv", None) for own in self.per_layer_config):
+            kept = {name: how for name, how in self.base_model_tp_plan.items() if ".self_attn." not in name}
+            vars(self)["base_model_tp_plan"] = kept  # irregular groups cannot be split between ranks
+
+    def attention(self: Any) -> str | None:
+        """That of the whole model, which may change later; cluster attention where groups are irregular."""
+        whole = vars(self).get("_whole")
+        if whole is None:
+            implementation: str | None = vars(self).get("_attn_implementation_internal")
+            return implementation
+        return ATTENTION if self.queries_per_kv else whole._attn_implementation
+
+    made = type(
+        f"Dwindle{_title(family)}Config",
+        (_LargestSizes, base),
         {
             "__module__": __name__,
-            "__annotations__": {"layer_shapes": "list | None", "ffn_key": "str"},
-            "layer_shapes": None,
-            "ffn_key": "intermediate_size",
+            "__annotations__": {"queries_per_kv": "list | None"},
+            "__post_init__": post_init,
+            "queries_per_kv": None,
             "model_type": PREFIX + family,
+            "_attn_implementation": property(attention, base._attn_implementation.fset),
             "validate_architecture": accept,
             "validate_rope": accept,
         },
     )
-    config_class = strict(config_class)
+    return strict(made)
 
+
+def _model_class(family: str, base: type[Any], suffix: str, config_class: type[Any]) -> type[Any]:
     def __init__(self: Any, config: Any) -> None:
-        base_model.__init__(self, config)
-        _resize_layers(self)
-        if getattr(config, "embed_scale", None) is not None:  # the factor of Gemma's embeddings before pruning
-            embedding = self.model.embed_tokens
-            embedding.scalar_embed_scale = config.embed_scale
-            embedding.embed_scale = torch.tensor(config.embed_scale)
-        self.post_init()
+        _built(self, base, config)
 
-    model_class = type(
-        f"Dwindle{title}ForCausalLM",
-        (base_model,),
-        {"__module__": __name__, "__init__": __init__, "config_class": config_class},
-    )
-    return config_class, model_class
+    def cache_shape(self: Any) -> tuple[list[int], int]:
+        """Stored key/value heads of every layer and the head size: what a static cache holds."""
+        return [len(heads) for heads in queries_per_kv(self.config)], self.config.head_dim
+
+    members = {"__module__": __name__, "__init__": __init__, "config_class": config_class}
+    if hasattr(base, "_get_static_cache_init_shape"):
+        members["_get_static_cache_init_shape"] = cache_shape
+    return type(f"Dwindle{_title(family)}{suffix}", (base,), members)
+
+
+@cache
+def classes_for(model_type: str) -> tuple[type[Any], type[Any]]:
+    """The configuration and causal model class of ``dwindle_<family>``."""
+    family = model_type.removeprefix(PREFIX)
+    config_class = _config_class(family)
+    causal = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[family]]
+    return config_class, _model_class(family, causal, "ForCausalLM", config_class)
+
+
+@cache
+def backbone_for(model_type: str) -> type[Any]:
+    """The model class of ``dwindle_<family>`` without a head."""
+    family = model_type.removeprefix(PREFIX)
+    return _model_class(family, AutoModel._model_mapping[CONFIG_MAPPING[family]], "Model", classes_for(model_type)[0])
 
 
 def __getattr__(name: str) -> Any:
-    """``DwindleLlamaConfig``, ``DwindleLlamaForCausalLM``, …: created on access, for ``auto_map``."""
-    for suffix, which in (("Config", 0), ("ForCausalLM", 1)):
+    """``DwindleLlamaConfig``, ``DwindleLlamaModel``, …: created on access, for ``auto_map``."""
+    for suffix in ("Config", "ForCausalLM", "Model"):
         if name.startswith("Dwindle") and name.endswith(suffix):
             title = name.removeprefix("Dwindle").removesuffix(suffix)
             family = next((family for family in CONFIG_MAPPING if _title(family) == title), None)
+            if family is not None and suffix == "Model":
+                return backbone_for(PREFIX + family)
             if family is not None:
-                return classes_for(PREFIX + family)[which]
+                return classes_for(PREFIX + family)[suffix != "Config"]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

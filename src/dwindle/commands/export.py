@@ -18,7 +18,10 @@ def export(
     out: Annotated[str, typer.Option(help="Directory, or for gguf a file name that ends in .gguf.")],
     type_: Annotated[
         str | None,
-        typer.Option("--type", help="gguf: f32, f16, bf16, q8_0, q4_0, q4_1 (default f16); hf: f32, f16, bf16."),
+        typer.Option(
+            "--type",
+            help="gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q4_k_m, q5_k_m, q6_k, iq4_nl; hf: f32, f16, bf16.",
+        ),
     ] = None,
     stock: Annotated[
         bool,
@@ -26,6 +29,9 @@ def export(
     ] = False,
     round_to: Annotated[
         int | None, typer.Option("--round", help="Pad hidden and FFN widths to a multiple of this (exact).")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option("--as", help="hf: deci (DeciLMForCausalLM, unequal Llama layers without custom code).")
     ] = None,
     verify: Annotated[bool, typer.Option(help="Run the export in its runtime and compare it with its source.")] = True,
     threads: Annotated[int, typer.Option(help="Threads for the verification.")] = 1,
@@ -43,6 +49,7 @@ def export(
         type=type_,
         stock=stock,
         round_to=round_to,
+        layout=layout,
         verify=verify,
         threads=threads,
         overwrite=overwrite,

@@ -26,7 +26,7 @@ def install_hint(extra: str) -> str:
     return f"run `pip install -c constraints.txt -e '.[{extra}]'` in dwindle's checkout"
 
 
-_ARGUMENTS = {"overwrite": "overwrite=True", "round": "round_to", "no-verify": "verify=False"}
+_ARGUMENTS = {"overwrite": "overwrite=True", "round": "round_to", "no-verify": "verify=False", "as": "layout"}
 """Options whose argument in Python is written differently."""
 
 

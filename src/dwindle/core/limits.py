@@ -38,6 +38,28 @@ def check_sizes(sizes: Mapping[str, Any], where: str) -> None:
         raise UserError(f"source {where}: {layers:,} layers of intermediate_size {width:,} are more than any model has")
     if (shapes := sizes.get("layer_shapes")) is not None:
         _check_layer_shapes(shapes, layers, where)
+    if (own := sizes.get("per_layer_config")) is not None:
+        _check_per_layer(own, sizes, where)
+
+
+def _check_per_layer(layers: Any, whole: Mapping[str, Any], where: str) -> None:
+    """transformers' sizes of single layers, which replace those of the whole model."""
+    if not isinstance(layers, dict) or not all(isinstance(own, dict) for own in layers.values()):
+        raise UserError(f"source {where}: per_layer_config does not have the sizes of layers")
+    for number, own in layers.items():
+        name = f"per_layer_config[{number!r:.20}]"
+        if not (str(number).isdecimal() and int(number) < (whole.get("num_hidden_layers") or MAX_LAYERS)):
+            raise UserError(f"source {where}: {name} is not a layer")
+        per_kv, heads = own.get("queries_per_kv"), own.get("num_attention_heads", whole.get("num_attention_heads"))
+        if per_kv is not None and not (
+            isinstance(per_kv, list) and all(type(n) is int and n > 0 for n in per_kv) and sum(per_kv) == heads
+        ):
+            raise UserError(f"source {where}: {name} has no usable queries_per_kv")
+        check_sizes({key: value for key, value in own.items() if key != "per_layer_config"}, f"{where}: {name}")
+    width = whole.get("intermediate_size") or 0
+    widths = [own.get("intermediate_size") or width for own in layers.values()]
+    if sum(widths) > MAX_CHANNELS:
+        raise UserError(f"source {where}: its layers have more channels than any model")
 
 
 def _check_layer_shapes(shapes: Any, num_layers: Any, where: str) -> None:

@@ -204,9 +204,9 @@ def _engine(
 
 def _num_parameters(model: Any) -> int:
     """The parameter count; quantized weights are buffers, so those models are counted from their configuration."""
-    from dwindle.quantization.linear import Embedding8, Linear4, Linear8
+    from dwindle.quantization.linear import QuantizedLinear
 
-    if any(isinstance(part, Linear8 | Linear4 | Embedding8) for part in model.modules()):
+    if any(isinstance(part, QuantizedLinear) for part in model.modules()):
         return Anatomy.of_config(model.config).count(Anatomy.of_config(model.config).source).total
     return sum(parameter.numel() for parameter in model.parameters())
 

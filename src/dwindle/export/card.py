@@ -41,6 +41,9 @@ _RULES = {
     "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
     "uniform": "the same share of every layer",
 }
+_LIBRARIES: Mapping[Runtime, str] = {
+    "transformers": "transformers", "onnxruntime": "onnx", "compressed-tensors": "transformers", "vllm": "vllm",
+}  # fmt: skip
 _TRAINING_TOKENS = "training tokens"
 _VALIDATION = "validation loss"
 
@@ -133,15 +136,16 @@ def _section(title: str, *parts: str) -> str:
 
 def metadata(card: Card) -> str:
     """The card's YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
-    origin, library = card.origin, {"transformers": "transformers", "onnxruntime": "onnx"}.get(card.runtime, "dwindle")
+    origin, library = card.origin, _LIBRARIES[card.runtime]
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     if origin.licence:
         lines.append(f"license: {json.dumps(origin.licence)}")
     if origin.hub_id:
         lines += [f"base_model: {json.dumps(origin.hub_id)}", "base_model_relation: finetune"]
+    quantised = card.runtime == "compressed-tensors"
     tags = {"pruning-aware-pretraining": card.recipe is not None, "custom_code": card.custom_code}
-    tags |= {DEQUANTISED: bool(origin.dequantised)}
-    made = "quantised" if card.runtime == "dwindle" else "pruned"
+    tags |= {DEQUANTISED: bool(origin.dequantised), "compressed-tensors": quantised}
+    made = "quantised" if quantised else "pruned"
     shown = ["dwindle", made, *(tag for tag, holds in tags.items() if holds)]
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in shown), "---"])
 

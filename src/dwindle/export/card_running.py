@@ -6,7 +6,7 @@ from typing import Literal
 
 from dwindle.export.running import PROMPT
 
-Runtime = Literal["transformers", "onnxruntime", "dwindle"]
+Runtime = Literal["transformers", "onnxruntime", "compressed-tensors", "vllm"]
 
 PLACE = "path/to/this/directory"
 
@@ -27,10 +27,12 @@ def how_to_run(
     """
     if not tokenizer:
         return _block("python", _load_only(custom_code))
+    if runtime == "vllm":
+        return _block("console", f"$ vllm serve {PLACE} --trust-remote-code  # for its configuration class")
     if runtime == "onnxruntime":
         return _block("python", _onnxruntime(chat))
-    if runtime == "dwindle":
-        return _block("python", _quantised(chat))
+    if runtime == "compressed-tensors":
+        return _block("python", _transformers(chat, custom_code))
     code = _block("python", _transformers(chat, custom_code))
     if not gguf:
         return code
@@ -38,7 +40,7 @@ def how_to_run(
     commands = (
         f"$ dwindle export {PLACE} --to gguf{stock} --out model.gguf\n"
         f'$ llama-cli -m model.gguf -p "{PROMPT}" -n 60\n'
-        "$ echo FROM ./model.gguf > Modelfile && ollama create smaller -f Modelfile && ollama run smaller"
+        "$ ollama create smaller -f model.Modelfile && ollama run smaller"
     )
     return f"{code}\n\nIn llama.cpp and Ollama:\n\n{_block('console', commands)}"
 
@@ -72,15 +74,6 @@ def _transformers(chat: bool, custom_code: bool) -> str:
 folder = "{PLACE}"
 model = AutoModelForCausalLM.from_pretrained(folder{extra})
 tokenizer = AutoTokenizer.from_pretrained(folder{extra})
-{_ids(chat, ', return_tensors="pt"')}
-output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
-print(tokenizer.decode(output[0], skip_special_tokens=True))"""
-
-
-def _quantised(chat: bool) -> str:
-    return f"""from dwindle.quantization.quantize import load
-
-model, tokenizer = load("{PLACE}")
 {_ids(chat, ', return_tensors="pt"')}
 output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""

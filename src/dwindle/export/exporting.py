@@ -24,7 +24,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
-from dwindle.export import gguf_writer, verification
+from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -68,7 +68,8 @@ class Exported(Shown):
 
     def ways_to_run(self) -> dict[str, str]:
         """Runtimes and the command line for each."""
-        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"))
+        layout = "deci" if self.architecture == deci.ARCHITECTURE else None
+        return ways_to_run(self.out, self.format, custom_code=self.architecture.startswith("dwindle"), layout=layout)
 
     def render(self) -> str:
         lines = [
@@ -90,6 +91,7 @@ def export(
     type: str | None = None,
     stock: bool = False,
     round_to: int | None = None,
+    layout: str | None = None,
     verify: bool = True,
     threads: int = 1,
     overwrite: bool = False,
@@ -97,25 +99,28 @@ def export(
     """Write a model for another runtime and verify that it computes the same.
 
     ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
-    llama.cpp) or ``onnx`` (a directory for onnxruntime). ``type`` is ``f32``, ``f16``, ``bf16``, ``q8_0``, ``q4_0`` or
-    ``q4_1`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are
-    padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding; ``round_to`` pads
-    hidden and FFN widths to a multiple (32 for quantized GGUF). An output that differs from the source is deleted and
-    ``Mismatch`` is raised.
+    llama.cpp, with an Ollama ``Modelfile``) or ``onnx`` (a directory for onnxruntime). ``type`` is one of
+    ``gguf_types.TYPES`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if
+    widths are padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding;
+    ``round_to`` pads hidden and FFN widths to a multiple (32 for quantized GGUF, 256 for K types). ``layout="deci"``
+    writes an hf directory for servers that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output
+    that differs from the source is deleted and ``Mismatch`` is raised.
     """
     if to not in FORMATS:
         raise UserError(f"--to {to!r}: give one of {', '.join(FORMATS)}")
     if round_to is not None and round_to < 1:
         raise UserError(f"--round {round_to}: give a multiple of at least 1, such as 32")
+    if layout not in (None, "deci") or (layout is not None and (to != "hf" or stock)):
+        raise UserError(f"--as {layout}: the layouts are deci, for --to hf without --stock")
     at_least(1, threads=threads)
     if not isinstance(source, Loaded):
         source = model_of_run(Path(source)) or source
     target = Path(out)
     kind = _chosen_type(to, type)
-    _check_target(to, target, verify, overwrite, _files_read(source))
+    _check_target(to, target, kind, verify, overwrite, _files_read(source))
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
-    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite)
+    job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
     return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
 
 
@@ -127,7 +132,7 @@ def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
 
 
 def _chosen_type(to: str, type_: str | None) -> str:
-    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_writer.TYPES, "onnx": ("f32",)}[to]
+    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES, "onnx": ("f32",)}[to]
     chosen = type_ or {"hf": "auto", "gguf": "f16", "onnx": "f32"}[to]
     if chosen not in allowed:
         raise UserError(f"--type {chosen!r}: for {to} give one of {', '.join(allowed)}")
@@ -141,13 +146,16 @@ def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
     return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
 
 
-def _check_target(to: str, target: Path, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
+def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
     """Report a missing package or an unusable ``out`` before any work."""
     if to == "gguf":
         gguf_writer.import_gguf()
+        gguf_types.check_quantizer(kind)
         if verify:
             require_xllamacpp()
         refuse_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
+        if (beside := ollama.place_of(target)).exists() and not overwrite:
+            raise UserError(f"--out {target}: {beside} already exists: choose another name or pass --overwrite")
     else:
         if to == "onnx":
             from dwindle.export.onnx_graph import import_onnx
@@ -166,6 +174,7 @@ class _Export:
     verify: bool
     threads: int
     overwrite: bool
+    layout: str | None = None
 
     def hf(self) -> Exported:
         resized, model = self._directory_model()
@@ -177,13 +186,16 @@ class _Export:
             model = deepcopy(model).to(dtypes[self.type])
         verified = None
         with self._write_model(model, resized) as folder:
-            if self.verify:
+            if self.verify and self.layout is not None:
+                verified = deci.verify(folder, reference, self._prompts())
+            elif self.verify:
                 verified = verification.verify_transformers(
                     folder, reference, self._prompts(), remote_code=is_custom(model.config)
                 )
             size = _size(folder)
         stored = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return self._result("hf", model, model.config.model_type, stored, size, resized, verified)
+        architecture = deci.ARCHITECTURE if self.layout is not None else model.config.model_type
+        return self._result("hf", model, architecture, stored, size, resized, verified)
 
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
@@ -195,17 +207,21 @@ class _Export:
         gguf_writer.architecture_of(model)
         about = self._gguf_about()
         with atomic_file(self.target) as path:
-            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, **about)
+            written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
             verified = None
             if self.verify:
                 reference = _with_tensors(model, written.stored) if written.stored else model
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
+        generation = getattr(self.loaded.model, "generation_config", None)
+        with atomic_file(ollama.place_of(self.target)) as path:
+            path.write_text(ollama.modelfile(self.target.name, self.loaded.tokenizer, generation), encoding="utf-8")
         result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
         if vocabulary.warning:
             result.warnings.append(vocabulary.warning)
         if written.fallbacks:
-            result.warnings.append(self._fallback_text(model, written))
+            odd = odd_sizes(Anatomy.of(model), gguf_types.block_of(self.type))
+            result.warnings.append(gguf_types.describe_fallbacks(self.type, written.fallbacks, odd))
         return result
 
     def _verified_gguf(self, path: Path, reference: Any) -> Verified:
@@ -238,6 +254,10 @@ class _Export:
 
     def _directory_model(self) -> tuple[Resized | None, Any]:
         """The model that a directory holds, and how it was padded, if it was."""
+        if self.layout is not None:
+            deci.refuse_other_models(self.loaded.model)
+            resized = self._resized(uniform=False, equal_queries=True)
+            return resized, resized.model
         if not self.stock and self.round_to == 1:
             return None, self.loaded.model
         resized = self._resized(uniform=True)
@@ -259,6 +279,7 @@ class _Export:
             quality=None if source == self.loaded.source else RunDirectory(Path(self.loaded.source)).read_quality(),
             overwrite=self.overwrite,
             weights=weights,
+            layout=self.layout,
         )
 
     def _coupled_hidden(self) -> int:
@@ -269,8 +290,9 @@ class _Export:
         anatomy = Anatomy.of(model)
         return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
-    def _resized(self, *, uniform: bool, min_hidden: int = 1) -> Resized:
-        found = resize(self.loaded.model, uniform=uniform, round_to=self.round_to, min_hidden=min_hidden)
+    def _resized(self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False) -> Resized:
+        sizes = {"round_to": self.round_to, "min_hidden": min_hidden, "equal_queries": equal_queries}
+        found = resize(self.loaded.model, uniform=uniform, **sizes)
         if self.verify and found.changed:
             verification.verify_resized(found.model, self.loaded.model, self._prompts())
         return found
@@ -306,15 +328,6 @@ class _Export:
         run = RunDirectory.of_model(Path(self.loaded.source))
         return None if run is None else run.recipe.read_text(encoding="utf-8", errors="replace")
 
-    def _fallback_text(self, model: Any, written: gguf_writer.Written) -> str:
-        block, odd = gguf_writer.BLOCK, odd_sizes(Anatomy.of(model))
-        are = "are not multiples" if len(odd) > 1 or " to " in odd[0] else "is not a multiple"
-        fix = "" if all(size.startswith("heads") for size in odd) else f"; --round {block} pads widths with zeros"
-        return (
-            f"{self.type} stores rows in blocks of {block}, and {' and '.join(odd)} {are} of it: "
-            f"{len(written.fallbacks)} tensors are stored as f16{fix}"
-        )
-
     def _result(
         self, to: str, model: Any, architecture: str, type_: str, size: int, resized: Resized | None, verified: Any
     ) -> Exported:
@@ -322,18 +335,18 @@ class _Export:
         return Exported(self.target, to, architecture, type_, size, count, resized, verified)
 
 
-def odd_sizes(anatomy: Anatomy) -> list[str]:
+def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     """Row lengths that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
     structure = anatomy.source
     widths = [len(layer.ffn) for layer in structure.layers]
-    odd = [width for width in widths if width % gguf_writer.BLOCK]
-    found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % gguf_writer.BLOCK else []
+    odd = [width for width in widths if width % block]
+    found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:
         span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
         layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
         found.append(f"FFN {span} in {layers}")
     heads = {len(layer.query_heads) for layer in structure.layers}
-    if uneven := sorted(n for n in heads if n * anatomy.head_dim % gguf_writer.BLOCK):
+    if uneven := sorted(n for n in heads if n * anatomy.head_dim % block):
         found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
 

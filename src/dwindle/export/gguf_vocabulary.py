@@ -76,7 +76,7 @@ def vocabulary_of(tokenizer: Any, num_rows: int, where: str) -> Vocabulary:
     tokens, types = _tokens(state, num_rows, where)
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in state["model"]["merges"]]
     pieces = bool(state["model"].get("byte_fallback"))
-    first, last = _added_around(tokenizer)
+    first, last = added_around(tokenizer)
     pre, warning = ("default", None) if pieces else _pre_name(backend, state, where)
     return Vocabulary(
         model="llama" if pieces else "gpt2",
@@ -131,7 +131,7 @@ def _special_ids(tokenizer: Any) -> dict[str, int]:
     return {key: int(number) for key, number in found.items() if number is not None}
 
 
-def _added_around(tokenizer: Any) -> tuple[bool, bool]:
+def added_around(tokenizer: Any) -> tuple[bool, bool]:
     """Whether the tokenizer adds its begin and its end token to a text."""
     plain, full = tokenizer("a", add_special_tokens=False).input_ids, tokenizer("a").input_ids
     first = len(full) > len(plain) and full[0] == tokenizer.bos_token_id

@@ -18,15 +18,11 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import Bar
 from dwindle.export import onnx_graph
+from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 from dwindle.sources.gguf_rope import yarn_factor
 
-BLOCK = 32
-"""Values per block in the quantized types; a row must be a whole number of blocks."""
-
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
-_FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "bf16": 32}
 _PER_LAYER = {"llama", "mistral", "qwen2"}
 """Families that llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
 
@@ -51,7 +47,7 @@ class Written:
     """What was written: architecture, tensors in a fallback type, and the weights exactly as stored."""
 
     architecture: str
-    fallbacks: list[str] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
     """Tensors that could not be stored in the requested type."""
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters whose values the type rounded."""
@@ -134,9 +130,17 @@ def window_period(kinds: Sequence[str]) -> int | None:
 
 
 def write_gguf(
-    path: Path, model: Any, vocabulary: Vocabulary, *, type_: str, name: str, description: str = "", licence: str = ""
+    path: Path,
+    model: Any,
+    vocabulary: Vocabulary,
+    *,
+    type_: str,
+    name: str,
+    description: str = "",
+    licence: str = "",
+    threads: int = 1,
 ) -> Written:
-    """Write all tensors and the metadata; rows that are not a whole number of blocks are stored as f16."""
+    """Write all tensors and the metadata; rows that are not a whole number of blocks are stored with more bits."""
     gguf = import_gguf()
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
@@ -146,14 +150,14 @@ def write_gguf(
             writer.add_description(description)
         if licence:
             writer.add_license(licence)
-        writer.add_file_type(_FILE_TYPES[type_])
+        writer.add_file_type(FILE_TYPES[type_])
         for key, value in _hyperparameters(model, architecture).items():
             _add(writer, f"{architecture}.{key}", value)
         vocabulary.write(writer)
         written = Written(architecture)
         for key, table in _rope_tables(model.config, Anatomy.of(model).head_dim).items():
             writer.add_tensor(key, table)
-        _add_tensors(gguf, writer, model, type_, written)
+        _add_tensors(gguf, writer, model, type_, written, threads)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -194,36 +198,26 @@ class _Layout:
         return values
 
 
-def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Written) -> None:
+def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Written, threads: int) -> None:
     layout = _Layout(model)
     parameters = dict(model.named_parameters())
     if layout.architecture == "olmo2" and "lm_head.weight" not in parameters:  # llama.cpp does not tie it
         parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
+    names = [layout.name(name) for name in parameters]
+    heads = layout.anatomy.source.with_heads
+    kind_of = TypeChoice(gguf, type_, names, len(heads.query_heads) // max(len(heads.kv_heads), 1))
     with Bar("writing tensors", len(parameters)) as bar:
         for name, parameter in parameters.items():
             target = layout.name(name)
             values = layout.reorder(name, parameter.detach().float().cpu()).contiguous().numpy()
-            kind = _type_for(gguf, target, values, type_, written)
-            packed = values if kind.name == "F32" else gguf.quants.quantize(values, kind)
+            kind = kind_of(target, values)
+            packed = quantize(gguf, values, kind, threads)
             writer.add_tensor(target, packed, raw_dtype=kind)
             if kind.name != "F32":
                 stored = torch.from_numpy(gguf.quants.dequantize(packed, kind))
                 written.stored[name] = layout.reorder(name, stored, inverse=True)
             bar.advance()
-
-
-def _type_for(gguf: Any, target: str, values: npt.NDArray[np.float32], type_: str, written: Written) -> Any:
-    """The GGML type of a tensor: f32 for gains and biases, q8_0 for embedding and head in 4-bit files."""
-    kinds = gguf.GGMLQuantizationType
-    if values.ndim == 1 or ".shortconv.conv." in target:
-        return kinds.F32
-    if type_.startswith("q"):
-        if values.shape[-1] % BLOCK:
-            written.fallbacks.append(target)
-            return kinds.F16
-        if target in ("token_embd.weight", "output.weight"):
-            return kinds.Q8_0
-    return kinds[type_.upper()]
+    written.fallbacks = kind_of.fallbacks
 
 
 def interleaved_from(rows: torch.Tensor, num_heads: int, *, inverse: bool = False) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
-from dwindle.export import card_figure
+from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.pruning.ledger import Event
 
@@ -70,15 +70,16 @@ def write_model(
     *,
     overwrite: bool = False,
     weights: bool = True,
+    layout: str | None = None,
     **about: Unpack[About],
 ) -> Iterator[Path]:
     """Like ``save_model``, but yields the temporary directory before it is put in place.
 
     The caller may verify it or add files; if it raises, the directory is deleted. ``weights=False`` writes everything
-    but the weights, for formats that store them in their own file.
+    but the weights, for formats that store them in their own file. ``layout`` ``deci`` is that of ``deci.py``.
     """
     with atomic_directory(Path(out), marker=STRUCTURE, overwrite=overwrite) as folder:
-        _write_files(model, tokenizer, folder, Path(out), weights, about)
+        _write_files(model, tokenizer, folder, Path(out), weights, layout, about)
         yield folder
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors creates files that only their owner can read
@@ -106,7 +107,9 @@ class _Tried(Exception):
     """Everything was written, so it can be deleted."""
 
 
-def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, about: About) -> None:
+def _write_files(
+    model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, layout: str | None, about: About
+) -> None:
     structure = about["structure"].to_json(about["source"])
     structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
     if weights:
@@ -115,7 +118,10 @@ def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: b
         model.config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
-    if weights and is_custom(model.config):
+    custom_code = weights and layout is None and is_custom(model.config)
+    if layout is not None:
+        deci.write_config(model, folder)
+    if custom_code:
         shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
     if (table := outside_family(model.config.model_type)) is not None:
         write_family(table, folder)
@@ -133,11 +139,11 @@ def _write_files(model: Any, tokenizer: Any, folder: Path, out: Path, weights: b
         recipe=about.get("recipe"),
         results=about.get("results"),
         quality=about.get("quality"),
-        custom_code=weights and is_custom(model.config),
+        custom_code=custom_code,
         model_type=model.config.model_type,
         chat=bool(getattr(tokenizer, "chat_template", None)),
         tokenizer=tokenizer is not None,
-        runtime="transformers" if weights else "onnxruntime",
+        runtime="vllm" if layout is not None else "transformers" if weights else "onnxruntime",
         source_card=about.get("source_card"),
     )
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")

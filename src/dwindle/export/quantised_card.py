@@ -1,4 +1,4 @@
-"""The card of a directory that ``dwindle quantize`` writes: its weights are integers that dwindle alone reads."""
+"""The card of a directory that ``dwindle quantize`` writes, in the format compressed-tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ _ROWS = {"source": "source", "plain": "rounded only", "quantized": "this model"}
 
 
 def quantised_card(
-    *, name: str, source: str, scheme: str, num_bytes: tuple[int, int], perplexity: Mapping[str, float], chat: bool
+    *,
+    name: str,
+    source: str,
+    scheme: str,
+    num_bytes: tuple[int, int],
+    perplexity: Mapping[str, float],
+    chat: bool,
+    custom_code: bool,
 ) -> str:
     """The card as Markdown; ``num_bytes`` are those of the weights before and after."""
-    card = Card(name, source, {}, [], chat=chat, runtime="dwindle")
+    card = Card(name, source, {}, [], chat=chat, custom_code=custom_code, runtime="compressed-tensors")
     before, after = num_bytes
     sizes = {"source": format_bytes(before), "plain": format_bytes(after), "quantized": format_bytes(after)}
     first = perplexity.get("source")
@@ -37,11 +44,11 @@ def quantised_card(
 
 ## What loads it
 
-dwindle alone, for evaluation (`dwindle eval`, `dwindle bench latency`): the integers are in `quantized.safetensors`,
-and transformers refuses the directory. A quantised file for llama.cpp and Ollama is written from the unquantised model:
-`dwindle export MODEL --to gguf --type q8_0 --out model.gguf`.
+vLLM (`vllm serve DIRECTORY{" --trust-remote-code" if custom_code else ""}`), transformers with the package
+`compressed-tensors`, and `dwindle eval`. A quantised file for llama.cpp and Ollama is written from the unquantised
+model: `dwindle export MODEL --to gguf --type q4_k_m --out model.gguf`.
 
-{how_to_run("dwindle", chat=chat)}
+{how_to_run("compressed-tensors", chat=chat, custom_code=custom_code)}
 
 ## Results
 

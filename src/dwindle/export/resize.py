@@ -75,17 +75,20 @@ class Resized:
         )
 
 
-def resize(model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1) -> Resized:
+def resize(
+    model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1, equal_queries: bool = False
+) -> Resized:
     """The same function at sizes that stock attention supports.
 
     ``uniform`` gives every layer the same sizes (a stock transformers model); otherwise each layer is made regular on
     its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` sets the least
-    hidden width. The number of queries per key/value head is the one that gives the smallest model: 1 only repeats
-    key/value heads, the largest group of a layer only pads queries, and values between do both.
+    hidden width, ``equal_queries`` gives all layers one number of query heads. The number of
+    queries per key/value head is the one that gives the smallest model: 1 only repeats key/value heads, the largest
+    group of a layer only pads queries, and values between do both.
     """
     anatomy = Anatomy.of(model)
     before = anatomy.source
-    plans = _plans(before, uniform=uniform, round_to=round_to)
+    plans = _plans(before, uniform=uniform, round_to=round_to, equal_queries=equal_queries)
     after = Structure.full(
         hidden=math.ceil(max(len(before.hidden), min_hidden) / round_to) * round_to,
         ffn=[len(plan.ffn) for plan in plans],
@@ -152,10 +155,12 @@ def _enlarged(
     return larger
 
 
-def _plans(structure: Structure, *, uniform: bool, round_to: int) -> list[PaddedLayer]:
+def _plans(structure: Structure, *, uniform: bool, round_to: int, equal_queries: bool) -> list[PaddedLayer]:
     counts = [layer.queries_per_kv for layer in structure.layers]
     widths = [len(layer.ffn) for layer in structure.layers]
-    if not uniform:
+    if equal_queries:
+        sizes = _with_equal_queries(counts)
+    elif not uniform:
         sizes = [_smallest([layer]) for layer in counts]
     else:
         sizes = [_smallest([layer for layer in counts if layer])] * len(counts)
@@ -177,6 +182,25 @@ def _smallest(layers: Sequence[tuple[int, ...]]) -> tuple[int, int]:
 
     _, kv_heads, per_kv = min(size(per_kv) for per_kv in range(1, max(map(max, layers)) + 1))
     return per_kv, kv_heads
+
+
+def _with_equal_queries(layers: Sequence[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """The same for layers that all have one number of query heads."""
+    most = max(map(sum, layers))
+
+    def sizes(queries: int) -> list[tuple[int, int]]:
+        groups = [per_kv for per_kv in range(1, queries + 1) if queries % per_kv == 0]
+        return [
+            next(
+                (per_kv, queries // per_kv)
+                for per_kv in reversed(groups)
+                if sum(math.ceil(n / per_kv) for n in layer) <= queries // per_kv
+            )
+            for layer in layers
+        ]
+
+    found = (sizes(queries) for queries in range(most, 2 * most + 1))
+    return min(found, key=lambda plan: sum((per_kv + 1) * kv_heads for per_kv, kv_heads in plan))
 
 
 def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> PaddedLayer:

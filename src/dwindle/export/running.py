@@ -8,14 +8,13 @@ from shlex import quote
 PROMPT = "Once upon a time"
 
 
-def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False) -> dict[str, str]:
+def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: str | None = None) -> dict[str, str]:
     """Runtime and command line for an export to ``hf``, ``gguf`` or ``onnx``; the first one needs nothing more."""
     place, prompt = quote(str(out)), quote(PROMPT)
     ours = f"dwindle generate {place} {prompt}"
     if to == "gguf":
-        modelfile, name = f"{Path(out).stem}.Modelfile", quote(Path(out).stem.lower())
-        file = quote(str(out) if Path(out).is_absolute() else f"./{out}")
-        create = f"echo FROM {file} > {quote(modelfile)} && ollama create {name} -f {quote(modelfile)}"
+        modelfile, name = quote(str(Path(out).with_suffix(".Modelfile"))), quote(Path(out).stem.lower())
+        create = f"ollama create {name} -f {modelfile}"
         return {
             "llama.cpp through xllamacpp": ours,
             "llama.cpp": f"llama-cli -m {place} -p {prompt} -n 48",
@@ -23,6 +22,8 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False) -> dict[
         }
     if to == "onnx":
         return {"onnxruntime": ours}
+    if layout == "deci":
+        return {"vLLM": f"vllm serve {place} --trust-remote-code"}
     remote = ", trust_remote_code=True" if custom_code else ""
     call = f"pipeline('text-generation', {str(out)!r}{remote})({PROMPT!r}, max_new_tokens=48)"
     code = f"from transformers import pipeline; print({call}[0]['generated_text'])"

@@ -74,8 +74,6 @@ def one_layer(model: Any) -> Any:
     shorter._modules["model"] = backbone
     config = copy(model.config)
     config.__dict__["num_hidden_layers"] = 1
-    if getattr(config, "layer_shapes", None):
-        config.__dict__["layer_shapes"] = list(config.layer_shapes)[:1]
     if getattr(config, "layer_types", None):
         config.__dict__["layer_types"] = list(config.layer_types)[:1]
     shorter.config = backbone.config = config

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dwindle.quantization.linear import dequantize_groups, grouped, quantize_groups
+from dwindle.quantization.linear import dequantize, grouped, quantize_groups
 
 CLIPS_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
@@ -19,7 +19,7 @@ def group_clips(w_OI: Tensor, group: int, importance_I: Tensor | None) -> Tensor
     """[O, groups]: for each group the factor that minimizes Σ_j E[x_j²]·(w_j − ŵ_j)²; ``importance`` is E[x_j²]."""
     errors = []
     for clip in CLIPS_4:
-        restored = dequantize_groups(*quantize_groups(w_OI, group, clip), group)
+        restored = dequantize(*quantize_groups(w_OI, group, clip))
         errors.append(grouped(_weighted(restored - w_OI, importance_I), group).sum(-1))
     return torch.tensor(CLIPS_4, device=w_OI.device)[torch.stack(errors).argmin(0)]
 

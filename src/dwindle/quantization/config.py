@@ -12,12 +12,12 @@ from dwindle.core.config import Config
 class QuantizeConfig(Config):
     """How weights and activations are rounded."""
 
-    scheme: Literal["w8a8", "w8", "w4"] = "w8a8"
-    """w8a8 (8-bit weights and activations), w8 (8-bit weights) or w4 (4-bit weights in groups)."""
+    scheme: Literal["w8a8", "w8", "w4", "fp8"] = "w8a8"
+    """w8a8 (8-bit weights and activations), w8 (8-bit weights), w4 (4-bit weights in groups) or fp8 (8-bit floats)."""
     smoothing: bool = True
     """Move activation outliers into the weights (w8a8)."""
     group: Annotated[int, Field(ge=2, multiple_of=2)] = 32
-    """Weights that share a scale (w4); an even number."""
+    """Weights that share a scale (w4); an even number, for vLLM 32, 64 or 128."""
     sequences: Annotated[int, Field(ge=1)] = 32
     """Calibration sequences."""
     seq_len: Annotated[int, Field(ge=2)] = 256

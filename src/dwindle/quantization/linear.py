@@ -1,130 +1,97 @@
-"""Linear layers and embeddings with integer weights, and their arithmetic.
+"""Linear layers with rounded weights and activations, in the arithmetic of compressed-tensors.
 
-Weights ``w_OI`` are stored as integers with a scale per output row (8 bits, symmetric) or per group of inputs of a row
-(4 bits, with an offset). Activations are rounded to 8 bits with one dynamic scale per token. The products are computed
-in floating point on the integers' values: the results are those of an integer kernel on any device, the speed is not.
+Weights ``w_OI`` are int8 with a scale per row, 4-bit integers with a scale and an integer zero point per group of
+inputs, or 8-bit floats with a scale per row; activations are rounded with one dynamic scale per token. The products are
+computed in floating point on the rounded values: the results are those of an integer kernel, the speed is not.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Rounding = Literal["int8", "fp8"]
+
 LEVELS_8 = 127
-LEVELS_4 = 15
+LOW_4, HIGH_4 = -8, 7
+FP8_MAX = 448.0
 _TINY = 1e-12
 
 
-def quantize_tokens(x: Tensor) -> Tensor:
-    """x̂ = s·round(x / s) with s = max|x| / 127 over the last axis: 8-bit activations, one scale per token."""
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=_TINY) / LEVELS_8
-    return (x / scale).round().clamp(-LEVELS_8, LEVELS_8) * scale
+def quantize_tokens(x: Tensor, rounding: Rounding = "int8") -> Tensor:
+    """x̂ = s·round(x / s), one scale per token: s = max|x| / 127.5 (int8, −128 … 127) or max|x| / 448 (8-bit float)."""
+    peak = x.abs().amax(-1, keepdim=True)
+    if rounding == "fp8":
+        scale = (peak / FP8_MAX).clamp(min=_TINY)
+        return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
+    scale = (peak / 127.5).clamp(min=_TINY)
+    return (x / scale).round().clamp(-128, 127) * scale
 
 
-def quantize_rows(w_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 weights [O, I] and a scale per row [O]."""
-    scale_O = w_OI.abs().amax(1).clamp(min=_TINY) / LEVELS_8
-    return (w_OI / scale_O[:, None]).round().clamp(-LEVELS_8, LEVELS_8).to(torch.int8), scale_O
+def quantize_rows(w_OI: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """int8 weights [O, I] and a scale per row [O, 1], rounded to the dtype in which it is stored."""
+    scale_O1 = (w_OI.abs().amax(1, keepdim=True) / LEVELS_8).clamp(min=_TINY).to(scale_dtype)
+    return (w_OI / scale_O1.float()).round().clamp(-LEVELS_8, LEVELS_8).to(torch.int8), scale_O1
 
 
-def quantize_groups(w_OI: Tensor, group: int, clip: Tensor | float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """4-bit weights (0 … 15, not packed) with a scale and a minimum per group of inputs.
+def quantize_rows_fp8(w_OI: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The same with 8-bit floats (e4m3)."""
+    scale_O1 = (w_OI.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=_TINY).to(scale_dtype)
+    return (w_OI / scale_O1.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_O1
 
-    The last group is shorter if ``group`` does not divide the inputs. ``clip`` below 1 saturates the largest values of
-    a group in exchange for a finer grid.
+
+def quantize_groups(
+    w_OI: Tensor, group: int, clip: Tensor | float = 1.0, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit weights (−8 … 7, as int8) with a scale and an integer zero point per group; ``group`` divides the inputs.
+
+    ``clip`` below 1 saturates the largest values of a group in exchange for a finer grid.
     """
     blocks = grouped(w_OI, group)
     low = blocks.amin(-1).clamp(max=0) * clip
     high = blocks.amax(-1).clamp(min=0) * clip
-    scale = ((high - low) / LEVELS_4).clamp(min=_TINY)
-    values = ((blocks - low[..., None]) / scale[..., None]).round().clamp(0, LEVELS_4)
-    return values.flatten(1)[:, : w_OI.shape[1]].to(torch.uint8), scale, low
+    scale = ((high - low) / (HIGH_4 - LOW_4)).clamp(min=_TINY).to(scale_dtype)
+    step = scale.float()
+    zero = (LOW_4 - low / step).round().clamp(LOW_4, HIGH_4)
+    values = (blocks / step[..., None] + zero[..., None]).round().clamp(LOW_4, HIGH_4)
+    return values.flatten(1).to(torch.int8), scale, zero.to(torch.int8)
 
 
-def dequantize_groups(values_OI: Tensor, scale: Tensor, low: Tensor, group: int) -> Tensor:
-    """Inverse of ``quantize_groups``, up to rounding."""
-    width = values_OI.shape[1]
-    blocks = grouped(values_OI.to(scale.dtype), group)
-    return (blocks * scale[..., None] + low[..., None]).flatten(1)[:, :width]
+def dequantize(values_OI: Tensor, scale: Tensor, zero: Tensor | None = None) -> Tensor:
+    """Float32 weights; as many groups per row as ``scale`` has columns."""
+    blocks = values_OI.float().view(values_OI.shape[0], scale.shape[1], -1)
+    if zero is not None:
+        blocks = blocks - zero.float()[..., None]
+    return (blocks * scale.float()[..., None]).flatten(1)
 
 
 def grouped(w_OI: Tensor, group: int) -> Tensor:
-    """[O, groups, group]; a short last group is padded with zeros, which lie inside every range."""
-    missing = -w_OI.shape[1] % group
-    return F.pad(w_OI, (0, missing)).view(w_OI.shape[0], -1, group)
+    """[O, groups, group]"""
+    return w_OI.reshape(w_OI.shape[0], -1, group)
 
 
-def pack_nibbles(values: Tensor) -> Tensor:
-    """Two 4-bit values per byte, the first in the lower half."""
-    padded = F.pad(values, (0, values.shape[1] % 2))
-    return padded[:, 0::2] | (padded[:, 1::2] << 4)
-
-
-def unpack_nibbles(packed: Tensor, width: int) -> Tensor:
-    """Inverse of ``pack_nibbles`` for rows of ``width`` values."""
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)[:, :width]
-
-
-class Linear8(nn.Module):
-    """8-bit weights with a scale per row; ``round_inputs`` also rounds the activations to 8 bits."""
+class QuantizedLinear(nn.Module):
+    """Rounded weights with a scale per row or group; ``rounds`` says how the inputs are rounded, if they are."""
 
     weight: Tensor
     scale: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None, *, round_inputs: bool) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.register_buffer("bias", bias)
-        self.round_inputs = round_inputs
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.round_inputs:
-            x = quantize_tokens(x)
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scale.to(x.dtype)
-        return y if self.bias is None else y + self.bias
-
-
-class Linear4(nn.Module):
-    """4-bit weights with a scale and minimum per group of inputs, packed two per byte."""
-
-    weight: Tensor
-    scale: Tensor
-    low: Tensor
+    zero: Tensor | None
     bias: Tensor | None
 
     def __init__(
-        self, weight: Tensor, scale: Tensor, low: Tensor, bias: Tensor | None, *, in_features: int, group: int
-    ):
+        self, weight: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, *, rounds: Rounding | None
+    ) -> None:
         super().__init__()
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
-        self.register_buffer("low", low)
+        self.register_buffer("zero", zero)
         self.register_buffer("bias", bias)
-        self.in_features = in_features
-        self.group = group
+        self.rounds = rounds
 
     def forward(self, x: Tensor) -> Tensor:
-        values = unpack_nibbles(self.weight, self.in_features)
-        weight = dequantize_groups(values, self.scale, self.low, self.group)
-        return F.linear(x, weight.to(x.dtype), self.bias)
-
-
-class Embedding8(nn.Module):
-    """8-bit weights with a scale per row; shares its tensors with a tied head."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, weight: Tensor, scale: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
-        """``factor`` multiplies every embedding (Gemma)."""
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.dtype, self.factor = dtype, factor
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.weight[ids].to(self.dtype) * self.scale[ids][..., None].to(self.dtype)
-        return rows if self.factor == 1.0 else rows * torch.tensor(self.factor, dtype=self.dtype, device=rows.device)
+        if self.rounds is not None:
+            x = quantize_tokens(x, self.rounds)
+        return F.linear(x, dequantize(self.weight, self.scale, self.zero).to(x.dtype), self.bias)

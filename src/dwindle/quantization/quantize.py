@@ -1,8 +1,9 @@
-"""``quantize`` writes a directory of integer weights, ``load`` reads it back for evaluation."""
+"""``quantize`` writes a directory in the format compressed-tensors, ``load`` reads it back for evaluation."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy.build import build_on_meta, restore_buffers
+from dwindle.anatomy import modeling_dwindle
+from dwindle.anatomy.build import build_on_meta, is_custom, restore_buffers
 from dwindle.anatomy.families import outside_family, register_beside
 from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.positions import warn_beyond_positions
@@ -33,35 +35,42 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.quantised_card import quantised_card
 from dwindle.quantization.clipping import group_clips
+from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
 from dwindle.quantization.config import QuantizeConfig
-from dwindle.quantization.linear import Embedding8, Linear4, Linear8, pack_nibbles, quantize_groups, quantize_rows
+from dwindle.quantization.linear import (
+    QuantizedLinear,
+    Rounding,
+    quantize_groups,
+    quantize_rows,
+    quantize_rows_fp8,
+)
 from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import huggingface
 from dwindle.sources.loading import Loaded, needed_tokenizer
 from dwindle.sources.loading import load as load_source
 
-FORMAT = 1
+FORMAT = 2
 MARKER = "quantization.json"
-WEIGHTS = "quantized.safetensors"
-"""Not ``model.safetensors``, so that no other tool loads the integers as weights."""
-OWN_METHOD = "dwindle-"
-"""Prefix of ``quant_method`` in the configuration; the scheme follows."""
+WEIGHTS = "model.safetensors"
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Bits of the weights and, if they are rounded too, of the activations."""
+    """Bits of the weights and, if they are rounded too, how activations are."""
 
     weight_bits: int
-    activation_bits: int | None
+    rounds: Rounding | None
     note: str
 
 
 SCHEMES: dict[str, Scheme] = {
-    "w8a8": Scheme(8, 8, "8-bit weights per row, 8-bit activations per token (except the head's input)"),
+    "w8a8": Scheme(8, "int8", "8-bit weights per row, 8-bit activations per token"),
     "w8": Scheme(8, None, "8-bit weights per row"),
-    "w4": Scheme(4, None, "4-bit weights in groups, 8-bit embedding and head"),
+    "w4": Scheme(4, None, "4-bit weights in groups"),
+    "fp8": Scheme(8, "fp8", "8-bit floats: weights per row, activations per token"),
 }
+"""Of all linear layers but the head; embedding, head, norms and biases have 16 bits."""
 
 
 @dataclass(slots=True)
@@ -76,6 +85,8 @@ class Quantized(Shown):
     bytes_before: int
     bytes_after: int
     smoothing: Smoothing | None = field(repr=False)
+    in_rows: int = 0
+    """Layers of a w4 model that groups do not divide: they have 8-bit rows."""
     perplexity: dict[str, float] = field(default_factory=dict)
     """``source``, ``plain`` (rounded without smoothing or clipping) and ``quantized``."""
 
@@ -90,10 +101,13 @@ class Quantized(Shown):
             "bytes": {"before": self.bytes_before, "after": self.bytes_after},
             "perplexity": self.perplexity,
             "smoothed_places": _num_smoothed(self.smoothing),
+            "layers_in_8_bit_rows": self.in_rows,
         }
 
     def render(self) -> Table:
         title = f"{self.source}, {self.scheme}: {SCHEMES[self.scheme].note}"
+        if self.in_rows:
+            title += f"\n{self.in_rows} layers have widths that groups of {self.group} do not divide: 8-bit rows there"
         table = Table(title=title, title_justify="left")
         for column in ("", "weights", "perplexity", "against the source"):
             table.add_column(column, justify="right")
@@ -161,12 +175,14 @@ def quantize(
         perplexity = _perplexity_before(loaded.model, chosen, group, held_out)
     model = deepcopy(loaded.model)
     inputs = observe(model, windows)
-    found = smooth(model, inputs) if config.smoothing and chosen.activation_bits else None
+    found = smooth(model, inputs) if config.smoothing and chosen.rounds == "int8" else None
     model = quantized_copy(model, chosen, group, inputs)
     if valid:
         perplexity["quantized"] = measure_perplexity(model, held_out, "quantized")
-    sizes = num_bytes(loaded.model), num_bytes(model)
-    result = Quantized(model, tokenizer, loaded.source, config.scheme, group, *sizes, found, perplexity)
+    sizes = num_bytes(dict(loaded.model.named_parameters())), num_bytes(stored_tensors(model))
+    layers = quantized_layers(model).values()
+    in_rows = sum(layer.zero is None for layer in layers) if chosen.weight_bits == 4 else 0
+    result = Quantized(model, tokenizer, loaded.source, config.scheme, group, *sizes, found, in_rows, perplexity)
     if out is not None:
         _save(result, Path(out), overwrite=overwrite)
     return result
@@ -175,47 +191,51 @@ def quantize(
 def _perplexity_before(model: Any, scheme: Scheme, group: int, windows: Tensor) -> dict[str, float]:
     """Perplexity of the source and, if the scheme does more than round, of plain rounding."""
     found = {"source": measure_perplexity(model, windows, "source")}
-    if scheme.activation_bits or scheme.weight_bits < 8:
+    if scheme.rounds or scheme.weight_bits < 8:
         found["plain"] = measure_perplexity(quantized_copy(model, scheme, group, {}), windows, "rounded only")
     return found
 
 
 @torch.no_grad()
 def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, InputStats]) -> Any:
-    """A copy with quantized projections, embedding and head; 4-bit weights are clipped if ``inputs`` has their layer.
+    """A copy with quantized projections; 4-bit weights are clipped if ``inputs`` has their layer.
 
-    The head has 8-bit weights in every scheme and its input is not rounded: rounding it caused about a sixth of the
-    whole loss increase on SmolLM2-135M.
+    Everything else has the values that 16 bits hold. The head is not rounded: that caused about a sixth of the whole
+    loss increase on SmolLM2-135M, and servers expect it so.
     """
     smaller = deepcopy(model)
-    head = smaller.lm_head
-    tied = head.weight is smaller.model.embed_tokens.weight
+    dtype = stored_dtype(model)
     linears = [(name, module) for name, module in smaller.named_modules() if isinstance(module, nn.Linear)]
+    for parameter in smaller.parameters():
+        if parameter.dtype != dtype and parameter.is_floating_point():
+            parameter.copy_(parameter.to(dtype))
+    originals = dict(model.named_modules())
     for name, module in track(linears, "rounding", len(linears)):
-        if module is not head:
-            _replace(smaller, name, _rounded(module, scheme, group, inputs.get(name)))
-    embedding = smaller.model.embed_tokens.weight
-    dtype = embedding.dtype
-    values, scale = quantize_rows(embedding.float())
-    factor = getattr(smaller.model.embed_tokens, "scalar_embed_scale", 1.0)
-    smaller.model.embed_tokens = Embedding8(values, scale, dtype, factor)
-    if not tied:
-        values, scale = quantize_rows(head.weight.float())
-    bias = None if head.bias is None else head.bias.detach()
-    smaller.lm_head = Linear8(values, scale, bias, round_inputs=False)
+        if module is not smaller.lm_head:
+            bias = None if module.bias is None else module.bias.detach()
+            weight = originals[name].weight.detach().float()
+            _replace(smaller, name, _rounded(weight, bias, scheme, group, inputs.get(name), dtype))
     return smaller
 
 
-def _rounded(module: nn.Linear, scheme: Scheme, group: int, seen: InputStats | None) -> nn.Module:
-    weight = module.weight.detach().float()
-    bias = None if module.bias is None else module.bias.detach()
-    importance = None if seen is None else seen.mean_square
-    if scheme.weight_bits == 8:
-        return Linear8(*quantize_rows(weight), bias, round_inputs=scheme.activation_bits is not None)
-    clips: Tensor | float = 1.0 if seen is None else group_clips(weight, group, importance)
-    values, scale, low = quantize_groups(weight, group, clips)
-    packed = pack_nibbles(values)
-    return Linear4(packed, scale.half(), low.half(), bias, in_features=module.in_features, group=group)
+def stored_dtype(model: Any) -> torch.dtype:
+    """That of the model if it has 16 bits, else bfloat16: what servers compute in."""
+    dtype: torch.dtype = model.model.embed_tokens.weight.dtype
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def _rounded(
+    weight: Tensor, bias: Tensor | None, scheme: Scheme, group: int, seen: InputStats | None, dtype: torch.dtype
+) -> QuantizedLinear:
+    if scheme.weight_bits == 4 and weight.shape[1] % group == 0:
+        clips: Tensor | float = 1.0 if seen is None else group_clips(weight, group, seen.mean_square)
+        return QuantizedLinear(*quantize_groups(weight, group, clips, dtype), bias, rounds=None)
+    values, scale = (quantize_rows_fp8 if scheme.rounds == "fp8" else quantize_rows)(weight, dtype)
+    return QuantizedLinear(values, scale, None, bias, rounds=scheme.rounds)
+
+
+def quantized_layers(model: Any) -> dict[str, QuantizedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def _replace(model: Any, name: str, module: nn.Module) -> None:
@@ -223,17 +243,20 @@ def _replace(model: Any, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def num_bytes(model: Any) -> int:
-    """Size of all parameters and weight buffers; a shared tensor counts once."""
-    seen = {tensor.data_ptr(): tensor.nbytes for _, tensor in _stored(model)}
-    return sum(seen.values())
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """Everything that a file holds; a head that is the embedding is left out."""
+    dtype = stored_dtype(model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found[name] = parameter.detach().to(dtype)
+    for name, layer in quantized_layers(model).items():
+        own = {f"{name}.{part}": tensor for part, tensor in tensors_of(layer).items()}
+        found |= {part: tensor.to(dtype) if part.endswith(".bias") else tensor for part, tensor in own.items()}
+    return found
 
 
-def _stored(model: Any) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if "rotary_emb" not in name:
-            yield name, buffer
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @torch.inference_mode()
@@ -249,24 +272,19 @@ def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> floa
 
 def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
     model = result.model
-    tensors: dict[str, Tensor] = {}
-    places: dict[int, str] = {}
-    shared: dict[str, str] = {}
-    for name, tensor in _stored(model):
-        if (first := places.setdefault(tensor.data_ptr(), name)) != name:
-            shared[name] = first
-        else:
-            tensors[name] = tensor.detach().contiguous()
-    description = {"format": FORMAT, **result.to_json(), "shared": shared}
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in stored_tensors(model).items()}
     with atomic_directory(out, marker=MARKER, overwrite=overwrite) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         model.config.save_pretrained(folder)
+        if is_custom(model.config):
+            shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
         if (table := outside_family(model.config.model_type)) is not None:
             write_family(table, folder)
-        _mark_config(folder / "config.json", result.scheme)
+        _mark_config(folder / "config.json", result)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
         result.tokenizer.save_pretrained(folder)
+        description = {"format": FORMAT, **result.to_json()}
         (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
         for file in folder.iterdir():
@@ -282,62 +300,65 @@ def _card(result: Quantized, out: Path) -> str:
         num_bytes=(result.bytes_before, result.bytes_after),
         perplexity=result.perplexity,
         chat=bool(getattr(result.tokenizer, "chat_template", None)),
+        custom_code=is_custom(result.model.config),
     )
 
 
-def _mark_config(path: Path, scheme: str) -> None:
-    """Set ``quantization_config``, so that other loaders refuse the model instead of misreading it."""
+def _mark_config(path: Path, result: Quantized) -> None:
+    """Set ``quantization_config``, and the dtype of what is not quantized."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": f"{OWN_METHOD}{scheme}"}
+    config["quantization_config"] = config_of(quantized_layers(result.model), result.group, [_HEAD])
+    config["dtype"] = str(stored_dtype(result.model)).removeprefix("torch.")
+    config["architectures"] = config.get("architectures") or [type(result.model).__name__]
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def load(source: str | PathLike[str]) -> Loaded:
-    """Load a directory that ``quantize`` wrote, as a model that ``evaluate`` can run."""
+    """Load a directory that ``quantize`` wrote, in float32, as a model that ``evaluate`` can run."""
     folder = Path(source)
     try:
         description = read_json(folder / MARKER)
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS) if description.get("format") == FORMAT else {}
     except (UserError, OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"source {folder}: not a complete directory of quantized weights ({error}): quantize the model again"
         ) from error
     if description.get("format") != FORMAT or description.get("scheme") not in SCHEMES:
         raise UserError(f"source {folder}: {MARKER} was written by another version: quantize the model again")
-    tensors |= {name: tensors[first] for name, first in description["shared"].items() if first in tensors}
     try:
-        model = _rebuilt(folder, description, tensors)
-    except KeyError as error:
-        raise UserError(f"source {folder}: {WEIGHTS} has no tensor {error}: quantize the model again") from error
-    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    missing = [name for name in missing if "rotary_emb" not in name]
+        model = _rebuilt(folder, SCHEMES[description["scheme"]], tensors)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise UserError(f"source {folder}: {WEIGHTS} does not fit ({error}): quantize the model again") from error
+    floats = {name: tensor.float() for name, tensor in tensors.items() if not _is_quantized(name, model)}
+    missing, unexpected = model.load_state_dict(floats, strict=False, assign=True)
+    model.tie_weights()
+    quantized = {f"{name}." for name in quantized_layers(model)}
+    missing = [n for n in missing if "rotary_emb" not in n and not any(map(n.startswith, quantized))]
+    missing = [n for n in missing if not (model.config.tie_word_embeddings and n == f"{_HEAD}.weight")]
     if missing or unexpected:
         raise UserError(f"source {folder}: {(missing + unexpected)[0]} does not fit the model: quantize it again")
     restore_buffers(model, "cpu")
     return Loaded(model.eval(), huggingface.read_tokenizer(folder, str(folder)), str(folder), "huggingface")
 
 
-def _rebuilt(folder: Path, description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """The model with its integer modules, which follow from the scheme."""
-    scheme, group = SCHEMES[description["scheme"]], description["group"]
+def _is_quantized(name: str, model: Any) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), QuantizedLinear)
+
+
+def _rebuilt(folder: Path, scheme: Scheme, tensors: dict[str, Tensor]) -> Any:
+    """The model with its rounded layers."""
     raw = json.loads(json.dumps(read_json(folder / "config.json")), object_hook=_with_infinities)
     check_sizes(raw, str(folder))
     register_beside(folder, raw["model_type"])
     model: Any = build_on_meta(_config(raw))
-    rounds = scheme.activation_bits is not None
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear):
-            continue
-        weight, scale, bias = tensors[f"{name}.weight"], tensors[f"{name}.scale"], tensors.get(f"{name}.bias")
-        if scheme.weight_bits == 8 or module is model.lm_head:
-            _replace(model, name, Linear8(weight, scale, bias, round_inputs=rounds and module is not model.lm_head))
-        else:
-            low, width = tensors[f"{name}.low"], module.in_features
-            _replace(model, name, Linear4(weight, scale, low, bias, in_features=width, group=group))
-    dtype = getattr(torch, str(raw.get("dtype") or "float32"))
-    name = "model.embed_tokens"
-    factor = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
-    model.model.embed_tokens = Embedding8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], dtype, factor)
+        if isinstance(module, nn.Linear) and module is not model.lm_head:
+            layer = layer_from(tensors, name, scheme.rounds)
+            if layer.weight.shape != module.weight.shape:
+                raise ValueError(f"{name} has {tuple(layer.weight.shape)} weights")
+            if layer.bias is not None:
+                layer.bias = layer.bias.float()
+            _replace(model, name, layer)
     return model
 
 

@@ -21,7 +21,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError
 from dwindle.core.progress import track
-from dwindle.quantization.linear import quantize_rows, quantize_tokens
+from dwindle.quantization.linear import dequantize, quantize_rows, quantize_tokens
 
 ALPHAS = tuple(step / 10 for step in range(1, 10))
 _SAMPLE_ROWS = 256
@@ -149,7 +149,7 @@ def rounding_error(x_TI: Tensor, w_OI: Tensor) -> float:
     """Mean squared error of the output with 8-bit tokens and rows, relative to its mean square."""
     exact = F.linear(x_TI, w_OI)
     weight, scale = quantize_rows(w_OI)
-    rounded = F.linear(quantize_tokens(x_TI), weight.float()) * scale
+    rounded = F.linear(quantize_tokens(x_TI), dequantize(weight, scale))
     return float((rounded - exact).square().mean() / exact.square().mean().clamp(min=_TINY))
 
 

@@ -18,7 +18,7 @@ from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
 from dwindle.export.card import mistral_note
-from dwindle.quantization.quantize import OWN_METHOD
+from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
 from dwindle.sources.loading import load_config, model_of_run
 
@@ -36,7 +36,7 @@ class Inspection(Shown):
     stock: bool
     """Whether plain transformers loads it."""
     quantization: str | None
-    """Quantization method of its weights, such as ``dwindle-w8a8`` or ``gptq``; None if not quantized."""
+    """Quantization method of its weights, such as ``compressed-tensors`` or ``gptq``; None if not quantized."""
     hidden: int
     head_dim: int
     vocab: int
@@ -72,9 +72,9 @@ class Inspection(Shown):
     def _kind(self) -> str:
         if self.quantization is None:
             return "stock transformers" if self.stock else "needs its modelling file"
-        if self.quantization.startswith(OWN_METHOD):
-            scheme = self.quantization.removeprefix(OWN_METHOD)
-            return f"{scheme} weights from dwindle quantize: dwindle eval loads them, transformers does not"
+        if self.quantization == METHOD:
+            needed = "" if self.stock else ", with its modelling file"
+            return f"quantized weights ({METHOD}): transformers and vLLM load them{needed}"
         return f"{self.quantization} quantized weights, which dwindle cannot load"
 
     def _runs(self) -> list[tuple[int, int]]:
@@ -143,7 +143,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
         source=str(source),
         origin=None if (alias := alias_of(source)) is None else alias.origin,
         model_type=config.model_type,
-        stock=not is_custom(config) and not (quantization or "").startswith(OWN_METHOD),
+        stock=not is_custom(config),
         quantization=quantization,
         hidden=len(structure.hidden),
         head_dim=anatomy.head_dim,
