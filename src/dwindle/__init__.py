@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
     from dwindle.pruning.metrics import register_metric
+    from dwindle.pruning.pruner import Pruner
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
     from dwindle.run.family_check import check_family
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Pruner",
     "UserError",
     "check_family",
     "evaluate",
@@ -63,6 +65,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Pruner": "dwindle.pruning.pruner:Pruner",
     "UserError": "dwindle.core.errors:UserError",
     "check_family": "dwindle.run.family_check:check_family",
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
