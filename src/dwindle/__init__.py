@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dwindle.core.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
+    from dwindle.export.publishing import push
     from dwindle.pruning.metrics import register_metric
     from dwindle.pruning.pruner import Pruner
     from dwindle.quantization.quantize import quantize
@@ -57,6 +58,7 @@ __all__ = [
     "new_recipe",
     "pretrain",
     "prune",
+    "push",
     "quantize",
     "register_family",
     "register_metric",
@@ -77,6 +79,7 @@ _HOMES = {
     "new_recipe": "dwindle.run.new:new_recipe",
     "pretrain": "dwindle.run.pretrain:pretrain",
     "prune": "dwindle.run.prune:prune",
+    "push": "dwindle.export.publishing:push",
     "quantize": "dwindle.quantization.quantize:quantize",
     "register_family": "dwindle.anatomy.families:register_family",
     "register_metric": "dwindle.pruning.metrics:register_metric",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from dwindle.export.running import PROMPT
@@ -34,13 +35,31 @@ def how_to_run(
     code = _block("python", _transformers(chat, custom_code))
     if not gguf:
         return code
+    return f"{code}\n\nIn llama.cpp, Ollama and dwindle:\n\n{_block('console', _export_first(padded))}"
+
+
+def _export_first(padded: bool) -> str:
     stock = " --stock" if padded else ""
-    commands = (
+    return (
         f"$ dwindle export {PLACE} --to gguf{stock} --out model.gguf\n"
         f'$ llama-cli -m model.gguf -p "{PROMPT}" -n 60\n'
-        "$ echo FROM ./model.gguf > Modelfile && ollama create smaller -f Modelfile && ollama run smaller"
+        "$ echo FROM ./model.gguf > Modelfile && ollama create smaller -f Modelfile && ollama run smaller\n"
+        f'$ dwindle generate {PLACE} "{PROMPT}"'
     )
-    return f"{code}\n\nIn llama.cpp and Ollama:\n\n{_block('console', commands)}"
+
+
+def as_published(card: str, repo: str, gguf: Sequence[str] = ()) -> str:
+    """The card as it stands on the Hub: code that loads ``repo``, and llama.cpp and Ollama without an export."""
+    if gguf:
+        file = sorted(gguf, key=len)[0]
+        commands = (
+            f'$ llama-cli --hf-repo {repo} --hf-file {file} -p "{PROMPT}" -n 60\n'
+            f"$ ollama run hf.co/{repo}:{file}\n"
+            f'$ dwindle generate {repo} "{PROMPT}"'
+        )
+        for padded in (False, True):
+            card = card.replace(_export_first(padded), commands)
+    return card.replace(PLACE, repo)
 
 
 def _block(language: str, text: str) -> str:
