@@ -133,7 +133,7 @@ def _section(title: str, *parts: str) -> str:
 
 def metadata(card: Card) -> str:
     """The card's YAML header; JSON strings are valid YAML, so ``json`` does the quoting."""
-    origin, library = card.origin, {"transformers": "transformers", "onnxruntime": "onnx"}.get(card.runtime, "dwindle")
+    origin, library = card.origin, "onnx" if card.runtime == "onnxruntime" else card.runtime
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     if origin.licence:
         lines.append(f"license: {json.dumps(origin.licence)}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dwindle.export.running import PROMPT
 
-Runtime = Literal["transformers", "onnxruntime", "dwindle"]
+Runtime = Literal["transformers", "onnxruntime", "transformers.js", "dwindle"]
 
 PLACE = "path/to/this/directory"
 
@@ -30,6 +30,8 @@ def how_to_run(
         return _block("python", _load_only(custom_code))
     if runtime == "onnxruntime":
         return _block("python", _onnxruntime(chat))
+    if runtime == "transformers.js":
+        return _block("js", _javascript(chat))
     if runtime == "dwindle":
         return _block("python", _quantised(chat))
     code = _block("python", _transformers(chat, custom_code))
@@ -103,6 +105,16 @@ model, tokenizer = load("{PLACE}")
 {_ids(chat, ', return_tensors="pt"')}
 output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
+
+
+def _javascript(chat: bool) -> str:
+    prompt = '[{ role: "user", content: "Tell me a story." }]' if chat else f'"{PROMPT}"'
+    return f"""// npm install @huggingface/transformers; dtype: "fp32", "q8" or "q4"
+import {{ pipeline }} from "@huggingface/transformers";
+
+const generator = await pipeline("text-generation", "{PLACE}", {{ dtype: "q4" }});
+const output = await generator({prompt}, {{ max_new_tokens: 60 }});
+console.log(output[0].generated_text);"""
 
 
 def _onnxruntime(chat: bool) -> str:

@@ -25,7 +25,13 @@ from dwindle.export.card_running import as_published
 from dwindle.sources.loading import model_of_run
 
 CARD = "README.md"
-WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "model.onnx")
+WEIGHTS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "model.onnx",
+    "model.onnx.data",
+)
 ALLOWED = (
     *WEIGHTS,
     *(CARD, LEDGER, STRUCTURE, QUALITY, card_figure.NAME, "LICENSE*", "NOTICE*"),
