@@ -299,9 +299,8 @@ class _Decoder:
         packed, scales, _ = rounded_blocks(rows_OI, bits)
         self.stored[name] = torch.from_numpy(rounded_blocks(self._array(name), bits)[2])  # in the model's own order
         g = self.graph
-        self.small[name] = SmallMatrix(
-            g.weight(f"{name}_q{bits}", packed), g.weight(f"{name}_scales", scales.ravel()), *rows_OI.shape, bits
-        )
+        values, factors = g.weight(f"{name}_q{bits}", packed), g.weight(f"{name}_scales", scales.ravel())
+        self.small[name] = SmallMatrix(values, factors, rows_OI.shape[0], rows_OI.shape[1], bits)
         return self.small[name]
 
     def _small_product(self, x: str, matrix: SmallMatrix) -> str:

@@ -60,7 +60,7 @@ def write_graphs(model: Any, folder: Path, prompts: list[list[int]], *, threads:
 
 def _num_bytes(model: Any, bits: int | None) -> float:
     """About the size of the weights; 8 bits are 9 with their scales."""
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count: int = sum(parameter.numel() for parameter in model.parameters())
     return count * (32 if bits is None else 9) / 8
 
 

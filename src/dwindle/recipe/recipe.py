@@ -20,7 +20,7 @@ from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
-from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig, ValidationConfig
+from dwindle.training.config import CheckpointConfig, DistillConfig, LoggingConfig, TrainingConfig, ValidationConfig
 
 
 class Recipe(Config):
@@ -48,6 +48,7 @@ class Recipe(Config):
         "text": "data.train",
         "eval_steps": "validation.every",
         "save_steps": "checkpoint.every",
+        "report_to": "logging.to",
     }
 
     source: ModelConfig
@@ -64,6 +65,8 @@ class Recipe(Config):
     """When the loss on held-out text (data.valid or data.holdout) is measured."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """How much a crash can cost."""
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """Where the numbers of a run are shown, beside metrics.jsonl."""
 
     @property
     def num_sequences_per_step(self) -> int:
