@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
+"""The one place of the version; pyproject.toml, cards and ``dwindle --version`` read it."""
 
 __all__ = [
     "Pruner",
