@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from dwindle.core.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
+    from dwindle.export.publishing import push
     from dwindle.pruning.metrics import register_metric
+    from dwindle.pruning.pruner import Pruner
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
     from dwindle.run.family_check import check_family
@@ -41,8 +43,10 @@ if TYPE_CHECKING:
     from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
+"""The one place of the version; pyproject.toml, cards and ``dwindle --version`` read it."""
 
 __all__ = [
+    "Pruner",
     "UserError",
     "check_family",
     "evaluate",
@@ -55,6 +59,7 @@ __all__ = [
     "new_recipe",
     "pretrain",
     "prune",
+    "push",
     "quantize",
     "register_family",
     "register_metric",
@@ -63,6 +68,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Pruner": "dwindle.pruning.pruner:Pruner",
     "UserError": "dwindle.core.errors:UserError",
     "check_family": "dwindle.run.family_check:check_family",
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
@@ -74,6 +80,7 @@ _HOMES = {
     "new_recipe": "dwindle.run.new:new_recipe",
     "pretrain": "dwindle.run.pretrain:pretrain",
     "prune": "dwindle.run.prune:prune",
+    "push": "dwindle.export.publishing:push",
     "quantize": "dwindle.quantization.quantize:quantize",
     "register_family": "dwindle.anatomy.families:register_family",
     "register_metric": "dwindle.pruning.metrics:register_metric",

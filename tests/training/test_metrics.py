@@ -1,4 +1,4 @@
-"""The metrics file, the display and TensorBoard."""
+"""The metrics file and the display."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.config import TrainingConfig
 from dwindle.training.display import Display
 from dwindle.training.loop import Trainer
-from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
+from dwindle.training.metrics import MetricsWriter
 from dwindle.training.optim import build_optimizer
 
 ADAMW = TrainingConfig(tokens=1, lr=1e-2, optimizer="adamw")
@@ -121,12 +121,3 @@ def test_a_live_panel_on_a_terminal() -> None:
     text = out.getvalue()
     assert "3/3" in text and "123 of 100" in text and "tokens/s" in text
     assert text.endswith("\x1b[?25h"), "the cursor must come back"
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    if not tensorboard_installed():
-        with pytest.raises(UserError, match="pip install tensorboard"):
-            TensorBoardWriter(tmp_path)
-        return
-    make_trainer(tiny_llama(), [Extra(), TensorBoardWriter(tmp_path)], num_steps=3).run()
-    assert list(tmp_path.glob("events.out.tfevents.*"))

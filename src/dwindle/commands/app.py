@@ -19,7 +19,7 @@ _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
     *("new", "pretrain", "resume", "prune", "tokenize"),
     *("report", "runs", "plot", "eval", "table", "compare"),
-    *("generate", "export", "quantize", "bench"),
+    *("generate", "export", "quantize", "bench", "push"),
 )
 
 API_NAMES = {"target": "to"}

@@ -14,7 +14,10 @@ from dwindle.core.terminal import say
 @app.command(rich_help_panel=SHIP)
 def export(
     model: Model,
-    to: Annotated[str, typer.Option(help="hf (directory), gguf (llama.cpp file) or onnx (directory).")],
+    to: Annotated[
+        str,
+        typer.Option(help="hf (directory), gguf (llama.cpp file), onnx (directory) or transformers.js (directory)."),
+    ],
     out: Annotated[str, typer.Option(help="Directory, or for gguf a file name that ends in .gguf.")],
     type_: Annotated[
         str | None,

@@ -4,7 +4,8 @@ RUN/recipe.toml                      the recipe, with what was chosen for the ma
 RUN/metrics.jsonl, RUN/ledger.jsonl  append-only logs
 RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoint``)
 RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
-RUN/tokens/, RUN/tensorboard/        tokenized text, TensorBoard's events
+RUN/tokens/                          tokenized text
+RUN/tensorboard/, wandb/, mlflow/    what those tools write (``training.trackers``)
 RUN/quality.json                     held-out loss and greedy samples of source and result (``core.quality``)
 RUN/evaluation/, RUN/report.html     results
 RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
@@ -39,7 +40,9 @@ REPORT = "report.html"
 QUALITY = "quality.json"
 
 LOGS = (METRICS, LEDGER)
-FOLDERS = ("model", "checkpoints", "milestones", "tokens", "tensorboard")
+TOOLS = ("tensorboard", "trackio", "wandb", "mlflow")
+"""Tools that show a run's numbers; each has a folder of its name."""
+FOLDERS = ("model", "checkpoints", "milestones", "tokens", *TOOLS)
 
 _STEP = "step-"
 _STEP_NAME = re.compile(r"step-[0-9]{1,15}")
@@ -67,7 +70,6 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.milestones = path / "milestones"
         self.tokens = path / "tokens"
-        self.tensorboard = path / "tensorboard"
 
     @classmethod
     def of_model(cls, model: Path) -> RunDirectory | None:
@@ -80,6 +82,11 @@ class RunDirectory:
     def milestone(self, name: str) -> Path:
         """Where the model of a milestone, such as ``120M``, is written."""
         return self.milestones / name.replace("/", "-")
+
+    def tool(self, name: str) -> Path:
+        """Where a tool that shows the run's numbers writes."""
+        assert name in TOOLS
+        return self.path / name
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"{_STEP}{step:08d}"

@@ -42,8 +42,12 @@ _RULES = {
     "uniform": "the same share of every layer",
 }
 _LIBRARIES: Mapping[Runtime, str] = {
-    "transformers": "transformers", "onnxruntime": "onnx", "compressed-tensors": "transformers", "vllm": "vllm",
-}  # fmt: skip
+    "transformers": "transformers",
+    "onnxruntime": "onnx",
+    "transformers.js": "transformers.js",
+    "compressed-tensors": "transformers",
+    "vllm": "vllm",
+}
 _TRAINING_TOKENS = "training tokens"
 _VALIDATION = "validation loss"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from dwindle.export.running import PROMPT
 
-Runtime = Literal["transformers", "onnxruntime", "compressed-tensors", "vllm"]
+Runtime = Literal["transformers", "onnxruntime", "transformers.js", "compressed-tensors", "vllm"]
 
 PLACE = "path/to/this/directory"
 
@@ -33,16 +34,36 @@ def how_to_run(
         return _block("python", _onnxruntime(chat))
     if runtime == "compressed-tensors":
         return _block("python", _transformers(chat, custom_code))
+    if runtime == "transformers.js":
+        return _block("js", _javascript(chat))
     code = _block("python", _transformers(chat, custom_code))
     if not gguf:
         return code
+    return f"{code}\n\nIn llama.cpp, Ollama and dwindle:\n\n{_block('console', _export_first(padded))}"
+
+
+def _export_first(padded: bool) -> str:
     stock = " --stock" if padded else ""
-    commands = (
+    return (
         f"$ dwindle export {PLACE} --to gguf{stock} --out model.gguf\n"
         f'$ llama-cli -m model.gguf -p "{PROMPT}" -n 60\n'
-        "$ ollama create smaller -f model.Modelfile && ollama run smaller"
+        "$ ollama create smaller -f model.Modelfile && ollama run smaller\n"
+        f'$ dwindle generate {PLACE} "{PROMPT}"'
     )
-    return f"{code}\n\nIn llama.cpp and Ollama:\n\n{_block('console', commands)}"
+
+
+def as_published(card: str, repo: str, gguf: Sequence[str] = ()) -> str:
+    """The card as it stands on the Hub: code that loads ``repo``, and llama.cpp and Ollama without an export."""
+    if gguf:
+        file = sorted(gguf, key=len)[0]
+        commands = (
+            f'$ llama-cli --hf-repo {repo} --hf-file {file} -p "{PROMPT}" -n 60\n'
+            f"$ ollama run hf.co/{repo}:{file}\n"
+            f'$ dwindle generate {repo} "{PROMPT}"'
+        )
+        for padded in (False, True):
+            card = card.replace(_export_first(padded), commands)
+    return card.replace(PLACE, repo)
 
 
 def _block(language: str, text: str) -> str:
@@ -77,6 +98,16 @@ tokenizer = AutoTokenizer.from_pretrained(folder{extra})
 {_ids(chat, ', return_tensors="pt"')}
 output = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=60)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
+
+
+def _javascript(chat: bool) -> str:
+    prompt = '[{ role: "user", content: "Tell me a story." }]' if chat else f'"{PROMPT}"'
+    return f"""// npm install @huggingface/transformers; dtype: "fp32", "q8" or "q4"
+import {{ pipeline }} from "@huggingface/transformers";
+
+const generator = await pipeline("text-generation", "{PLACE}", {{ dtype: "q4" }});
+const output = await generator({prompt}, {{ max_new_tokens: 60 }});
+console.log(output[0].generated_text);"""
 
 
 def _onnxruntime(chat: bool) -> str:

@@ -25,6 +25,7 @@ from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
+from dwindle.export.card_running import Runtime
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
@@ -36,7 +37,7 @@ from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
 
-FORMATS = ("hf", "gguf", "onnx")
+FORMATS = ("hf", "gguf", "onnx", "transformers.js")
 
 
 @dataclass(slots=True)
@@ -121,7 +122,7 @@ def export(
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
-    return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx}[to]()
+    return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx, "transformers.js": job.javascript}[to]()
 
 
 def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
@@ -132,8 +133,8 @@ def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
 
 
 def _chosen_type(to: str, type_: str | None) -> str:
-    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES, "onnx": ("f32",)}[to]
-    chosen = type_ or {"hf": "auto", "gguf": "f16", "onnx": "f32"}[to]
+    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES}.get(to, ("f32",))
+    chosen = type_ or {"hf": "auto", "gguf": "f16"}.get(to, "f32")
     if chosen not in allowed:
         raise UserError(f"--type {chosen!r}: for {to} give one of {', '.join(allowed)}")
     return chosen
@@ -157,7 +158,7 @@ def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: boo
         if (beside := ollama.place_of(target)).exists() and not overwrite:
             raise UserError(f"--out {target}: {beside} already exists: choose another name or pass --overwrite")
     else:
-        if to == "onnx":
+        if to in ("onnx", "transformers.js"):
             from dwindle.export.onnx_graph import import_onnx
 
             import_onnx()
@@ -182,7 +183,7 @@ class _Export:
         reference = model
         if self.type != "auto":
             rounded = {name: p.detach().to(dtypes[self.type]) for name, p in model.named_parameters()}
-            reference = _with_tensors(model, rounded)
+            reference = verification.with_tensors(model, rounded)
             model = deepcopy(model).to(dtypes[self.type])
         verified = None
         with self._write_model(model, resized) as folder:
@@ -210,7 +211,7 @@ class _Export:
             written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
             verified = None
             if self.verify:
-                reference = _with_tensors(model, written.stored) if written.stored else model
+                reference = verification.with_tensors(model, written.stored) if written.stored else model
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
         generation = getattr(self.loaded.model, "generation_config", None)
@@ -246,11 +247,22 @@ class _Export:
         resized, model = self._directory_model()
         verified = None
         with self._write_model(model, resized, weights=False) as folder:
-            write_onnx(in_common_terms(model), folder / "model.onnx")
+            write_onnx(in_common_terms(model), folder / "model.onnx", weights_in="model.onnx.data")
             if self.verify:
                 verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
             size = _size(folder)
         return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
+
+    def javascript(self) -> Exported:
+        """The graph three times (float32, 8 bits, 4 bits) in the layout that transformers.js reads."""
+        from dwindle.export.transformers_js import refuse_unknown, write_graphs
+
+        resized, model = self._directory_model()
+        refuse_unknown(model.config)
+        with self._write_model(model, resized, weights=False, runtime="transformers.js") as folder:
+            verified = write_graphs(model, folder, self._prompts(), threads=self.threads if self.verify else None)
+            size = _size(folder)
+        return self._result("transformers.js", model, model.config.model_type, "f32, q8, q4", size, resized, verified)
 
     def _directory_model(self) -> tuple[Resized | None, Any]:
         """The model that a directory holds, and how it was padded, if it was."""
@@ -264,7 +276,7 @@ class _Export:
         return resized, resized.model
 
     def _write_model(
-        self, model: Any, resized: Resized | None, *, weights: bool = True
+        self, model: Any, resized: Resized | None, *, weights: bool = True, runtime: Runtime = "onnxruntime"
     ) -> AbstractContextManager[Path]:
         structure, ledger, source = self._history(model, resized)
         return write_model(
@@ -280,6 +292,7 @@ class _Export:
             overwrite=self.overwrite,
             weights=weights,
             layout=self.layout,
+            runtime="vllm" if self.layout is not None else "transformers" if weights else runtime,
         )
 
     def _coupled_hidden(self) -> int:
@@ -349,15 +362,6 @@ def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     if uneven := sorted(n for n in heads if n * anatomy.head_dim % block):
         found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
-
-
-def _with_tensors(model: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    changed = deepcopy(model).float()
-    parameters = dict(changed.named_parameters())
-    with torch.no_grad():
-        for name, values in tensors.items():
-            parameters[name].copy_(values)
-    return changed
 
 
 def _size(folder: Path) -> int:

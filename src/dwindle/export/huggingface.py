@@ -25,6 +25,7 @@ from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
 from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
+from dwindle.export.card_running import Runtime
 from dwindle.pruning.ledger import Event
 
 
@@ -46,6 +47,8 @@ class About(TypedDict):
     """For the card."""
     source_card: NotRequired[Path | None]
     """For the card: that of an earlier model made from the same source."""
+    runtime: NotRequired[Runtime]
+    """For the card: what loads the directory."""
     quality: NotRequired[Quality | None]
     """Loss and samples of source and result; written as ``quality.json``, and for the card."""
 
@@ -143,7 +146,7 @@ def _write_files(
         model_type=model.config.model_type,
         chat=bool(getattr(tokenizer, "chat_template", None)),
         tokenizer=tokenizer is not None,
-        runtime="vllm" if layout is not None else "transformers" if weights else "onnxruntime",
+        runtime=about.get("runtime", "transformers"),
         source_card=about.get("source_card"),
     )
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")

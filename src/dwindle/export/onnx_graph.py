@@ -13,7 +13,7 @@ import math
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,10 @@ from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
 
 OPSET = 18
+BLOCK = 32
+"""Columns that share a scale in the graphs of 8 and 4 bits."""
+Stored = dict[str, torch.Tensor]
+_MICROSOFT = "com.microsoft"
 _IR_VERSION = 10
 _MASKED = float(np.finfo(np.float32).min)
 _FOLLOWS_LENGTH = ("dynamic", "longrope")
@@ -46,14 +50,53 @@ def import_onnx() -> Any:
         raise UserError(f"--to onnx needs onnx and onnxruntime: {install_hint('onnx')}") from error
 
 
-def write_onnx(model: Any, path: Path) -> None:
-    """Write the graph to ``path`` and the weights beside it (``model.onnx.data``), which avoids the 2 GB limit."""
+def write_onnx(model: Any, path: Path, *, bits: int | None = None, weights_in: str | None = None) -> Stored:
+    """Write the graph to ``path``; returns the weights that ``bits`` (8 or 4) rounded, by name.
+
+    The weights go into the file ``weights_in`` beside it, which avoids the 2 GB limit; None: into the same file.
+    """
     onnx = import_onnx()
-    proto = _Decoder(onnx, model).build()
-    onnx.save_model(
-        proto, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=f"{path.name}.data"
-    )
+    decoder = _Decoder(onnx, model, bits)
+    proto = decoder.build()
+    if weights_in is None:
+        onnx.save_model(proto, str(path))
+    else:
+        onnx.save_model(proto, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=weights_in)
     onnx.checker.check_model(str(path))
+    return decoder.stored
+
+
+class SmallMatrix(NamedTuple):
+    """Names of the values and scales of a matrix of few bits, in the layout of onnxruntime's MatMulNBits."""
+
+    values: str
+    scales: str
+    rows: int
+    columns: int
+    bits: int
+
+
+def rounded_blocks(rows_OI: npt.NDArray[np.float32], bits: int) -> tuple[npt.NDArray[Any], ...]:
+    """A matrix in blocks of 32 columns: packed integers [O, blocks, bytes], scales [O, blocks], and what they mean.
+
+    w ≈ scale · (q - 2^(bits-1)). With 4 bits the value of largest magnitude is exactly -8 scales, as in GGUF's q4_0.
+    """
+    rows, columns = rows_OI.shape
+    num_blocks, middle = -(-columns // BLOCK), 2 ** (bits - 1)
+    blocks = np.zeros((rows, num_blocks * BLOCK), np.float32)
+    blocks[:, :columns] = rows_OI
+    blocks = blocks.reshape(rows, num_blocks, BLOCK)
+    if bits == 8:
+        scales = np.abs(blocks).max(-1) / (middle - 1)
+    else:
+        scales = np.take_along_axis(blocks, np.abs(blocks).argmax(-1)[..., None], -1)[..., 0] / -middle
+    divisor = np.where(scales == 0, 1, scales)[..., None]
+    whole = np.clip(np.rint(blocks / divisor) + middle, 0, 2 * middle - 1)
+    back = ((whole - middle) * scales[..., None]).reshape(rows, -1)[:, :columns].astype(np.float32)
+    packed = whole.astype(np.uint8)
+    if bits == 4:
+        packed = packed[..., 0::2] | (packed[..., 1::2] << 4)
+    return packed, scales.astype(np.float32), np.ascontiguousarray(back)
 
 
 class _Graph:
@@ -109,13 +152,17 @@ class _Graph:
 class _Decoder:
     """Builds the graph of one model."""
 
-    def __init__(self, onnx: Any, model: Any) -> None:
+    def __init__(self, onnx: Any, model: Any, bits: int | None = None) -> None:
         self.onnx = onnx
+        self.bits = bits
+        """Of the weights of the layers; embedding and head then have 8."""
+        self.stored: Stored = {}
         self.graph = _Graph(onnx)
         self.model = model
         self.config = model.config
         self.anatomy = Anatomy.of(model)
         self.tensors = {name: p.detach() for name, p in model.named_parameters()}
+        self.small: dict[str, SmallMatrix] = {}
         self.masks: dict[int | None, str] = {}
         self.rotations: dict[str, tuple[str, str]] = {}
         if (why := unsupported(model)) is not None:
@@ -123,8 +170,7 @@ class _Decoder:
 
     def build(self) -> Any:
         g = self.graph
-        embedding = g.weight("embed_tokens", self._array("model.embed_tokens.weight"))
-        x = g.op("Gather", embedding, "input_ids")
+        x, embedding = self._embedded()
         x = g.scaled(x, float(getattr(self.config, "embedding_multiplier", 1.0)))
         x = g.scaled(x, float(getattr(self.model.model.embed_tokens, "scalar_embed_scale", 1.0)))
         self.positions = g.unsqueeze(g.op("Cast", "position_ids", to=self.onnx.TensorProto.FLOAT), -1)
@@ -224,11 +270,42 @@ class _Decoder:
         return g.op("Mul", x, g.op("Sigmoid", x))
 
     def _linear(self, x: str, module: str) -> str:
-        g = self.graph
-        x = g.op("MatMul", x, g.weight(f"{module}.weight", self._rows(f"{module}.weight").T))
+        g, weight = self.graph, f"{module}.weight"
+        if self.bits is None:
+            x = g.op("MatMul", x, g.weight(weight, self._rows(weight).T))
+        else:
+            x = self._small_product(x, self._rounded(weight, self._rows(weight), self.bits))
         if f"{module}.bias" in self.tensors:
             x = g.op("Add", x, g.weight(f"{module}.bias", self._rows(f"{module}.bias")))
         return x
+
+    def _embedded(self) -> tuple[str, str]:
+        """The residual stream [B, S, hidden], and the name of the embedding for a tied head."""
+        g, name, hidden = self.graph, "model.embed_tokens.weight", int(self.config.hidden_size)
+        if self.bits is None:
+            embedding = g.weight("embed_tokens", self._array(name))
+            return g.op("Gather", embedding, "input_ids"), embedding
+        table = self._rounded(name, self._array(name), 8)
+        whole = g.op("Cast", g.op("Gather", table.values, "input_ids"), to=self.onnx.TensorProto.FLOAT)
+        scale = g.unsqueeze(g.op("Gather", g.reshape(table.scales, table.rows, -1), "input_ids"), -1)
+        x = g.reshape(g.op("Mul", g.op("Sub", whole, g.number(128.0)), scale), 0, 0, -1)
+        x = g.op("Slice", x, g.ints(0), g.ints(hidden), g.ints(2))
+        return x, name
+
+    def _rounded(self, name: str, rows_OI: npt.NDArray[np.float32], bits: int) -> SmallMatrix:
+        """A matrix in blocks of 32 columns, each with its scale; a tied head shares the embedding's."""
+        if name in self.small:
+            return self.small[name]
+        packed, scales, _ = rounded_blocks(rows_OI, bits)
+        self.stored[name] = torch.from_numpy(rounded_blocks(self._array(name), bits)[2])  # in the model's own order
+        g = self.graph
+        values, factors = g.weight(f"{name}_q{bits}", packed), g.weight(f"{name}_scales", scales.ravel())
+        self.small[name] = SmallMatrix(values, factors, rows_OI.shape[0], rows_OI.shape[1], bits)
+        return self.small[name]
+
+    def _small_product(self, x: str, matrix: SmallMatrix) -> str:
+        settings = {"K": matrix.columns, "N": matrix.rows, "bits": matrix.bits, "block_size": BLOCK}
+        return self.graph.op("MatMulNBits", x, matrix.values, matrix.scales, domain=_MICROSOFT, **settings)
 
     def _rows(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor; of interleaved rotations with q and k rows in the order of the others, which scores ignore."""
@@ -313,8 +390,13 @@ class _Decoder:
         """The logits; Gemm with transB reads the matrix as stored, so that a tied head reuses the embedding."""
         g = self.graph
         untied = "lm_head.weight" in self.tensors
-        head = g.weight("lm_head", self._array("lm_head.weight")) if untied else embedding
-        flat = g.op("Gemm", g.reshape(x, -1, self.config.hidden_size), head, transB=1)
+        x = g.reshape(x, -1, self.config.hidden_size)
+        if self.bits is None:
+            head = g.weight("lm_head", self._array("lm_head.weight")) if untied else embedding
+            flat = g.op("Gemm", x, head, transB=1)
+        else:
+            name = "lm_head.weight" if untied else embedding
+            flat = self._small_product(x, self._rounded(name, self._array(name), 8))
         flat = g.scaled(flat, 1.0 / float(getattr(self.config, "logits_scaling", 1.0)))
         shape = g.op("Concat", g.op("Shape", "input_ids"), g.ints(self.config.vocab_size), axis=0)
         g.named("Reshape", "logits", flat, shape)
@@ -335,9 +417,8 @@ class _Decoder:
                 inputs.append(helper.make_tensor_value_info(f"past_key_values.{number}.{part}", kinds.FLOAT, past))
                 outputs.append(helper.make_tensor_value_info(f"present.{number}.{part}", kinds.FLOAT, present))
         graph = helper.make_graph(self.graph.nodes, "dwindle", inputs, outputs, self.graph.constants)
-        return helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION, producer_name="dwindle"
-        )
+        opsets = [helper.make_opsetid("", OPSET), *([helper.make_opsetid(_MICROSOFT, 1)] if self.bits else [])]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="dwindle")
 
     def _array(self, name: str) -> npt.NDArray[np.float32]:
         values: npt.NDArray[np.float32] = self.tensors[name].to(torch.float32).cpu().numpy()

@@ -9,7 +9,7 @@ PROMPT = "Once upon a time"
 
 
 def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: str | None = None) -> dict[str, str]:
-    """Runtime and command line for an export to ``hf``, ``gguf`` or ``onnx``; the first one needs nothing more."""
+    """Runtime and command line for an export; the first one needs nothing more."""
     place, prompt = quote(str(out)), quote(PROMPT)
     ours = f"dwindle generate {place} {prompt}"
     if to == "gguf":
@@ -20,6 +20,15 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
             "llama.cpp": f"llama-cli -m {place} -p {prompt} -n 48",
             "Ollama": f"{create} && ollama run {name} {prompt}",
         }
+    if to == "transformers.js":
+        folder = Path(out).resolve()
+        code = (
+            'import { env, pipeline } from "@huggingface/transformers"; '
+            f'env.localModelPath = "{folder.parent}/"; env.allowRemoteModels = false; '
+            f'const run = await pipeline("text-generation", "{folder.name}", {{ dtype: "q4" }}); '
+            f'console.log((await run("{PROMPT}", {{ max_new_tokens: 48 }}))[0].generated_text)'
+        )
+        return {"Node, where @huggingface/transformers is installed": f"node --input-type=module -e {quote(code)}"}
     if to == "onnx":
         return {"onnxruntime": ours}
     if layout == "deci":

@@ -138,6 +138,16 @@ def as_float32(model: Any) -> Any:
     return copy
 
 
+def with_tensors(model: Any, tensors: dict[str, Tensor]) -> Any:
+    """A float32 copy of the model with some of its weights replaced, such as rounded ones."""
+    changed = deepcopy(model).float()
+    parameters = dict(changed.named_parameters())
+    with torch.no_grad():
+        for name, values in tensors.items():
+            parameters[name].copy_(values)
+    return changed
+
+
 def verify_llamacpp(
     path: Any, reference: Any, tokenizer: Any, prompts: list[list[int]], *, type_: str, threads: int
 ) -> Verified:

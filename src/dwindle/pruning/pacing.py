@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from dwindle.pruning.config import PretrainPruneConfig
+
 
 class Pacing(Protocol):
     """Says whether another group is due once ``step`` gradient steps (or rounds) are done."""
@@ -163,3 +165,14 @@ class Rounds:
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         return step
+
+
+def training_pacing(config: PretrainPruneConfig, *, start: int, end: int, first_step: int, num_steps: int) -> Pacing:
+    """When a run of ``num_steps`` prunes from ``start`` to ``end`` parameters, after ``first_step`` steps without."""
+    if config.keeps_hidden_size:
+        return Stages(start, end, first_step, num_steps, config.interleaves)
+    if config.steps_ratio is not None:
+        return Ratio(*config.steps_ratio, first_step=first_step)
+    assert config.effective_horizon is not None
+    last = first_step + max(round(config.effective_horizon * num_steps), 1)
+    return Horizon(start, end, first_step, min(last, num_steps))

@@ -7,30 +7,35 @@ is rebuilt at smaller shapes.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dwindle.anatomy.structure import Structure
+from dwindle.core.config import from_dict
+from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
+from dwindle.distributed.collectives import num_processes
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Ledger, prune_event, source_event
-from dwindle.pruning.pacing import Horizon, Pacing
+from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Choice
-from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Target, sizes_of
-from dwindle.training.callbacks import Callback
+from dwindle.pruning.surgery import MOMENTS, Prunable
+from dwindle.pruning.target import Target, parse_target, sizes_of
+from dwindle.training.callbacks import Callback, synced_length, truncate_to
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -72,6 +77,43 @@ class Pruner(Callback):
         self._watch = InputWatch(units, config.num_gram_tokens or DEFAULT_GRAM_TOKENS)
         self._strategy = make_strategy(prunable.anatomy, target, config)
 
+    @classmethod
+    def attach(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        num_steps: int,
+        ledger: str | PathLike[str] | None = None,
+        source: str = "",
+        seed: int = 0,
+        state: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> AttachedPruner:
+        """A pruner for your own loop of ``num_steps`` steps; ``settings`` are the keys of a recipe's [prune] table.
+
+        ``ledger`` is the file that events are written to, ``source`` the name of the model in it. ``state`` is what
+        ``state_dict`` returned when the weights were saved, to continue there.
+        """
+        config = _own_loop_config(model, settings)
+        prunable = Prunable(model)
+        anatomy = prunable.anatomy
+        target = parse_target(config.target, anatomy, "target")
+        pacing = training_pacing(
+            config,
+            start=anatomy.count(anatomy.source).total,
+            end=final_count(anatomy, target),
+            first_step=config.warmup_steps or 0,
+            num_steps=num_steps,
+        )
+        its_config = cast(Any, model).config
+        source = source or getattr(its_config, "_name_or_path", "") or its_config.model_type
+        place = Path(os.devnull if ledger is None else ledger)
+        pruner = cls(
+            prunable, target, pacing, config=config, ledger=place, source=source, seed=seed, rebuild=_no_rebuild
+        )
+        return AttachedPruner(pruner, optimizer, place, state)
+
     @property
     def end_count(self) -> int:
         """Parameters at the target."""
@@ -100,12 +142,14 @@ class Pruner(Callback):
         self.prunable.mask_gradients()
 
     def after_backward(self, trainer: Trainer) -> None:
+        if self.scores_step(trainer.step + 1):
+            self._pending = self._begin_score(trainer)
+
+    def scores_step(self, step: int) -> bool:
+        """Whether the gradients of this step are needed."""
         if self.finished:
-            return
-        due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
-        if not due and not self.config.smoothing:
-            return
-        self._pending = self._begin_score(trainer)
+            return False
+        return bool(self.config.smoothing) or self._pace.due(step, self.prunable.num_parameters, self.num_events)
 
     def after_step(self, trainer: Trainer) -> None:
         choices = self._choose_due(trainer)
@@ -265,6 +309,159 @@ class AdamFisher(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._states)
+
+
+class AttachedPruner:
+    """A pruner in a loop that is not ours: what the pruner reads of a loop, and the two calls that it needs.
+
+    Pruned groups are zero and remain so; the shapes change only in ``compact``.
+    """
+
+    def __init__(
+        self,
+        pruner: Pruner,
+        optimizer: torch.optim.Optimizer,
+        ledger: Path,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.pruner = pruner
+        self.optimizer = optimizer
+        self.step = 0
+        """Steps done."""
+        self.tokens = 0
+        """Tokens seen, as counted by the caller."""
+        self.extra_metrics: dict[str, Any] = {}
+        """Of the last step: parameters, and the number of events."""
+        self.extra_times: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        """For people: parameters, and the step of the next event."""
+        self.fused_loss = False
+        self.batches = None
+        self._path = ledger
+        self._checked_optimizer = False
+        if state is not None:
+            self._load(state)
+        elif ledger.is_file():
+            truncate_to(ledger, 0)
+        pruner.on_start(cast(Any, self))
+
+    @property
+    def model(self) -> Any:
+        """The model that is trained; another one after ``compact``."""
+        return self.pruner.prunable.model
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters that are not pruned."""
+        return self.pruner.prunable.num_parameters
+
+    @property
+    def finished(self) -> bool:
+        """Whether the target is reached."""
+        return self.pruner.finished
+
+    def after_backward(self) -> None:
+        """Call once per step, when its gradients are complete, before they are clipped.
+
+        A step whose gradients are not finite prunes nothing.
+        """
+        loop, parameters = cast(Any, self), self.pruner.prunable.parameters
+        self.pruner.edit_gradients(loop)
+        if not self.pruner.scores_step(self.step + 1):
+            return
+        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.anatomy.outputs]
+        assert all(gradient is not None for gradient in gradients), "call after_backward() after loss.backward()"
+        norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
+        if bool(torch.stack(norms).isfinite().all()):
+            self.pruner.after_backward(loop)
+
+    def after_step(self, num_tokens: int = 0) -> None:
+        """Call after ``optimizer.step()``; ``num_tokens`` of the step are counted for the ledger."""
+        self.step += 1
+        self.tokens += num_tokens
+        self.extra_metrics.clear()
+        self.extra_times.clear()
+        if not self._checked_optimizer:
+            _check_moments(self.optimizer)
+            self._checked_optimizer = True
+        self.pruner.after_step(cast(Any, self))
+
+    def compact(self) -> Any:
+        """Rebuild the model at the shapes that are left and return it, with the same optimizer; only between steps.
+
+        The optimizer holds the new parameters and their moments afterwards, so schedulers of it remain valid.
+        """
+        prunable, optimizer = self.pruner.prunable, self.optimizer
+        names = {id(parameter): name for name, parameter in prunable.parameters.items()}
+        held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+        def rebuild(model: nn.Module) -> torch.optim.Optimizer:
+            fresh = dict(model.named_parameters())
+            for group, own in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = [fresh[name] for name in own]
+            return optimizer
+
+        self.pruner.rebuild = rebuild
+        self.pruner.compact(cast(Any, self), prunable.alive)
+        return self.model
+
+    def replace_model(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """After a compaction: nothing to do, the model is the prunable's."""
+        assert model is self.model and optimizer is self.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """State as JSON, to be saved with the weights and the optimizer of the same step."""
+        length = synced_length(self._path) if self._path.is_file() else 0
+        tensors = {name: [str(t.dtype).removeprefix("torch."), t.tolist()] for name, t in self.pruner.tensors().items()}
+        own = {"step": self.step, "tokens": self.tokens, "ledger_bytes": length}
+        return own | {"pruner": self.pruner.state_dict(), "tensors": tensors}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        prunable = self.pruner.prunable
+        if physical_structure(state["pruner"]) != prunable.physical:
+            raise UserError("state: was saved with a compacted model: attach to the model that compact() returned")
+        self.step, self.tokens = int(state["step"]), int(state["tokens"])
+        if self._path.is_file():
+            truncate_to(self._path, int(state["ledger_bytes"]))
+        self.pruner.load_state_dict(dict(state["pruner"]))
+        if state["tensors"]:
+            device = next(iter(prunable.parameters.values())).device
+            saved = state["tensors"].items()
+            tensors = {name: torch.tensor(t, dtype=getattr(torch, dtype), device=device) for name, (dtype, t) in saved}
+            self.pruner.load_tensors(tensors)
+
+    def close(self) -> None:
+        """Close the ledger; a later event opens it again."""
+        self.pruner.on_end(cast(Any, self))
+
+
+def _own_loop_config(model: nn.Module, settings: Mapping[str, Any]) -> PretrainPruneConfig:
+    """The settings of a pruner in another loop; refuses what only our own loop does."""
+    for name in ("compact_threshold", "compact_multiple", "compact_wait", "milestones", "enabled"):
+        if name in settings:
+            raise UserError(f"{name}: is for dwindle's own loop: leave it out, and call compact() or save() yourself")
+    if not settings.get("target"):
+        raise UserError('target: give the final size, such as target="60%"')
+    if num_processes() > 1:
+        raise UserError("attach: your own loop is pruned in one process only; several run with dwindle pretrain")
+    if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
+        raise UserError(f"model: {frozen[0]} is frozen, but pruning needs the gradients of all weights: unfreeze it")
+    return from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+
+
+def _check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """State that is not zeroed with its weights would let them grow back."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel() > 1 and key not in MOMENTS:
+                raise UserError(
+                    f"optimizer: {type(optimizer).__name__} keeps {key!r} for each weight, which cannot be pruned with "
+                    f"it (shape {tuple(parameter.shape)}): use torch.optim.AdamW"
+                )
+
+
+def _no_rebuild(*_: Any) -> torch.optim.Optimizer:
+    raise AssertionError("a loop that is not ours compacts through AttachedPruner.compact")
 
 
 def physical_structure(state: Mapping[str, Any]) -> Structure:

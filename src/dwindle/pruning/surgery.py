@@ -25,7 +25,8 @@ from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, re
 from dwindle.pruning.norm import ActiveRMSNorm
 from dwindle.training.muon import ALIVE_SIZES, MOMENTUM, alive_sizes
 
-MOMENTS = ("exp_avg", "exp_avg_sq", MOMENTUM)
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MOMENTUM)
+"""State of AdamW (also with ``amsgrad``), SGD and Muon that has the shape of its weights."""
 
 
 class Prunable:

@@ -24,6 +24,7 @@ from dwindle.training.config import (
     DEFAULT_TEACHER_WEIGHT,
     CheckpointConfig,
     DistillConfig,
+    LoggingConfig,
     TrainingConfig,
     ValidationConfig,
 )
@@ -54,6 +55,7 @@ class Recipe(Config):
         "text": "data.train",
         "eval_steps": "validation.every",
         "save_steps": "checkpoint.every",
+        "report_to": "logging.to",
     }
 
     source: ModelConfig
@@ -70,6 +72,8 @@ class Recipe(Config):
     """When the loss on held-out text (data.valid or data.holdout) is measured."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """How much a crash can cost."""
+    logging: LoggingConfig = Field(default_factory=LoggingConfig)
+    """Where the numbers of a run are shown, beside metrics.jsonl."""
 
     @property
     def num_sequences_per_step(self) -> int:

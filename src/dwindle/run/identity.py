@@ -20,6 +20,7 @@ from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import Checkpoint
 
 MAY_CHANGE = (
+    "logging.*",
     "source.device",
     "training.parallel",
     "training.micro_batch",

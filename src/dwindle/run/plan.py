@@ -20,7 +20,7 @@ from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
-from dwindle.pruning.pacing import Horizon, Pacing, Ratio, Stages
+from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
@@ -55,7 +55,8 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         target = parse_target(prune.target, anatomy, "prune.target")
         strategy = make_strategy(anatomy, target, prune)
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
-    pacing = _pacing(recipe, start, end)
+    first, num_steps = recipe.num_steps_before_pruning, recipe.num_steps
+    pacing = training_pacing(prune, start=start, end=end, first_step=first, num_steps=num_steps)
     events = strategy.event_bounds(pacing)
     if isinstance(pacing, Ratio):
         _check_enough_events(pacing, recipe, events)
@@ -64,17 +65,6 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
     return PruningPlan(target, end, pacing, events, milestones)
-
-
-def _pacing(recipe: Recipe, start: int, end: int) -> Pacing:
-    prune, first = recipe.prune, recipe.num_steps_before_pruning
-    if prune.keeps_hidden_size:
-        return Stages(start, end, first, recipe.num_steps, prune.interleaves)
-    if prune.steps_ratio is not None:
-        return Ratio(*prune.steps_ratio, first_step=first)
-    assert prune.effective_horizon is not None
-    last = first + max(round(prune.effective_horizon * recipe.num_steps), 1)
-    return Horizon(start, end, first, min(last, recipe.num_steps))
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:

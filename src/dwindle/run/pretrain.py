@@ -61,10 +61,11 @@ from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loop import Trainer, TrainingDiverged
 from dwindle.training.loss import language_model_loss
-from dwindle.training.metrics import MetricsWriter, TensorBoardWriter, tensorboard_installed
+from dwindle.training.metrics import MetricsWriter
 from dwindle.training.optim import LRSchedule, build_optimizer
 from dwindle.training.rng import seed_everything
 from dwindle.training.stop import StopSignal
+from dwindle.training.trackers import TRACKERS, chosen_tools, require_installed
 
 Results = dict[str, float | int | str]
 
@@ -97,6 +98,7 @@ def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
     """
     run.restore_replaced()
     check_data(recipe)
+    require_installed(chosen_tools(recipe.logging))
     run.check_free(overwrite=overwrite)
     texts = [*recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
     refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts])
@@ -411,12 +413,17 @@ class Job:
         callbacks += others
         if self.world.is_main:
             callbacks += [MetricsWriter(self.run.metrics), FirstStep(self.run.discard_replaced)]
-            if tensorboard_installed():
-                callbacks.append(TensorBoardWriter(self.run.tensorboard))
+            callbacks += self._trackers()
             callbacks.append(Display())
         settings = self.recipe.checkpoint
         last = Checkpointer(self.run.path, settings.every, settings.keep_last, extra_files=LOGS, engine=self.engine)
         return [*callbacks, last]
+
+    def _trackers(self) -> list[Callback]:
+        recipe, title = self.recipe, self.run.path.resolve().name
+        shown = {"training": recipe.training.model_dump(), "prune": recipe.prune.model_dump()}
+        tools = chosen_tools(recipe.logging)
+        return [TRACKERS[name](self.run.tool(name), recipe.logging, title, shown) for name in tools]
 
     def _count(self) -> int:
         if self.pruner is not None:

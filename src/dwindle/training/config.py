@@ -1,4 +1,4 @@
-"""The ``[training]``, ``[distill]``, ``[validation]`` and ``[checkpoint]`` tables of a recipe."""
+"""The ``[training]``, ``[distill]``, ``[validation]``, ``[checkpoint]`` and ``[logging]`` tables of a recipe."""
 
 from __future__ import annotations
 
@@ -114,3 +114,15 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; 0 saves only when the run ends or is stopped."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints kept; two, so that a damaged newest one can be replaced by the one before."""
+
+
+class LoggingConfig(Config):
+    """Where the numbers of a run are shown, beside metrics.jsonl."""
+
+    to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] | None = None
+    """Tools to write for, such as ["tensorboard", "trackio"]. Not set: tensorboard if it is installed."""
+    project: str = "dwindle"
+    """Name of the project (trackio, wandb) or experiment (mlflow) that runs are put into."""
+    online: bool = False
+    """Send to the service of wandb, or to the mlflow server of MLFLOW_TRACKING_URI, while training; off keeps
+    everything on this machine."""

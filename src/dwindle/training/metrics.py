@@ -1,19 +1,16 @@
-"""Metrics of a run: one JSON line per step, and TensorBoard if it is installed."""
+"""Metrics of a run: one JSON line per step."""
 
 from __future__ import annotations
 
-import importlib.util
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.core.errors import UserError
 from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback
 from dwindle.training.flops import flops_per_token, peak_flops
@@ -73,40 +70,3 @@ class MetricsWriter(Callback):
 
     def on_end(self, trainer: Trainer) -> None:
         self._lines.close()
-
-
-def tensorboard_installed() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-class TensorBoardWriter(Callback):
-    """The same numbers for TensorBoard; a resumed run hides the steps written after its checkpoint."""
-
-    def __init__(self, folder: Path) -> None:
-        if not tensorboard_installed():
-            raise UserError("tensorboard is not installed: run `pip install tensorboard`")
-        self.folder = Path(folder)
-        self._writer: Any = None
-
-    def on_start(self, trainer: Trainer) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + 1 if trainer.step else None)
-
-    def after_step(self, trainer: Trainer) -> None:
-        last = trainer.last
-        assert last is not None
-        numbers = {"loss": last.loss, "grad_norm": last.grad_norm, "lr": last.lr, **trainer.extra_metrics}
-        numbers["tokens_per_s"] = last.num_tokens / max(last.seconds, 1e-9)
-        for name, value in numbers.items():
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                self._writer.add_scalar(name, value, trainer.step)
-
-    def on_checkpoint(self, trainer: Trainer) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-
-    def on_end(self, trainer: Trainer) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None

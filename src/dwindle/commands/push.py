@@ -1,0 +1,33 @@
+"""``dwindle push``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dwindle.commands.app import SHIP, Json, app, print_result
+from dwindle.core.terminal import plain, say
+
+
+@app.command(rich_help_panel=SHIP)
+def push(
+    model: Annotated[str, typer.Argument(help="A model directory that dwindle wrote, or a run.")],
+    repo: Annotated[str, typer.Argument(help="user/name on the Hugging Face Hub.")],
+    gguf: Annotated[
+        list[str] | None, typer.Option(help="A GGUF file to put beside it; those in the directory are found.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Only you can see it, if it is new.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Publish a model on the Hugging Face Hub: weights, card, ledger, structure and GGUF files, in one commit."""
+    from dwindle.export.publishing import push
+
+    found = push(model, repo, gguf=gguf or [], private=private, dry_run=dry_run)
+    print_result(found.to_json() if as_json else found.render(), as_json)
+    if as_json:
+        return
+    for name in found.left_out:
+        say(plain(f"stays here: {name}"), error=True)
+    say("nothing was sent" if found.url is None else f"published: {found.url}", error=True)

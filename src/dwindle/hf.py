@@ -1,0 +1,186 @@
+"""Prune in a loop that is not ours: transformers' ``Trainer``, TRL's ``SFTTrainer``, or plain PyTorch.
+
+The pruner is the one of ``dwindle pretrain`` (``Pruner.attach``); nothing in transformers is patched. This module
+stands after all rooms, and none imports it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import GradientState
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from dwindle.anatomy.build import is_custom
+from dwindle.core.errors import UserError
+from dwindle.core.run_directory import LEDGER
+from dwindle.export.huggingface import write_model
+from dwindle.export.verification import fixed_prompts, verify_transformers
+from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.pruner import AttachedPruner, Pruner
+
+_IGNORED = -100
+"""Labels that transformers leaves out of the loss."""
+
+
+def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
+    """Write the model, cut to what is left, with structure, ledger and card; its logits are compared before.
+
+    The model that is trained stays as it is.
+    """
+    prunable = pruner.pruner.prunable
+    smaller: Any = prunable.compacted().eval()
+    prompts = fixed_prompts(tokenizer, smaller.config.vocab_size)
+    training = prunable.model.training
+    about: Any = {
+        "structure": prunable.alive,
+        "source": pruner.pruner.source,
+        "ledger": pruner.pruner.ledger.events,
+        "results": {"training tokens": pruner.tokens} if pruner.tokens else None,
+    }
+    with write_model(smaller, tokenizer, out, overwrite=overwrite, **about) as folder:
+        try:
+            verify_transformers(folder, prunable.model.eval(), prompts, remote_code=is_custom(smaller.config))
+        finally:
+            prunable.model.train(training)
+    return Path(out)
+
+
+class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Prunes the model of a ``Trainer`` while it trains; its settings are the keys of a recipe's [prune] table.
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[pruning := PruningCallback(target="60%")])
+    trainer.train()
+    pruning.save("smaller", tokenizer)
+
+    Pruned groups are zero and remain so; ``save`` and ``compact`` cut them out. The ledger is written to
+    ``args.output_dir``, the pruner's state with each checkpoint (``trainer_state.json``).
+    """
+
+    def __init__(self, target: str, **settings: Any) -> None:
+        self.settings = {"target": target, **settings}
+        PretrainPruneConfig(**self.settings)  # refuses unknown keys and wrong values before anything is loaded
+        self.pruner: AttachedPruner | None = None
+        """Of the run that trains or has trained."""
+        self._first_step = 0
+        self._complete: set[str] = set()
+        self._tokens: Tensor | int = 0
+        self._handles: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """The optimizer exists, and a checkpoint has been loaded."""
+        model, optimizer = parts["model"], getattr(parts["optimizer"], "optimizer", parts["optimizer"])
+        if self.pruner is None or state.global_step:
+            _check(args, model)
+            self.pruner = self._attach(args, state, model, optimizer)
+        elif self.pruner.model is not model:
+            raise UserError("model: it is not the one that this PruningCallback prunes: make a new callback for it")
+        self.pruner.optimizer = optimizer
+        self._first_step = self.pruner.step - state.global_step
+        self._listen(model)
+
+    def _attach(self, args: Any, state: Any, model: Any, optimizer: Any) -> AttachedPruner:
+        saved = None
+        if state.global_step:
+            saved = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("saved")
+            if not saved:
+                raise UserError(
+                    f"checkpoint of step {state.global_step}: has no state of a PruningCallback: it was written without"
+                    " one; begin again, or leave the callback out"
+                )
+        config = PretrainPruneConfig(**self.settings)
+        settings = dict(self.settings)
+        if config.warmup_steps is None and not config.keeps_hidden_size:
+            settings["warmup_steps"] = args.get_warmup_steps(state.max_steps)
+        ledger = Path(args.output_dir) / LEDGER
+        return Pruner.attach(
+            model, optimizer, num_steps=state.max_steps, ledger=ledger, seed=args.seed, state=saved, **settings
+        )
+
+    def _listen(self, model: nn.Module) -> None:
+        """Gradients are read when the last of them arrives: the Trainer clips them before it calls any callback."""
+        assert self.pruner is not None
+        self._forget()
+        prunable = self.pruner.pruner.prunable
+        names = {row.name for _, row in prunable.anatomy.outputs}
+        parameters: dict[str, Any] = dict(prunable.parameters)
+        self._handles = [
+            parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name, names)) for name in names
+        ]
+        self._handles.append(model.register_forward_pre_hook(self._count, with_kwargs=True))
+
+    def _arrived(self, name: str, names: set[str], _: Tensor) -> None:
+        assert self.pruner is not None
+        self._complete.add(name)
+        if self._complete == names:
+            self._complete.clear()
+            if GradientState().sync_gradients:  # the last backward pass of the step
+                self.pruner.after_backward()
+
+    def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Predicted tokens, without a synchronisation."""
+        if not model.training:
+            return
+        labels, shifted, ids = kwargs.get("labels"), kwargs.get("shift_labels"), kwargs.get("input_ids")
+        if shifted is None and labels is not None:
+            shifted = labels[..., 1:]
+        if shifted is not None:
+            self._tokens = self._tokens + (shifted != _IGNORED).sum()
+        elif ids is not None:
+            self._tokens = self._tokens + ids[..., 1:].numel()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """The weights are updated, and nothing is saved yet."""
+        assert self.pruner is not None
+        counted = self._tokens
+        self._tokens = 0
+        self.pruner.after_step(int(counted))
+        assert self.pruner.step == self._first_step + state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        assert self.pruner is not None
+        self._forget()
+        self.pruner.close()
+
+    def _forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._complete.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into its checkpoints."""
+        saved = None if self.pruner is None else self.pruner.state_dict()
+        return {"args": self.settings, "attributes": {"saved": saved}}
+
+    def compact(self, trainer: Any) -> None:
+        """Between two calls of ``trainer.train()``: continue with a model of the shapes that are left."""
+        pruner = self._pruner()
+        model = pruner.compact()
+        trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+
+    def save(self, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
+        """Write the model, cut to what is left, as ``dwindle pretrain`` does."""
+        return save(self._pruner(), out, tokenizer, overwrite=overwrite)
+
+    def _pruner(self) -> AttachedPruner:
+        if self.pruner is None:
+            raise UserError("PruningCallback: its Trainer has not trained yet: call trainer.train() first")
+        return self.pruner
+
+
+def _check(args: Any, model: Any) -> None:
+    """Refuse what would not be exact."""
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise UserError("PruningCallback: works in one process with one device; several run with dwindle pretrain")
+    if args.fp16:
+        raise UserError("fp16: its gradients are scaled when they are read: train with bf16=True")
+    if args.load_best_model_at_end:
+        raise UserError("load_best_model_at_end: would bring pruned weights back: leave it out")
+    if not hasattr(model, "config") or hasattr(model, "peft_config"):
+        raise UserError("model: adapters (PEFT) cannot be pruned: train all weights, or merge them first")
