@@ -11,6 +11,7 @@ dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.generate("smaller.gguf", "Once upon a time")
+dwindle.generate_answers("smaller", "prompts.jsonl", "answers.jsonl", tokens=256)
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 dwindle.register_family("family.toml")
 dwindle.check_family("my-model")
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dwindle.pruning.metrics import register_metric
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
+    from dwindle.run.answers import generate_answers
     from dwindle.run.family_check import check_family
     from dwindle.run.generation import generate
     from dwindle.run.inspection import inspect
@@ -49,6 +51,7 @@ __all__ = [
     "export",
     "export_model",
     "generate",
+    "generate_answers",
     "inspect",
     "load",
     "load_recipe",
@@ -68,6 +71,7 @@ _HOMES = {
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
     "generate": "dwindle.run.generation:generate",
+    "generate_answers": "dwindle.run.answers:generate_answers",
     "inspect": "dwindle.run.inspection:inspect",
     "load": "dwindle.sources.loading:load",
     "load_recipe": "dwindle.recipe.recipe:load_recipe",

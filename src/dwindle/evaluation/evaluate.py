@@ -25,12 +25,12 @@ from dwindle.evaluation.config import EngineName, EvalConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import EvalEngine, OwnEngine
-from dwindle.evaluation.in_memory import in_memory
+from dwindle.evaluation.in_memory import in_memory, load_with_tokenizer
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources.loading import Loaded, check_source, chosen_device, load, model_of_run, needed_tokenizer
+from dwindle.sources.loading import Loaded, check_source, chosen_device, model_of_run
 
 
 @dataclass(slots=True)
@@ -132,19 +132,6 @@ def check_engine(config: EvalConfig) -> None:
         from dwindle.evaluation.harness import import_harness
 
         import_harness()
-
-
-def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
-    """Load a model, quantized by ``dwindle`` or not, with its tokenizer."""
-    from dwindle.quantization.quantize import MARKER
-    from dwindle.quantization.quantize import load as load_quantized
-
-    if (Path(source) / MARKER).is_file():
-        loaded = load_quantized(source)
-        loaded.model.to(torch.device(device))
-    else:
-        loaded = load(source, dtype=dtype, device=device)
-    return loaded.model, needed_tokenizer(loaded.tokenizer, source)
 
 
 @takes(EvalConfig)

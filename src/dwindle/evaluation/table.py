@@ -18,9 +18,9 @@ from dwindle.evaluation.evaluate import (
     check_engine,
     evaluate_model,
     load_data,
-    load_with_tokenizer,
     trained_tokens,
 )
+from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result

@@ -93,6 +93,13 @@ class LlamaCppEngine:
         answer = self._checked(self._server.handle_chat_completions({"messages": messages, **request}))
         return str(answer["choices"][0]["message"]["content"])
 
+    def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        """An answer to a prompt of token ids: its text, its number of tokens, and whether the model ended it."""
+        answer = self._complete(request)
+        choice, count = answer["choices"][0], int(answer["usage"]["completion_tokens"])
+        is_finished = choice["finish_reason"] == "stop"
+        return {"text": str(choice["text"]), "tokens": count - is_finished, "finished": is_finished}
+
     def _complete(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._checked(self._server.handle_completions({"cache_prompt": False, **request}))
 
