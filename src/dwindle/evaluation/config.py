@@ -25,6 +25,8 @@ class EvalConfig(Config):
     """dtype of a model that is loaded. Not set: float32."""
     max_length: Annotated[int, Field(ge=1)] | None = None
     """Maximum sequence length. Not set: the model's."""
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    """Maximum tokens of a generated answer. Not set: the task's, such as 1280 of ifeval."""
 
 
 class SamplingConfig(Config):
