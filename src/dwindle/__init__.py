@@ -12,6 +12,7 @@ dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.generate("smaller.gguf", "Once upon a time")
 dwindle.generate_answers("smaller", "prompts.jsonl", "answers.jsonl", tokens=256)
+dwindle.win_rate("answers.jsonl", "others.jsonl", judge="judge-model")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 dwindle.register_family("family.toml")
 dwindle.check_family("my-model")
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
+    from dwindle.run.winrate import win_rate
     from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
@@ -63,6 +65,7 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
+    "win_rate",
 ]
 
 _HOMES = {
@@ -83,6 +86,7 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
+    "win_rate": "dwindle.run.winrate:win_rate",
 }
 
 

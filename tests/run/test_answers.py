@@ -166,7 +166,7 @@ def test_other_settings_do_not_continue_a_file(model: Path, prompts: Path, tmp_p
     with pytest.raises(UserError, match="already exists"):
         generate_answers(model, prompts, out, tokens=5, device="cpu")
     (tmp_path / "b.jsonl.partial").write_text("mine\n")
-    with pytest.raises(UserError, match="not an unfinished file of answers"):
+    with pytest.raises(UserError, match="was not begun by this command"):
         generate_answers(model, prompts, tmp_path / "b.jsonl", device="cpu")
     assert (tmp_path / "b.jsonl.partial").read_text() == "mine\n"
 

@@ -31,12 +31,12 @@ from dwindle.evaluation.generation_tasks import (
     GenerationData,
     answer_items,
     load_generation,
-    read_answers,
     score_answers,
 )
 from dwindle.evaluation.in_memory import in_memory, load_with_tokenizer
 from dwindle.evaluation.metrics import Accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
+from dwindle.evaluation.prompts import read_chats
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import FEW_SHOT_TASKS, TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources.loading import Loaded, check_source, chosen_device, model_of_run
@@ -208,7 +208,8 @@ def evaluate_answers(
     if data.tasks or data.texts:
         others = [task.task.name for task in data.tasks] + [text.name for text in data.texts]
         raise UserError(f"--tasks: {', '.join(others)} cannot be scored from answers: give the model, or other tasks")
-    started, answers = time.perf_counter(), read_answers(path)
+    started = time.perf_counter()
+    answers = {name: chat[-1]["content"] for name, chat in read_chats(path).items()}
     result = EvalResult(name, 0, "answers", "", "", 0, 0, data.limit, [], [], versions=_versions("answers"))
     lines: list[str] = []
     for generated in data.generated:

@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.evaluation.config import SamplingConfig
-from dwindle.evaluation.data import json_lines, open_dataset, shot_dataset
+from dwindle.evaluation.data import open_dataset, shot_dataset
 from dwindle.evaluation.generation import Answerer, TransformersAnswerer, room_for
 from dwindle.evaluation.ifeval import LEVELS, Checkers, levels
 from dwindle.evaluation.metrics import standard_error
-from dwindle.evaluation.prompts import checked_messages, prompt_ids
+from dwindle.evaluation.prompts import prompt_ids
 from dwindle.evaluation.results import GenerationResult
 from dwindle.evaluation.tasks import BrokenItem, Dataset
 
@@ -239,24 +238,6 @@ def _cut(text: str, until: Sequence[str]) -> str:
     for end in until:
         text = text.split(end)[0]
     return text
-
-
-def read_answers(path: Path) -> dict[int | str, str]:
-    """The last answer of every line of a file of ``dwindle generate --prompts``, by its id."""
-    found: dict[int | str, str] = {}
-    for label, row in json_lines(path):
-        where = f"{path}, {label}"
-        if isinstance(row, BrokenItem) or not isinstance(row.get("messages"), list) or "id" not in row:
-            raise UserError(f"{where}: is not an answer: give a file of `dwindle generate --prompts`")
-        messages = checked_messages(row["messages"], where)
-        if not messages or messages[-1]["role"] != "assistant":
-            raise UserError(f"{where}: the last message is not an answer of the assistant: correct it")
-        if row["id"] in found:
-            raise UserError(f"{where}: the id {row['id']!r} is there twice: remove one")
-        found[row["id"]] = messages[-1]["content"]
-    if not found:
-        raise UserError(f"{path}: has no answers: give a file of `dwindle generate --prompts`")
-    return found
 
 
 # Scores -------------------------------------------------------------------------------------------------------

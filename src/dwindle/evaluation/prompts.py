@@ -12,6 +12,8 @@ from dwindle.evaluation.data import json_lines, read_text
 from dwindle.evaluation.tasks import BrokenItem
 
 Message = dict[str, str]
+Chats = dict[int | str, tuple[Message, ...]]
+"""By id."""
 _IDS = ("id", "key", "question_id")
 _TEXTS = ("prompt", "instruction", "question", "text")
 _FORMS = "messages, turns, prompt, instruction (and input), question or text"
@@ -86,6 +88,24 @@ def checked_messages(chat: Sequence[Any], where: str) -> tuple[Message, ...]:
             raise UserError(f"{where}: message {place} has no role and content of text: correct it")
         messages.append({"role": role, "content": content})
     return tuple(messages)
+
+
+def read_chats(path: Path) -> Chats:
+    """The messages of every line of a file of ``dwindle generate --prompts``; the last one is the answer."""
+    chats: Chats = {}
+    for label, row in json_lines(path):
+        where = f"{path}, {label}"
+        if isinstance(row, BrokenItem) or not isinstance(row.get("messages"), list) or "id" not in row:
+            raise UserError(f"{where}: is not an answer: give a file of `dwindle generate --prompts`")
+        messages = checked_messages(row["messages"], where)
+        if not messages or messages[-1]["role"] != "assistant":
+            raise UserError(f"{where}: the last message is not an answer of the assistant: correct it")
+        if row["id"] in chats:
+            raise UserError(f"{where}: the id {row['id']!r} is there twice: remove one")
+        chats[row["id"]] = messages
+    if not chats:
+        raise UserError(f"{path}: has no answers: give a file of `dwindle generate --prompts`")
+    return chats
 
 
 def _asked(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:

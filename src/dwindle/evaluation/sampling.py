@@ -75,8 +75,8 @@ class BatchDecoder:
         self._step = 0
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in _arguments(model) else {}
 
-    def step(self) -> Tensor:
-        """The next token of every row."""
+    def logits(self) -> Tensor:
+        """Of the next token of every row (B × V); the tokens so far are in the cache then."""
         inputs: dict[str, Any] = {"input_ids": self._fresh_BT, "past_key_values": self._cache, "use_cache": True}
         if self._mask_BT is not None:
             inputs["attention_mask"] = self._mask_BT
@@ -86,8 +86,14 @@ class BatchDecoder:
             )
         answer = self._model(**inputs, **self._last_logits)
         self._cache = answer.past_key_values
+        logits_BV: Tensor = answer.logits[:, -1]
+        return logits_BV
+
+    def step(self) -> Tensor:
+        """The next token of every row."""
+        logits_BV = self.logits()
         draws = None if self._draws is None else self._draws[:, self._step]
-        next_B = choose(answer.logits[:, -1], self._config, draws)
+        next_B = choose(logits_BV, self._config, draws)
         self._step += 1
         self._fresh_BT, self._next_position_B = next_B[:, None], self._next_position_B + 1
         if self._mask_BT is not None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike, fspath
 from pathlib import Path
@@ -20,13 +18,13 @@ from typing import Any
 
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
-from dwindle.core.files import NotWritten, fsync_path, refuse_file, write_text_atomic
+from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
-from dwindle.core.reading import parse_json
 from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.generation import Answer, Answerer, open_answerer, room_for
 from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
+from dwindle.run.journal import Journal
 from dwindle.sources.fingerprint import source_fingerprint
 from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
@@ -85,9 +83,10 @@ def generate_answers(
     found = read_prompts(file, limit=limit)
     header = _header(source, found, config, chat, device)
     journal = Journal(target.with_name(target.name + ".partial"), header, overwrite=overwrite)
+    written = {(row["turn"], row["group"]): [Answer(*one) for one in row["answers"]] for row in journal.rows}
     with open_answerer(source, config, device=device, threads=threads) as answerer:
         work = _Work(found, answerer, config, chat)
-        summary = work.run(journal, str(target))
+        summary = work.run(journal, written, str(target))
     write_text_atomic(target, "".join(map(json_line, work.rows())), option="--out")
     journal.remove()
     return summary
@@ -106,61 +105,6 @@ def _header(source: str, prompts: Sequence[Prompt], config: GenerateConfig, chat
     }
 
 
-class Journal:
-    """``<out>.partial``: a header, then a line for every finished group."""
-
-    def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool) -> None:
-        self.path = path
-        self.groups: dict[tuple[int, int], list[Answer]] = {}
-        """By turn and number of the group."""
-        self._header = json_line(header)
-        """Of a new file, until it is written with the first group."""
-        if overwrite or not path.exists():
-            return
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        first, *lines = whole.splitlines() or [b""]
-        self._check(first, header)
-        for line in lines:
-            row = parse_json(line)
-            self.groups[row["turn"], row["group"]] = [Answer(*answer) for answer in row["answers"]]
-        self._header = ""
-        if len(whole) < len(content):  # a line that a killed process did not finish
-            os.truncate(path, len(whole))
-
-    def _check(self, line: bytes, header: dict[str, Any]) -> None:
-        found: Any = None
-        with suppress(ValueError):
-            found = parse_json(line)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise UserError(f"--out {self.path}: exists and is not an unfinished file of answers: choose another name")
-        other = [name for name in header if found.get(name) != header[name]]
-        if other:
-            what = ", ".join(other)
-            raise UserError(
-                f"--out {self.path}: was begun with another {what}: repeat that command, or pass --overwrite"
-            )
-
-    def append(self, turn: int, group: int, answers: Sequence[Answer]) -> None:
-        rows = [[one.text, one.num_tokens, one.is_finished] for one in answers]
-        line = json_line({"turn": turn, "group": group, "answers": rows})
-        if self._header:
-            write_text_atomic(self.path, self._header + line, option="--out")
-            self._header = ""
-        else:
-            try:
-                with self.path.open("a", encoding="utf-8", newline="\n") as file:
-                    file.write(line)
-                fsync_path(self.path)
-            except OSError as error:
-                raise NotWritten(f"--out {self.path}", error, "free space, then run the same command again") from error
-        self.groups[turn, group] = list(answers)
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            self.path.unlink()
-
-
 class _Work:
     """The chats, turn by turn."""
 
@@ -172,7 +116,8 @@ class _Work:
         if not chat and (several := [prompt for prompt in prompts if prompt.later_turns]):
             raise UserError(f"{several[0].where}: has several turns, which need a chat template: omit --no-chat")
 
-    def run(self, journal: Journal, out: str) -> GenerationSummary:
+    def run(self, journal: Journal, written: Mapping[tuple[int, int], list[Answer]], out: str) -> GenerationSummary:
+        """Answer what is not among the ``written`` groups (by turn and number)."""
         started, tokens, resumed = time.perf_counter(), 0, 0
         num_turns = 1 + max(len(prompt.later_turns) for prompt in self._prompts)
         total = sum(1 + len(prompt.later_turns) for prompt in self._prompts)
@@ -180,13 +125,14 @@ class _Work:
             for turn in range(num_turns):
                 members, rows, groups = self._plan(turn)
                 for number, group in enumerate(groups):
-                    found = journal.groups.get((turn, number))
+                    found = written.get((turn, number))
                     if found is not None:
                         resumed += len(found)
                         bar.advance(len(found))
                     else:
                         found = self._answer(turn, [(members[place], rows[place]) for place in group])
-                        journal.append(turn, number, found)
+                        rows_of = [[one.text, one.num_tokens, one.is_finished] for one in found]
+                        journal.append({"turn": turn, "group": number, "answers": rows_of})
                         tokens += sum(one.num_tokens for one in found)
                         speed = tokens / (time.perf_counter() - started)
                         bar.advance(len(found), f"answering, {speed:,.0f} tokens/s")
