@@ -29,6 +29,10 @@ class EvalConfig(Config):
     """Maximum tokens of a generated answer. Not set: the task's, such as 1280 of ifeval."""
 
 
+LONG_ANSWER = 512
+"""Tokens at most, where ``tokens`` is not set: of a file of prompts, or of a chat."""
+
+
 class SamplingConfig(Config):
     """How the next token is chosen."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dwindle.core.errors import UserError
-from dwindle.evaluation.config import GenerateConfig, SamplingConfig
+from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SamplingConfig
 from dwindle.evaluation.encoding import max_length_of
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.sampling import decode, end_tokens, uniforms
@@ -105,7 +105,7 @@ class LlamaCppAnswerer:
     def _call(self, method: str, **arguments: Any) -> Any:
         try:
             if self._process is None:
-                context = min(self.max_length, self._context + (self._config.tokens or 512) + 8)
+                context = min(self.max_length, self._context + (self._config.tokens or LONG_ANSWER) + 8)
                 self._process = RuntimeProcess("llamacpp-default", self._path, threads=self._threads, context=context)
             return self._process.call(method, **arguments)
         except RuntimeFailure as error:

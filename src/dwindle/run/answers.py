@@ -21,7 +21,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
-from dwindle.evaluation.config import GenerateConfig
+from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig
 from dwindle.evaluation.generation import Answer, Answerer, open_answerer, room_for
 from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
 from dwindle.run.journal import Journal
@@ -29,7 +29,6 @@ from dwindle.sources.fingerprint import source_fingerprint
 from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
 FORMAT = "dwindle-answers-1"
-DEFAULT_TOKENS = 512
 
 
 @dataclass(slots=True)
@@ -110,7 +109,7 @@ class _Work:
 
     def __init__(self, prompts: Sequence[Prompt], answerer: Answerer, config: GenerateConfig, chat: bool) -> None:
         self._prompts, self._answerer, self._chat = prompts, answerer, chat
-        self._wanted = config.tokens or DEFAULT_TOKENS
+        self._wanted = config.tokens or LONG_ANSWER
         self._chats: list[list[Message]] = [[*prompt.messages] for prompt in prompts]
         self._answers: list[list[Answer]] = [[] for _ in prompts]
         if not chat and (several := [prompt for prompt in prompts if prompt.later_turns]):
