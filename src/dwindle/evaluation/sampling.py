@@ -17,9 +17,6 @@ from torch import Tensor
 
 from dwindle.evaluation.config import SamplingConfig
 
-_CHECK_EVERY_ON_GPU = 16
-"""Steps between two looks at the tokens: each look waits for the GPU."""
-
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
@@ -28,6 +25,11 @@ class Decoded:
     ids: list[int]
     is_finished: bool
     """False if it was cut at the maximum number of tokens."""
+
+
+def check_every(device: torch.device) -> int:
+    """Steps between two looks at the tokens: each look waits for a GPU."""
+    return 1 if device.type == "cpu" else 16
 
 
 def uniforms(seed: int, keys: Sequence[int], count: int) -> Tensor:
@@ -136,7 +138,7 @@ def decode(
     alive = list(range(len(rows)))
     with evaluating(model):
         decoder = BatchDecoder(model, rows, config, draws)
-        every = 1 if next(model.parameters()).device.type == "cpu" else _CHECK_EVERY_ON_GPU
+        every = check_every(next(model.parameters()).device)
         columns: list[Tensor] = []
         for step in range(1, count + 1):
             columns.append(decoder.step())
