@@ -25,7 +25,8 @@ from rich.table import Table
 from dwindle.evaluation.agreement import Scores, agreement
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.data import load_task
-from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data, load_with_tokenizer
+from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data
+from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.results import EvalResult
 from dwindle.evaluation.tasks import TASKS, resolve_tasks
 

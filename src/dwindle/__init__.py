@@ -11,6 +11,8 @@ dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.generate("smaller.gguf", "Once upon a time")
+dwindle.generate_answers("smaller", "prompts.jsonl", "answers.jsonl", tokens=256)
+dwindle.win_rate("answers.jsonl", "others.jsonl", judge="judge-model")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 dwindle.register_family("family.toml")
 dwindle.check_family("my-model")
@@ -34,12 +36,14 @@ if TYPE_CHECKING:
     from dwindle.pruning.pruner import Pruner
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
+    from dwindle.run.answers import generate_answers
     from dwindle.run.family_check import check_family
     from dwindle.run.generation import generate
     from dwindle.run.inspection import inspect
     from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
+    from dwindle.run.winrate import win_rate
     from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
@@ -53,6 +57,7 @@ __all__ = [
     "export",
     "export_model",
     "generate",
+    "generate_answers",
     "inspect",
     "load",
     "load_recipe",
@@ -65,6 +70,7 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
+    "win_rate",
 ]
 
 _HOMES = {
@@ -74,6 +80,7 @@ _HOMES = {
     "evaluate": "dwindle.evaluation.evaluate:evaluate",
     "export_model": "dwindle.export.exporting:export",
     "generate": "dwindle.run.generation:generate",
+    "generate_answers": "dwindle.run.answers:generate_answers",
     "inspect": "dwindle.run.inspection:inspect",
     "load": "dwindle.sources.loading:load",
     "load_recipe": "dwindle.recipe.recipe:load_recipe",
@@ -86,6 +93,7 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
+    "win_rate": "dwindle.run.winrate:win_rate",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import shlex
 import sys
@@ -61,6 +63,8 @@ def tiny_form(command: str) -> list[str]:
     if words[0] == "pretrain":
         words[1] = shlex.split(command)[2]
         words += SMALL
+    if words[0] in ("generate", "chat"):
+        words += ["--tokens", "8"]
     if words[0] == "prune":
         words[words.index("--to") + 1] = "80%"
         words += ["--sequences", "4", "--seq-len", "32"]
@@ -76,6 +80,12 @@ def test_the_commands_of_readme_and_index(
     source.model.save_pretrained("model")
     source.tokenizer.save_pretrained("model")
     (tmp_path / "books.txt").write_text("It was the best of times, it was the worst of times. " * 60)
+    asked = {"role": "user", "content": "Who was it?"}
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"id": 1, "messages": [asked]}) + "\n")
+    answered = {"id": 1, "messages": [asked, {"role": "assistant", "content": "He."}]}
+    (tmp_path / "others.jsonl").write_text(json.dumps(answered) + "\n")
+    (tmp_path / "people.jsonl").write_text('{"id": 1, "verdict": "B"}\n')
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/quit\n"))
     shown = [command for page in (README, ROOT / "docs" / "index.md") for command, _ in console(page)]
     tiny = dict.fromkeys(tuple(tiny_form(command)) for command in shown)  # the pages share some
     assert len(console(README)) == 4 and len(tiny) >= 14

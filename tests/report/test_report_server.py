@@ -14,7 +14,7 @@ from made_runs import make_run
 
 from dwindle.core.errors import UserError
 from dwindle.report.run import Run
-from dwindle.report.server import MAX_CONNECTIONS, ReportServer
+from dwindle.report.server import ReportServer
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_idle_clients_do_not_keep_others_out(server: ReportServer) -> None:
         reply = busy.getresponse()
         assert reply.status == 200 and reply.read()
         assert ask(server, "/")[0] == 200
-    assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) <= MAX_CONNECTIONS + 20
+    assert sum(thread.name.startswith("Thread-") for thread in threading.enumerate()) <= server.max_connections + 20
     for connection in (busy, *idle):
         connection.close()
 

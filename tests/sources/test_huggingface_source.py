@@ -16,7 +16,7 @@ from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForC
 
 import dwindle
 from dwindle.core.errors import UserError
-from dwindle.evaluation.evaluate import load_with_tokenizer
+from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.run.compare import compare
 from dwindle.sources import huggingface
 from dwindle.sources.loading import load, load_config, load_tokenizer

@@ -18,8 +18,8 @@ from dwindle.core.terminal import PlainConsole, plain, say
 _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
     *("new", "pretrain", "resume", "prune", "tokenize"),
-    *("report", "runs", "plot", "eval", "table", "compare"),
-    *("generate", "export", "quantize", "bench", "push"),
+    *("report", "runs", "plot", "eval", "winrate", "table", "compare"),
+    *("generate", "chat", "export", "quantize", "bench", "push"),
 )
 
 API_NAMES = {"target": "to"}

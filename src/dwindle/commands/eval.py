@@ -32,7 +32,10 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option(help="Replace existing files of --out and --items.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Zero-shot accuracy on common tasks and perplexity on texts, with the results of lm-evaluation-harness."""
+    """Accuracy on common tasks and perplexity on texts, with the results of lm-evaluation-harness.
+
+    MODEL may also be a .jsonl file of dwindle generate --prompts, for tasks that are generated (ifeval).
+    """
     _check_files(out, items, overwrite)
     from dwindle.core.files import write_text_atomic
     from dwindle.evaluation.evaluate import evaluate

@@ -10,7 +10,8 @@ Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="commonsense (the seven usual ones), all, or names: arc_easy, arc_challenge, boolq, hellaswag, "
-        "openbookqa, piqa, winogrande, siqa, copa, mmlu, wikitext; comma-separated or repeated. Default: commonsense."
+        "openbookqa, piqa, winogrande, siqa, copa, mmlu, mmlu_5shot, wikitext, ifeval, gsm8k, exact_match; "
+        "comma-separated or repeated. Default: commonsense."
     ),
 ]
 Data = Annotated[

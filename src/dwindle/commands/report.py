@@ -51,7 +51,7 @@ def report(
     summary = summarise(found, published=published)
     path = write_page(render_page(summary), out or found.directory.report, overwrite=overwrite)
     if open_page:
-        _open(path.resolve().as_uri())
+        open_in_browser(path.resolve().as_uri())
     if as_json:
         figures = [figure["id"] for figure in summary["figures"]]
         print_result({"report": str(path), "figures": figures, "missing": summary["missing"]}, as_json)
@@ -74,14 +74,14 @@ def _serve(run: str, port: int, open_page: bool, published: bool, as_json: bool)
         else:
             print(f"{server.url} (Ctrl-C to stop)", flush=True)
         if open_page:
-            _open(server.url)
+            open_in_browser(server.url)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             say("stopped", error=True)
 
 
-def _open(url: str) -> None:
+def open_in_browser(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):

@@ -38,8 +38,10 @@ class Bar:
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
-    def advance(self, amount: int = 1) -> None:
-        """Count ``amount`` more of the total as done."""
+    def advance(self, amount: int = 1, description: str | None = None) -> None:
+        """Count ``amount`` more of the total as done; ``description`` replaces the one shown."""
+        if description is not None:
+            self._progress.update(self._task.id, description=plain(description))
         self._progress.advance(self._task.id, amount)
         if self._progress.disable and time.monotonic() - self._last_line >= _PLAIN_LINE_EVERY_S:
             self._last_line = time.monotonic()

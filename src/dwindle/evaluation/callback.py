@@ -33,7 +33,7 @@ class TaskEvaluator(Callback):
     """
 
     def __init__(self, data: EvalData, tokenizer: Any, every: int, *, batch: int = 0) -> None:
-        assert data.tasks or data.texts, "nothing to evaluate"
+        assert data.tasks or data.texts or data.generated, "nothing to evaluate"
         self.data = data
         self.tokenizer = tokenizer
         self.every = every
@@ -60,6 +60,7 @@ class TaskEvaluator(Callback):
             quiet=True,
         )
         self.last = {f"tasks/{task.task}": task.value for task in result.tasks}
+        self.last |= {f"tasks/{one.task}": one.value for one in result.generated}
         self.last |= {f"tasks/{text.name}": text.bits_per_byte for text in result.texts}
         if (average := result.average()) is not None:
             self.last["tasks/average"] = average

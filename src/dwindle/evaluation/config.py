@@ -1,4 +1,4 @@
-"""The knobs of an evaluation."""
+"""The knobs of an evaluation, and of generation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pydantic import Field
 from dwindle.core.config import Config
 
 EngineName = Literal["dwindle", "harness"]
+DtypeName = Literal["float32", "bfloat16", "float16", "float64", "auto"]
 
 
 class EvalConfig(Config):
@@ -20,7 +21,39 @@ class EvalConfig(Config):
     """Choices per forward pass; 0: automatic."""
     engine: EngineName = "dwindle"
     """dwindle (fast, no extra packages) or harness (lm-evaluation-harness)."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] | None = None
+    dtype: DtypeName | None = None
     """dtype of a model that is loaded. Not set: float32."""
     max_length: Annotated[int, Field(ge=1)] | None = None
     """Maximum sequence length. Not set: the model's."""
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    """Maximum tokens of a generated answer. Not set: the task's, such as 1280 of ifeval."""
+
+
+LONG_ANSWER = 512
+"""Tokens at most, where ``tokens`` is not set: of a file of prompts, or of a chat."""
+
+
+class SamplingConfig(Config):
+    """How the next token is chosen."""
+
+    tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens to generate at most. Not set: 48 for one prompt, 512 for a file of prompts or a chat."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy, the likeliest token; above: sampling."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Sample from the K likeliest tokens; 0: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that together have this probability."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of sampling; every prompt of a file has its own, drawn from it."""
+
+
+class GenerateConfig(SamplingConfig):
+    """How prompts are answered."""
+
+    batch: Annotated[int, Field(ge=0)] = 0
+    """Prompts at a time; 0: automatic."""
+    dtype: DtypeName | None = None
+    """dtype of a model that is loaded in transformers. Not set: float32."""
+    runtime: Literal["auto", "transformers", "llama.cpp"] = "auto"
+    """transformers or llama.cpp; auto: llama.cpp for a .gguf file on a CPU."""

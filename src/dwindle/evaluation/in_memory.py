@@ -1,15 +1,29 @@
-"""Checks a model that is already in memory: the result of ``load``, or any causal language model and tokenizer."""
+"""A model with its tokenizer: loaded from a source, or checked if it is already in memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from dwindle.core.errors import UserError
-from dwindle.sources.loading import Loaded
+from dwindle.quantization.quantize import MARKER
+from dwindle.quantization.quantize import load as load_quantized
+from dwindle.sources.loading import Loaded, load, needed_tokenizer
 
 _WANTED = "give a path, the result of dwindle.load, or (model, tokenizer)"
+
+
+def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
+    """Load a model, quantized by ``dwindle`` or not, with its tokenizer."""
+    if (Path(source) / MARKER).is_file():
+        loaded = load_quantized(source)
+        loaded.model.to(torch.device(device))
+    else:
+        loaded = load(source, dtype=dtype, device=device)
+    return loaded.model, needed_tokenizer(loaded.tokenizer, source)
 
 
 class InMemory(NamedTuple):

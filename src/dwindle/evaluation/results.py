@@ -22,6 +22,7 @@ from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
 
 FORMAT = "dwindle-eval-1"
+_LISTS = ("format", "average", "tasks", "texts", "generated")
 
 
 @dataclass(slots=True)
@@ -51,6 +52,31 @@ class TaskResult:
     @property
     def stderr(self) -> float | None:
         return self.acc_norm_stderr if self.metric == "acc_norm" else self.acc_stderr
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """Result of a task whose answers were generated: shares of what is right, by metric."""
+
+    task: str
+    title: str
+    metric: str
+    """The main one."""
+    values: dict[str, float]
+    stderrs: dict[str, float | None]
+    num_items: int
+    num_skipped: int
+    skipped: list[str]
+    """Reasons, for the first few."""
+    left_out: dict[str, int]
+    """What could not be checked and why, with its number."""
+    split: str
+    where: str
+    prompt: str
+
+    @property
+    def value(self) -> float:
+        return self.values[self.metric]
 
 
 @dataclass(slots=True)
@@ -87,6 +113,7 @@ class EvalResult(Shown):
     limit: int | None
     tasks: list[TaskResult]
     texts: list[TextResult]
+    generated: list[GenerationResult] = field(default_factory=list)
     tokens: int | None = None
     """Tokens it was trained on, if known."""
     seconds: float = 0.0
@@ -129,11 +156,12 @@ class EvalResult(Shown):
         try:
             if data["format"] != FORMAT:
                 raise ValueError("another format")
-            kept = {key: value for key, value in data.items() if key not in ("format", "average", "tasks", "texts")}
+            kept = {key: value for key, value in data.items() if key not in _LISTS}
             return EvalResult(
                 **kept,
                 tasks=[TaskResult(**row) for row in data["tasks"]],
                 texts=[TextResult(**_with_infinity(row)) for row in data["texts"]],
+                generated=[GenerationResult(**row) for row in data.get("generated", ())],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{name}: is not a result of `dwindle eval --out`: give one, or a model") from error
@@ -148,23 +176,31 @@ class EvalResult(Shown):
             parts.append(f"average of the seven main metrics: {value}")
         if self.texts:
             parts += ["", self._text_table()]
+        if self.generated:
+            parts += ["", self._generation_table()]
         parts.append("")
         parts += [f"{result.title} prompt: {result.prompt}" for result in self.tasks]
+        parts += [f"{one.title} prompt: {one.prompt}" for one in self.generated]
         parts += [f"{text.name}: {text.prompt}" for text in self.texts]
         for name, count, reasons in self.skipped():
             parts.append(f"{name}: {count} skipped: {reasons}")
+        for one in self.generated:
+            parts += [f"{one.title}: {count} left out: {reason}" for reason, count in one.left_out.items()]
         return Stack(*parts)
 
     def skipped(self) -> list[tuple[str, int, str]]:
         """(task or text, number of skipped items, reasons for the first few)."""
         found = [(task.title, task.num_skipped, "; ".join(task.skipped)) for task in self.tasks]
         found += [(text.name, text.num_skipped, "; ".join(text.skipped)) for text in self.texts]
+        found += [(one.title, one.num_skipped, "; ".join(one.skipped)) for one in self.generated]
         return [row for row in found if row[1]]
 
     def _headline(self) -> str:
         limited = f", first {self.limit} items of each" if self.limit is not None else ""
+        if not self.parameters:
+            return f"{self.model}: answers of a file{limited}"
         return (
-            f"{self.model}: {format_count(self.parameters)} parameters, zero-shot, {self.engine} engine, {self.dtype} "
+            f"{self.model}: {format_count(self.parameters)} parameters, {self.engine} engine, {self.dtype} "
             f"on {self.device}, batch {self.batch}{limited}, {self.seconds:.1f} s"
         )
 
@@ -185,6 +221,19 @@ class EvalResult(Shown):
             )
         if self.average() is not None:
             table.add_row("average", "", "", "", _percent(self.average("acc")), _percent(self.average("acc_norm")))
+        return table
+
+    def _generation_table(self) -> Table:
+        table = Table("generated", "split", box=None, padding=(0, 2, 0, 0))
+        for column in ("items", "skipped"):
+            table.add_column(column, justify="right", no_wrap=True)
+        table.add_column("metric")
+        table.add_column("score", justify="right", no_wrap=True)
+        for one in self.generated:
+            first: tuple[str, ...] = (one.title, one.split, str(one.num_items), str(one.num_skipped))
+            for name, value in one.values.items():
+                table.add_row(*first, name, _percent(value, one.stderrs.get(name)))
+                first = ("",) * 4
         return table
 
     def _text_table(self) -> Table:

@@ -93,7 +93,7 @@ class Scorer:
         self._head_chunk = 8192 if on_gpu else 256
         self._width_multiple = 8 if on_gpu else 1
         config = self.model.config
-        self._known = _is_known(self.model)
+        self._known = is_known_decoder(self.model)
         """Whether it is a supported decoder with a plain head; other models are called as a whole, without sharing."""
         attention = getattr(config, "_attn_implementation", None)
         self._takes_masks = self._known and attention in ("sdpa", "eager", None)
@@ -230,7 +230,7 @@ class Scorer:
         return torch.tensor(values, device=self.device)
 
 
-def _is_known(model: Any) -> bool:
+def is_known_decoder(model: Any) -> bool:
     """Whether it is a supported family made of stock attention; other layers might ignore masks or positions."""
     family = str(getattr(model.config, "model_type", "")).removeprefix(CUSTOM_PREFIX)
     packages = {type(part).__module__.partition(".")[0] for part in model.modules()}

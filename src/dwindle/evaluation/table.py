@@ -18,18 +18,23 @@ from dwindle.evaluation.evaluate import (
     check_engine,
     evaluate_model,
     load_data,
-    load_with_tokenizer,
     trained_tokens,
 )
+from dwindle.evaluation.generation_tasks import GENERATION_TASKS
+from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.perplexity import text_names
 from dwindle.evaluation.published import PUBLISHED, Published
 from dwindle.evaluation.results import EvalResult, read_result
-from dwindle.evaluation.tasks import COMMONSENSE, TASKS, WIKITEXT, resolve_tasks
+from dwindle.evaluation.tasks import COMMONSENSE, FEW_SHOT_TASKS, TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
 MEASURED = "measured"
 PUBLISHED_KIND = "published"
 _NONE = "–"
+_OTHER_THAN_ZERO_SHOT = [
+    *(task.title for task in FEW_SHOT_TASKS.values()),
+    *(task.title for task in GENERATION_TASKS.values()),
+]
 _PERPLEXITY = {"WikiText-2": "word perplexity"}
 _PER_TEXT = ("bits/byte", "nats/token")
 _LEFT = ("model", "source", "items")
@@ -126,7 +131,9 @@ class ModelTable:
         tasks = ", ".join(text for name, text in shown.items() if name not in _PERPLEXITY)
         limits = {row.items for row in self.rows}
         limited = f", the {limits.pop()} items of each" if len(limits) == 1 and _ALL not in limits else ""
-        legend = f"Zero-shot, in percent{limited}; {tasks}." if tasks else ""
+        is_zero_shot = all(name not in self.columns for name in _OTHER_THAN_ZERO_SHOT)
+        unit = "Zero-shot, in percent" if is_zero_shot else "In percent"
+        legend = f"{unit}{limited}; {tasks}." if tasks else ""
         legend += "".join(f" {text}." for name, text in shown.items() if name in _PERPLEXITY)
         if any(row.kind == PUBLISHED_KIND for row in self.rows):
             legend += " Published rows are from the papers (harness 0.4.3; MMLU with Lighteval), not measured here."
@@ -243,12 +250,17 @@ def _plan(name: str, note: str) -> _Plan:
 
 def _only(result: EvalResult, names: Sequence[str], file: str) -> EvalResult:
     """A saved result reduced to the requested tasks; raises if it lacks one."""
-    held = {task.task for task in result.tasks} | {text.name for text in result.texts}
+    held = (
+        {task.task for task in result.tasks}
+        | {one.task for one in result.generated}
+        | {text.name for text in result.texts}
+    )
     if missing := [name for name in names if name not in held]:
         raise UserError(f"--tasks: {file} has no results for {', '.join(missing)}: name other tasks, or give the model")
     tasks = [task for task in result.tasks if task.task in names]
     texts = [text for text in result.texts if text.name != WIKITEXT or WIKITEXT in names]
-    return replace(result, tasks=tasks, texts=texts)
+    generated = [one for one in result.generated if one.task in names]
+    return replace(result, tasks=tasks, texts=texts, generated=generated)
 
 
 def _measure(plan: _Plan, data: EvalData, config: EvalConfig, device: str) -> EvalResult:
@@ -276,6 +288,7 @@ def _table(results: Sequence[EvalResult], notes: Sequence[str], published: Seque
     if others and "MMLU" not in columns:
         columns.append("MMLU")
     columns += dict.fromkeys(name for row in rows for name in row.values if name not in columns)
+    metrics |= {one.title: one.metric for result in results for one in result.generated}
     metrics |= {"average": "mean of the seven", "MMLU": "acc of the full answer"} | _PERPLEXITY
     return ModelTable(columns, metrics, rows + others, list(results))
 
@@ -293,6 +306,7 @@ def _text_labels(results: Sequence[EvalResult]) -> dict[tuple[str, str], str]:
 
 def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> ModelRow:
     values = {task.title: 100 * task.value for task in result.tasks}
+    values |= {one.title: 100 * one.value for one in result.generated}
     if (average := result.average()) is not None:
         values["average"] = 100 * average
     for text in result.texts:

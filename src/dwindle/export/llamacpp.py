@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,13 +42,20 @@ class LlamaCppEngine:
         if self.exact:
             params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
             params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self._key = secrets.token_urlsafe(32)
+        params.api_keys = [self._key]  # it listens on a port, which other programs and web pages can reach too
         self._server = llama.Server(params)
         self._safe_token: int | None = None
+
+    def address(self) -> tuple[str, str]:
+        """Where it listens, and the key that it wants."""
+        return str(self._server.listening_address), self._key
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids by llama.cpp's own tokenizer, with the special tokens that it adds and parses."""
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-        request = Request(f"{self._server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        request = Request(f"{self._server.listening_address}/tokenize", body, headers)
         with urlopen(request, timeout=60) as answer:  # our own server in this process
             tokens: list[int] = json.load(answer)["tokens"]
         return tokens
@@ -92,6 +100,13 @@ class LlamaCppEngine:
         messages = [{"role": "user", "content": text}]
         answer = self._checked(self._server.handle_chat_completions({"messages": messages, **request}))
         return str(answer["choices"][0]["message"]["content"])
+
+    def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        """An answer to a prompt of token ids: its text, its number of tokens, and whether the model ended it."""
+        answer = self._complete(request)
+        choice, count = answer["choices"][0], int(answer["usage"]["completion_tokens"])
+        is_finished = choice["finish_reason"] == "stop"
+        return {"text": str(choice["text"]), "tokens": count - is_finished, "finished": is_finished}
 
     def _complete(self, request: dict[str, Any]) -> dict[str, Any]:
         return self._checked(self._server.handle_completions({"cache_prompt": False, **request}))

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import os
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,36 +22,58 @@ MARKER = "<!-- dwindle report -->"
 
 
 def render_page(summary: dict[str, Any], *, live: bool = False) -> str:
-    """The page of a summary; a live page polls its server for new data.
+    """The page of a summary; a live page polls its server for new data."""
+    encoded = encode(summary)
+    name = str(summary["name"])
+    return self_contained(
+        name,
+        encoded,
+        styles=("colours.css", "page.css"),
+        scripts=SCRIPTS,
+        asks=live,
+        attributes=f' data-live="/data.json" data-tag="&quot;{fingerprint(encoded)}&quot;"' if live else "",
+        noscript="The figures are drawn by a script inside this page: enable JavaScript.",
+    )
 
-    The content security policy allows only the page's own script, by its hash: text from a run could not run as code
+
+def self_contained(
+    name: str,
+    encoded: bytes,
+    *,
+    styles: Sequence[str],
+    scripts: Sequence[str],
+    asks: bool,
+    noscript: str,
+    attributes: str = "",
+) -> str:
+    """A page with its styles, scripts and data (JSON, in ``#run-data``) inside; ``asks``: it may ask its own server.
+
+    The content security policy allows only the page's own script, by its hash: text of others could not run as code
     even if it reached the markup.
     """
-    style = _static("page.css")
-    script = "\n".join(_static(name) for name in SCRIPTS)
-    encoded = encode(summary)
-    asks = "'self'" if live else "'none'"
+    style = "".join(map(_static, styles))
+    script = "\n".join(map(_static, scripts))
+    connect = "'self'" if asks else "'none'"
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src '{_hash(script)}'; img-src data:; "
-        f"connect-src {asks}; base-uri 'none'; form-action 'none'"
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
-    tag = f' data-live="/data.json" data-tag="&quot;{fingerprint(encoded)}&quot;"' if live else ""
-    name = html.escape(str(summary["name"]))
+    title = html.escape(name)
     return f"""<!doctype html>
 {MARKER}
-<html lang="en"{tag}>
+<html lang="en"{attributes}>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} · dwindle</title>
+<title>{title} · dwindle</title>
 <link rel="icon" href="data:,">
 <style>
 {style}</style>
 </head>
 <body>
-<main><noscript><h1>{name}</h1>
-<p>The figures are drawn by a script inside this page: enable JavaScript.</p></noscript></main>
+<main><noscript><h1>{title}</h1>
+<p>{noscript}</p></noscript></main>
 <script type="application/json" id="run-data">{_inert(encoded)}</script>
 <script>{script}</script>
 </body>

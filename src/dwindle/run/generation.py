@@ -1,4 +1,4 @@
-"""``dwindle generate``: the likeliest continuation of a prompt, in the runtime that a model was written for."""
+"""``dwindle generate``: the continuation of a prompt, in the runtime that a model was written for."""
 
 from __future__ import annotations
 
@@ -6,59 +6,58 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import at_least
-from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.evaluation.config import GenerateConfig
+from dwindle.evaluation.generation import open_answerer, room_for
+from dwindle.evaluation.prompts import prompt_ids
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.sources.loading import load, load_tokenizer, model_of_run, needed_tokenizer
-from dwindle.training.sampling import continuation_text, greedy_tokens
+from dwindle.sources.loading import load_tokenizer, model_of_run
+from dwindle.training.sampling import continuation_text
 
 ONNX_FILE = "model.onnx"
+DEFAULT_TOKENS = 48
 
 
+@takes(GenerateConfig)
 def generate(
     model: str | PathLike[str],
     prompt: str,
     *,
-    tokens: int = 48,
+    config: GenerateConfig,
     chat: bool = False,
     threads: int = 1,
     device: str = "auto",
 ) -> str:
-    """Greedy: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime, others by transformers.
+    """The continuation: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime (greedy
+    alone), others by transformers.
 
     ``chat`` puts the prompt into the model's chat template. ``threads`` is for llama.cpp and onnxruntime.
     """
-    at_least(1, tokens=tokens, threads=threads)
+    at_least(1, threads=threads)
     if not prompt:
         raise UserError("prompt: is empty: give the beginning of a text")
     where = str(model_of_run(Path(model)) or fspath(model))
-    if Path(where).suffix == ".gguf" and Path(where).is_file():
-        require_xllamacpp()
-        return str(_in_child("llamacpp-default", where, threads, text=prompt, count=tokens, chat=chat))
-    if (Path(where) / ONNX_FILE).is_file():
-        tokenizer = load_tokenizer(where)
-        ids = _prompt_ids(tokenizer, prompt, chat)
-        found = _in_child("onnx", f"{where}/{ONNX_FILE}", threads, ids=ids, count=tokens, end=tokenizer.eos_token_id)
-        return continuation_text(tokenizer, ids, found)
-    loaded = load(where, device=device)
-    tokenizer = needed_tokenizer(loaded.tokenizer, where)
-    ids = _prompt_ids(tokenizer, prompt, chat)
-    return continuation_text(tokenizer, ids, greedy_tokens(loaded.model, ids, tokens, tokenizer))
-
-
-def _prompt_ids(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    if not chat:
-        return [int(token) for token in tokenizer(prompt).input_ids]
-    if not tokenizer.chat_template:
-        raise UserError("chat: the model has no chat template: leave it out")
     message = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+    count = config.tokens or DEFAULT_TOKENS
+    if (Path(where) / ONNX_FILE).is_file():
+        if config.temperature:
+            raise UserError("temperature: onnxruntime is used for greedy continuations alone: leave it out")
+        tokenizer = load_tokenizer(where)
+        ids = prompt_ids(tokenizer, message, "chat" if chat else "prompt", chat=chat)
+        found = _onnx(f"{where}/{ONNX_FILE}", threads, ids=ids, count=count, end=tokenizer.eos_token_id)
+        return continuation_text(tokenizer, ids, found)
+    with open_answerer(where, config, device=device, threads=threads) as answerer:
+        ids = prompt_ids(answerer.tokenizer, message, "chat" if chat else "prompt", chat=chat)
+        answerer.groups([len(ids)])
+        room = room_for(len(ids), count, answerer.max_length, "prompt")
+        return answerer.answer([ids], [(0, 0)], room)[0].text
 
 
-def _in_child(engine: str, path: str, threads: int, **arguments: Any) -> Any:
+def _onnx(path: str, threads: int, **arguments: Any) -> Any:
     try:
-        with RuntimeProcess(engine, path, threads=threads, context=2048) as runtime:
+        with RuntimeProcess("onnx", path, threads=threads, context=2048) as runtime:
             return runtime.call("generate", **arguments)
     except RuntimeFailure as error:
         raise UserError(f"{path}: {error}") from error

@@ -1,0 +1,160 @@
+"""Answers of a model to prompts, in transformers or in llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dwindle.core.errors import UserError
+from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SamplingConfig
+from dwindle.evaluation.encoding import max_length_of
+from dwindle.evaluation.in_memory import load_with_tokenizer
+from dwindle.evaluation.sampling import decode, end_tokens, uniforms
+from dwindle.evaluation.scoring import is_known_decoder
+from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.sources.loading import chosen_device, load_config, load_tokenizer
+from dwindle.training.sampling import continuation_text
+
+_BATCH_CPU, _BATCH_GPU = 16, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    text: str
+    num_tokens: int
+    is_finished: bool
+    """The model ended it; False: cut at the maximum number of tokens."""
+
+
+class Answerer(Protocol):
+    """A model that answers; prompts are token ids of ``tokenizer``."""
+
+    tokenizer: Any
+    max_length: int
+    runtime: str
+
+    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Prompts (by number) that are answered together: a function of their lengths alone."""
+
+    def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
+        """Answers to one group; ``keys`` decide, with the seed, what each row draws."""
+
+
+class TransformersAnswerer:
+    """A model in memory; prompts of similar length share a batch."""
+
+    runtime = "transformers"
+
+    def __init__(self, model: Any, tokenizer: Any, config: SamplingConfig, *, batch: int = 0) -> None:
+        self.model, self.tokenizer, self._config = model, tokenizer, config
+        self.max_length = max_length_of(model.config, tokenizer)
+        self._batch = batch or (_BATCH_CPU if next(model.parameters()).device.type == "cpu" else _BATCH_GPU)
+        self._padded = is_known_decoder(model)
+        """Attention layers alone ignore padding exactly; other models get batches of equal lengths."""
+
+    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        """The longest prompts first, so that running out of memory happens at once."""
+        groups: list[list[int]] = []
+        for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+            last = groups[-1] if groups else []
+            fits = last and len(last) < self._batch and (self._padded or lengths[last[0]] == lengths[index])
+            if fits:
+                last.append(index)
+            else:
+                groups.append([index])
+        return groups
+
+    def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
+        ends = end_tokens(self.model, self.tokenizer)
+        found = decode(self.model, rows, self._config, count=count, ends=ends, keys=keys, droppable=self._padded)
+        return [
+            Answer(continuation_text(self.tokenizer, row, one.ids), len(one.ids), one.is_finished)
+            for row, one in zip(rows, found, strict=True)
+        ]
+
+
+class LlamaCppAnswerer:
+    """A GGUF file in llama.cpp, one prompt after the other: its results then do not depend on what else is asked."""
+
+    runtime = "llama.cpp"
+
+    def __init__(self, path: str, config: SamplingConfig, *, threads: int = 1) -> None:
+        require_xllamacpp()
+        self._path, self._config, self._threads = path, config, threads
+        self.tokenizer = load_tokenizer(path)
+        self.max_length = max_length_of(load_config(path), self.tokenizer)
+        self._process: RuntimeProcess | None = None
+        self._context = 0
+
+    def groups(self, lengths: Sequence[int]) -> list[list[int]]:
+        self._context = max(self._context, max(lengths, default=0))
+        return [[index] for index in range(len(lengths))]
+
+    def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
+        answers = []
+        for row, key in zip(rows, keys, strict=True):
+            request = sampling_request(self._config, key) | {"prompt": row, "max_tokens": count}
+            found = self._call("complete", request=request)
+            answers.append(Answer(found["text"], found["tokens"], found["finished"]))
+        return answers
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        try:
+            if self._process is None:
+                context = min(self.max_length, self._context + (self._config.tokens or LONG_ANSWER) + 8)
+                self._process = RuntimeProcess("llamacpp-default", self._path, threads=self._threads, context=context)
+            return self._process.call(method, **arguments)
+        except RuntimeFailure as error:
+            raise UserError(f"{self._path}: {error}") from error
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def __enter__(self) -> LlamaCppAnswerer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def sampling_request(config: SamplingConfig, key: Sequence[int]) -> dict[str, Any]:
+    """The same settings in llama.cpp's words."""
+    if config.temperature == 0:
+        return {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
+    seed = int(uniforms(config.seed, key, 1)[0] * 2**31)
+    return {
+        "temperature": config.temperature,
+        "samplers": ["temperature", "top_k", "top_p"],
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": seed,
+    }
+
+
+def open_answerer(
+    source: str, config: GenerateConfig, *, device: str, threads: int = 1
+) -> AbstractContextManager[Answerer]:
+    """The model in the runtime that ``config`` asks for; a context manager, which ends llama.cpp's process."""
+    is_file = Path(source).suffix == ".gguf" and Path(source).is_file()
+    place = chosen_device(device)
+    if config.runtime == "llama.cpp" and not is_file:
+        raise UserError(f"runtime llama.cpp: {source} is not a .gguf file: export one, or use transformers")
+    if is_file and config.runtime != "transformers" and (config.runtime == "llama.cpp" or place == "cpu"):
+        return LlamaCppAnswerer(source, config, threads=threads)
+    model, tokenizer = load_with_tokenizer(source, config.dtype or "float32", place)
+    return nullcontext(TransformersAnswerer(model, tokenizer, config, batch=config.batch))
+
+
+def room_for(prompt: int, wanted: int, max_length: int, where: str) -> int:
+    """Tokens that an answer may have after a prompt of this length."""
+    if prompt >= max_length:
+        raise UserError(
+            f"{where}: the prompt has {prompt:,} tokens, the model's context {max_length:,}: shorten or remove it"
+        )
+    return min(wanted, max_length - prompt)

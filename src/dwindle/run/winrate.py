@@ -1,0 +1,265 @@
+"""``dwindle winrate``: how often one model's answers are preferred to another's, by a judge that sees both orders."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group as Stack
+from rich.console import RenderableType
+from rich.table import Table
+
+from dwindle.core.config import takes
+from dwindle.core.errors import UserError
+from dwindle.core.json_safe import finite
+from dwindle.core.progress import Bar
+from dwindle.evaluation.config import GenerateConfig
+from dwindle.evaluation.judges import Judge, Pair, no_verdicts, open_judge, read_verdicts, request_text
+from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agreement, combined, outcome, rates
+from dwindle.evaluation.prompts import Chats, Message, read_chats
+from dwindle.run.answers import generate_answers
+from dwindle.run.journal import Journal
+from dwindle.sources.loading import chosen_device
+
+FORMAT = "dwindle-verdicts-1"
+TIE_MARGIN = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one pair: probabilities that the answer shown first is better, in both orders."""
+
+    id: int | str
+    a_first: float | None
+    b_first: float | None
+
+    @property
+    def preference(self) -> float | None:
+        """For A."""
+        return combined(self.a_first, self.b_first)
+
+
+@dataclass(slots=True)
+class WinRate:
+    """A against B."""
+
+    a: str
+    b: str
+    judge: str
+    num_pairs: int
+    num_without_verdict: int
+    wins: int
+    ties: int
+    losses: int
+    win_rate: Rate
+    """Ties count half."""
+    length_controlled: Rate
+    mean_length: tuple[float, float]
+    """Characters of A's and B's answers."""
+    first_share: float | None
+    """How often the answer shown first is preferred; 0.5 without a position bias. None for verdicts of people."""
+    consistency: float | None
+    """Share of pairs with the same outcome in both orders."""
+    calibration: Agreement | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = finite(asdict(self))
+        return found
+
+    def render(self) -> RenderableType:
+        table = Table("A against B", box=None, padding=(0, 2, 0, 0))
+        for column in ("percent", "95 % interval"):
+            table.add_column(column, justify="right")
+        for name, rate in (("win rate, ties half", self.win_rate), ("length-controlled", self.length_controlled)):
+            table.add_row(name, f"{100 * rate.value:.1f}", f"{100 * rate.low:.1f} to {100 * rate.high:.1f}")
+        judged = self.num_pairs - self.num_without_verdict
+        lines: list[RenderableType] = [
+            f"A: {self.a}",
+            f"B: {self.b}",
+            f"judge: {self.judge}",
+            "",
+            table,
+            "",
+            f"{judged} pairs: {self.wins} wins, {self.ties} ties, {self.losses} losses; mean length "
+            f"{self.mean_length[0]:.0f} and {self.mean_length[1]:.0f} characters",
+        ]
+        if self.num_without_verdict:
+            lines.append(f"{self.num_without_verdict} more pairs without a verdict")
+        if self.first_share is not None and self.consistency is not None:
+            lines.append(
+                f"the answer shown first is preferred in {100 * self.first_share:.0f} % (50 without a position bias); "
+                f"same verdict in both orders: {100 * self.consistency:.0f} %"
+            )
+        if self.calibration is not None:
+            lines.append(_calibration_line(self.calibration))
+        return Stack(*lines)
+
+
+def _calibration_line(found: Agreement) -> str:
+    line = f"agrees with the given verdicts in {100 * found.agreement:.0f} % of {found.num_pairs} pairs"
+    if found.agreement_without_ties is not None:
+        line += f", {100 * found.agreement_without_ties:.0f} % without ties"
+    return line + ("" if found.kappa is None else f"; Cohen's kappa {found.kappa:.2f}")
+
+
+@takes(GenerateConfig)
+def win_rate(
+    a: str | PathLike[str],
+    b: str | PathLike[str],
+    judge: str | PathLike[str],
+    *,
+    config: GenerateConfig,
+    prompts: str | PathLike[str] | None = None,
+    out: str | PathLike[str] | None = None,
+    judge_model: str | None = None,
+    allow_network: bool = False,
+    calibrate: str | PathLike[str] | None = None,
+    tie_margin: float = TIE_MARGIN,
+    limit: int | None = None,
+    device: str = "auto",
+    threads: int = 1,
+    overwrite: bool = False,
+) -> WinRate:
+    """Judge the answers of A and B, each a ``.jsonl`` file of ``generate_answers`` or a model that answers ``prompts``.
+
+    ``out`` is a directory for answers and verdicts, with which an interrupted call continues. ``calibrate`` is a file
+    of verdicts by people: only its pairs are judged, and how often the judge agrees is reported.
+    """
+    folder = None if out is None else Path(out)
+    common: dict[str, Any] = {"config": config, "limit": limit, "device": device, "threads": threads}
+    chats = [_answers(source, side, prompts, folder, overwrite, common) for side, source in (("a", a), ("b", b))]
+    pairs = make_pairs(*chats, names=(fspath(a), fspath(b)), limit=limit)
+    given = None if calibrate is None else read_verdicts(Path(calibrate))
+    if given is not None:
+        pairs = [pair for pair in pairs if pair.id in given]
+        if not pairs:
+            raise UserError(f"--calibrate {calibrate}: none of its ids has answers of both: check the ids")
+    judged_by = open_judge(
+        fspath(judge),
+        model=judge_model,
+        allow_network=allow_network,
+        device=chosen_device(device),
+        dtype=config.dtype or "float32",
+    )
+    journal = None if folder is None else _journal(folder, judged_by.name, pairs, overwrite)
+    verdicts = judge_pairs(judged_by, pairs, journal)
+    result = summarise(
+        pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
+    )
+    if given is not None:
+        judged = {v.id: outcome(v.preference, tie_margin) for v in verdicts if v.preference is not None}
+        result.calibration = agreement(list(judged.values()), [given[name] for name in judged])
+    return result
+
+
+def _answers(
+    source: str | PathLike[str],
+    side: str,
+    prompts: str | PathLike[str] | None,
+    folder: Path | None,
+    overwrite: bool,
+    common: dict[str, Any],
+) -> Chats:
+    """The chats of a file of answers; a model answers the prompts first."""
+    path = Path(source)
+    if path.suffix != ".jsonl":
+        if prompts is None or folder is None:
+            raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
+        path = folder / f"{side}.answers.jsonl"
+        if overwrite or not path.is_file():
+            generate_answers(source, prompts, path, overwrite=overwrite, **common)
+    elif not path.is_file():
+        raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
+    return read_chats(path)
+
+
+def make_pairs(first: Chats, second: Chats, *, names: tuple[str, str], limit: int | None = None) -> list[Pair]:
+    """Pairs of the ids that both have; an error if they answer different questions.
+
+    Of a chat with several turns the questions are common, and each side's answers are shown together.
+    """
+    pairs = []
+    for name, ours in first.items():
+        theirs = second.get(name)
+        if theirs is None:
+            continue
+        questions = [[m for m in chat if m["role"] != "assistant"] for chat in (ours, theirs)]
+        if questions[0] != questions[1]:
+            raise UserError(
+                f"{names[1]}: id {name!r} answers another question than in {names[0]}: use the same prompts"
+            )
+        pairs.append(Pair(name, request_text(questions[0]), *(_answer_text(chat) for chat in (ours, theirs))))
+    if not pairs:
+        raise UserError(f"{names[0]}, {names[1]}: have no id in common: answer the same prompts")
+    return pairs[:limit]
+
+
+def _answer_text(chat: Sequence[Message]) -> str:
+    answers = [message["content"] for message in chat if message["role"] == "assistant"]
+    if len(answers) == 1:
+        return answers[0]
+    return "\n\n".join(f"(turn {number}) {text}" for number, text in enumerate(answers, 1))
+
+
+def _journal(folder: Path, judge: str, pairs: Sequence[Pair], overwrite: bool) -> Journal:
+    asked = json.dumps([[pair.id, pair.request, pair.a, pair.b] for pair in pairs])
+    header = {"format": FORMAT, "judge": judge, "pairs": hashlib.sha256(asked.encode()).hexdigest()}
+    return Journal(folder / "verdicts.jsonl", header, overwrite=overwrite)
+
+
+def judge_pairs(judge: Judge, pairs: Sequence[Pair], journal: Journal | None = None) -> list[Verdict]:
+    """Both orders of every pair; those in the journal are not asked again."""
+    known = {row["id"]: Verdict(**row) for row in (journal.rows if journal is not None else ())}
+    verdicts = []
+    with Bar("judging", len(pairs)) as bar:
+        for pair in pairs:
+            found = known.get(pair.id)
+            if found is None:
+                a_first = judge.judge(pair, a_first=True)
+                found = Verdict(pair.id, a_first, judge.judge(pair, a_first=False) if judge.sees_order else None)
+                if journal is not None:
+                    journal.append(asdict(found))
+            verdicts.append(found)
+            bar.advance()
+    return verdicts
+
+
+def summarise(
+    pairs: Sequence[Pair],
+    verdicts: Sequence[Verdict],
+    *,
+    names: tuple[str, str],
+    judge: Judge,
+    tie_margin: float = TIE_MARGIN,
+    seed: int = 0,
+) -> WinRate:
+    """Rates over the pairs that have a verdict."""
+    found = [(pair, p) for pair, v in zip(pairs, verdicts, strict=True) if (p := v.preference) is not None]
+    if not found:
+        raise no_verdicts(judge.name, len(pairs))
+    outcomes: list[Outcome] = [outcome(preference, tie_margin) for _, preference in found]
+    lengths = [(len(pair.a), len(pair.b)) for pair, _ in found]
+    plain, controlled = rates([VALUES[one] for one in outcomes], [a - b for a, b in lengths], seed=seed)
+    both = [(v.a_first, v.b_first) for v in verdicts if v.a_first is not None and v.b_first is not None]
+    shown = [VALUES[outcome(p)] for pair in both for p in pair]
+    same = [outcome(first) == outcome(1 - second) for first, second in both]
+    return WinRate(
+        a=names[0],
+        b=names[1],
+        judge=judge.name,
+        num_pairs=len(pairs),
+        num_without_verdict=len(pairs) - len(found),
+        wins=outcomes.count("A"),
+        ties=outcomes.count("tie"),
+        losses=outcomes.count("B"),
+        win_rate=plain,
+        length_controlled=controlled,
+        mean_length=(sum(a for a, _ in lengths) / len(lengths), sum(b for _, b in lengths) / len(lengths)),
+        first_share=sum(shown) / len(shown) if shown else None,
+        consistency=sum(same) / len(same) if same else None,
+    )

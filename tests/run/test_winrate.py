@@ -1,0 +1,337 @@
+"""Win rates against brute force, judges of all three kinds, and what a bad judge leads to."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dwindle.commands import main as cli
+from dwindle.core.errors import UserError
+from dwindle.evaluation import judges
+from dwindle.evaluation.judges import AddressJudge, LocalJudge, Pair, verdict_in
+from dwindle.evaluation.preferences import agreement, combined, length_controlled, outcome, rates
+from dwindle.run.winrate import Verdict, judge_pairs, summarise, win_rate
+from dwindle.sources.loading import load
+from tiny import tiny_directory, tiny_tokenizer
+
+
+def write_answers(path: Path, answers: dict[int, str], question: str = "Question {}?") -> Path:
+    rows = [
+        {"id": name, "messages": [{"role": "user", "content": question.format(name)},
+                                  {"role": "assistant", "content": text}]}
+        for name, text in answers.items()
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_verdicts(path: Path, verdicts: dict[int, str]) -> Path:
+    path.write_text("".join(json.dumps({"id": name, "verdict": one}) + "\n" for name, one in verdicts.items()))
+    return path
+
+
+def slow_length_controlled(values: list[float], differences: list[float]) -> float:
+    """The same penalised likelihood, climbed by torch."""
+    spread = float(np.std(differences)) or 1.0
+    x, y = (
+        torch.tanh(torch.tensor(differences, dtype=torch.float64) / spread),
+        torch.tensor(values, dtype=torch.float64),
+    )
+    theta = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    climb = torch.optim.LBFGS([theta], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        climb.zero_grad()
+        logits = theta[0] + theta[1] * x
+        found = torch.nn.functional.binary_cross_entropy_with_logits(logits, y, reduction="sum")
+        found = found + 0.005 * theta.square().sum()
+        found.backward()
+        return found
+
+    climb.step(loss)
+    return float(torch.sigmoid(theta[0].detach()))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rates_equal_a_slow_computation(seed: int) -> None:
+    draw = random.Random(seed)
+    differences = [draw.gauss(200, 300) for _ in range(60)]
+    chances = [1 / (1 + math.exp(0.4 - d / 200)) for d in differences]
+    values = [float(draw.random() < p) if draw.random() < 0.9 else 0.5 for p in chances]
+    found = length_controlled(np.array([values]), np.array([differences]))[0]
+    assert found == pytest.approx(slow_length_controlled(values, differences), abs=1e-6)
+    plain, controlled = rates(values, differences, seed=seed)
+    assert plain.value == pytest.approx(sum(values) / 60) and controlled.value == pytest.approx(found)
+    assert controlled.value < plain.value  # longer answers won: part of the rate was length
+    generator, resampled = np.random.default_rng(seed), []
+    for row in generator.integers(60, size=(1000, 60)):
+        resampled.append(sum(values[place] for place in row) / 60)
+    assert (plain.low, plain.high) == pytest.approx(tuple(np.quantile(resampled, [0.025, 0.975])))
+    assert controlled.low < controlled.value < controlled.high
+
+
+def test_extremes_stay_finite() -> None:
+    plain, controlled = rates([1.0] * 10, list(range(10)))
+    assert (plain.value, plain.low) == (1, 1) and 0.9 < controlled.value < 1
+    same, equal = rates([1.0, 0.0, 0.5, 0.5], [0, 0, 0, 0])
+    assert same.value == equal.value == pytest.approx(0.5)
+    assert rates([1.0], [5.0])[0].value == 1
+
+
+def test_orders_are_combined() -> None:
+    assert combined(1.0, 0.0) == pytest.approx(1, abs=1e-5) and combined(0.0, 1.0) == pytest.approx(0, abs=1e-5)
+    assert combined(1.0, 1.0) == pytest.approx(0.5) and combined(None, None) is None
+    assert combined(None, 0.2) == pytest.approx(0.8)
+    # a judge that favours the first by a factor: cancelled
+    sigmoid = lambda z: 1 / (1 + math.exp(-z))  # noqa: E731
+    assert combined(sigmoid(3 + 0.4), sigmoid(3 - 0.4)) == pytest.approx(sigmoid(0.4))
+    assert [outcome(p, 0.1) for p in (0.61, 0.6, 0.45, 0.39)] == ["A", "tie", "tie", "B"]
+
+
+def test_agreement_is_cohens() -> None:
+    judged, given = ["A", "A", "B", "tie", "B", "A"], ["A", "B", "B", "tie", "A", "A"]
+    found = agreement(judged, given)  # type: ignore[arg-type]
+    chance = (3 * 3 + 2 * 2 + 1 * 1) / 36
+    assert found.agreement == pytest.approx(4 / 6) and found.kappa == pytest.approx((4 / 6 - chance) / (1 - chance))
+    assert found.agreement_without_ties == pytest.approx(3 / 5)
+    assert agreement(["A"], ["A"]).kappa is None
+
+
+class Longer:
+    """A stand-in: prefers the longer answer, and the first one if they are equal."""
+
+    name, sees_order = "longer", True
+
+    def judge(self, pair: Pair, *, a_first: bool) -> float | None:
+        first, second = (pair.a, pair.b) if a_first else (pair.b, pair.a)
+        return None if not first else float(len(first) >= len(second))
+
+
+def test_a_summary_counts_what_there_is() -> None:
+    pairs = [Pair(n, "q", a, b) for n, (a, b) in enumerate([("xx", "x"), ("x", "xx"), ("x", "y"), ("", "")])]
+    judge = Longer()
+    verdicts = judge_pairs(judge, pairs)
+    assert verdicts[2] == Verdict(2, 1.0, 1.0) and verdicts[3].preference is None
+    found = summarise(pairs, verdicts, names=("a", "b"), judge=judge)
+    assert (found.wins, found.ties, found.losses, found.num_without_verdict) == (1, 1, 1, 1)
+    assert found.win_rate.value == 0.5 and found.first_share == pytest.approx(4 / 6)
+    assert found.consistency == pytest.approx(2 / 3)
+
+
+def test_verdicts_of_people(tmp_path: Path) -> None:
+    a = write_answers(tmp_path / "a.jsonl", dict.fromkeys(range(5), "long answer"))
+    b = write_answers(tmp_path / "b.jsonl", dict.fromkeys(range(1, 7), "short"))
+    file = write_verdicts(tmp_path / "people.jsonl", {1: "A", 2: "b", 3: "tie"})
+    found = win_rate(a, b, file)
+    assert (found.num_pairs, found.num_without_verdict) == (4, 1) and found.first_share is None
+    assert (found.wins, found.ties, found.losses) == (1, 1, 1) and found.win_rate.value == 0.5
+    assert found.mean_length == (11, 5)
+    for line, message in {
+        '{"id": 1, "verdict": "C"}': "line 1: needs an id and a verdict, A, B or tie",
+        '{"id": 1, "verdict": "A"}\n{"id": 1, "verdict": "A"}': "line 2: the id 1 is there twice",
+        "": "has no verdicts",
+        '{"id": 99, "verdict": "A"}': "said neither A nor B for any of 4 pairs",
+    }.items():
+        (tmp_path / "bad.jsonl").write_text(line + "\n")
+        with pytest.raises(UserError, match=message):
+            win_rate(a, b, tmp_path / "bad.jsonl")
+    other = write_answers(tmp_path / "c.jsonl", {1: "x"}, question="Another {}?")
+    with pytest.raises(UserError, match="id 1 answers another question"):
+        win_rate(a, other, file)
+    with pytest.raises(UserError, match="have no id in common"):
+        win_rate(a, write_answers(tmp_path / "d.jsonl", {77: "x"}), file)
+    with pytest.raises(UserError, match="a model needs --prompts FILE"):
+        win_rate(a, tmp_path, file)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("judge")
+    tiny_directory(place / "model", max_position_embeddings=2048)
+    return place
+
+
+def test_a_local_judge_is_the_logit_of_its_verdict(place: Path, tmp_path: Path) -> None:
+    loaded = load(place / "model")
+    tokenizer: Any = tiny_tokenizer()
+    pair = Pair(1, "Why?", "Because.", "So.")
+    judge = LocalJudge(loaded.model, tokenizer, "tiny")
+    for a_first in (True, False):
+        ids = tokenizer(pair.question(a_first=a_first) + "\n\nThe better answer is").input_ids
+        with torch.no_grad():
+            p = loaded.model(torch.tensor([ids])).logits[0, -1].double().softmax(-1)
+        a, b = (float(p[tokenizer(letter).input_ids[0]]) for letter in "AB")
+        found = judge.judge(pair, a_first=a_first)
+        assert found is None if a + b < 0.01 else found == pytest.approx(a / (a + b), rel=1e-4)
+    assert pair.question(a_first=True).index("Because.") < pair.question(a_first=True).index("So.")
+    assert pair.question(a_first=False).index("Because.") > pair.question(a_first=False).index("So.")
+    assert judge.judge(Pair(1, "x" * 3000, "", ""), a_first=True) is None  # longer than its context
+
+
+def test_a_judge_that_never_says_a_or_b_is_one_line(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.999)
+    a = write_answers(tmp_path / "a.jsonl", {1: "x", 2: "y"})
+    with pytest.raises(UserError, match="said neither A nor B for any of 2 pairs: choose") as error:
+        win_rate(a, a, place / "model", device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_models_answer_first_and_an_interrupted_command_continues(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.0)
+    (tmp_path / "p.txt").write_text("One\nTwo\nThree\n")
+    model, out = place / "model", tmp_path / "out"
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    tokenizer.save_pretrained(model)
+    real, calls = LocalJudge.judge, []
+
+    def judge(self: LocalJudge, pair: Pair, *, a_first: bool) -> float | None:
+        calls.append(pair.id)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(self, pair, a_first=a_first)
+
+    monkeypatch.setattr(LocalJudge, "judge", judge)
+    settings: dict[str, Any] = {"prompts": tmp_path / "p.txt", "tokens": 5, "device": "cpu"}
+    sampled = write_answers(tmp_path / "b.jsonl", {0: "x", 1: "y", 2: "z"}, question="{}")
+    rows = [json.loads(line) for line in sampled.read_text().splitlines()]
+    for row, text in zip(rows, ("One", "Two", "Three"), strict=True):
+        row["messages"][0]["content"] = text
+    sampled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(KeyboardInterrupt):
+        win_rate(model, sampled, model, out=out, **settings)
+    assert (out / "a.answers.jsonl").is_file()
+    first = win_rate(model, sampled, model, out=out, **settings)
+    assert calls == [0, 0, 1, 1, 1, 1, 2, 2]  # the pair that was interrupted is asked again, no other
+    assert win_rate(model, sampled, model, out=out, **settings) == first and len(calls) == 8
+    people = write_verdicts(tmp_path / "people.jsonl", {0: "A", 2: "B"})
+    found = win_rate(model, sampled, model, calibrate=people, out=tmp_path / "calibrated", **settings)
+    assert found.calibration is not None and found.num_pairs == found.calibration.num_pairs == 2
+    same = [
+        outcome(verdict.preference or 0.0) == given
+        for verdict, given in zip(judge_again(tmp_path / "calibrated"), ("A", "B"), strict=True)
+    ]
+    assert found.calibration.agreement == sum(same) / 2
+
+
+def judge_again(folder: Path) -> list[Verdict]:
+    """The verdicts that were written."""
+    return [Verdict(**json.loads(line)) for line in (folder / "verdicts.jsonl").read_text().splitlines()[1:]]
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Says A if the first answer is the longer one; fails now and then."""
+
+    seen: list[tuple[str, str, dict[str, Any]]] = []  # noqa: RUF012
+    mode = "good"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append((self.path, self.headers.get("Authorization", ""), body))
+        if self.mode == "redirect":
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1:9/elsewhere")
+            self.end_headers()
+            return
+        if self.mode == "busy" and len(self.seen) == 1:
+            self.send_response(429)
+            self.send_header("Retry-After", "0")
+            self.end_headers()
+            return
+        text = body["messages"][0]["content"]
+        first, second = (text.split(f"[Answer {x}]\n")[1].split("\n[End of")[0] for x in "AB")
+        said = {"mute": "I cannot decide.", "broken": None}.get(self.mode, "A" if len(first) > len(second) else "B.")
+        content = json.dumps({"choices": [{"message": {"content": said}}]} if self.mode != "broken" else {"x": 1})
+        self.send_response(401 if self.mode == "denied" else 200)
+        self.end_headers()
+        self.wfile.write(content.encode())
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Stub.seen, Stub.mode = [], "good"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_address_judges_only_when_it_is_allowed(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
+    a = write_answers(tmp_path / "a.jsonl", {1: "a long answer", 2: "x", 3: "zzz"})
+    b = write_answers(tmp_path / "b.jsonl", {1: "short", 2: "longer", 3: "y"})
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dwindle", "winrate", str(a), str(b), "--judge", address, *arguments])
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        return (code, *capsys.readouterr())
+
+    code, _, error = run("--judge-model", "m")
+    assert code == 2 and "pass --allow-network to agree" in error and not Stub.seen
+    code, _, error = run("--allow-network")
+    assert code == 2 and "--judge-model: is missing" in error and not Stub.seen
+    Stub.mode = "busy"
+    code, said, error = run("--judge-model", "m", "--allow-network", "--json", "--out", str(tmp_path / "out"))
+    found = json.loads(said)
+    assert code == 0 and (found["wins"], found["losses"]) == (2, 1) and found["consistency"] == 1
+    assert len(Stub.seen) == 7 and all(key == "Bearer secret-key" for _, key, _ in Stub.seen)
+    assert Stub.seen[0][0] == "/v1/chat/completions" and Stub.seen[0][2]["model"] == "m"
+    kept = "".join(path.read_text() for path in (tmp_path / "out").iterdir())
+    assert "secret-key" not in said + error + kept
+    code, said, _ = run("--judge-model", "m", "--allow-network")
+    assert code == 0 and "length-controlled" in said and "position bias" in said
+    for mode, message in {
+        "mute": "said neither A nor B for any of 3 pairs",
+        "broken": "not an answer of an OpenAI-compatible server",
+        "denied": "cannot be asked (status 401)",
+        "redirect": "cannot be asked (status 302)",
+    }.items():
+        Stub.mode = mode
+        code, _, error = run("--judge-model", "m", "--allow-network")
+        assert code == 2 and message in error and error.count("\n") == 1 and "secret-key" not in error, mode
+
+
+def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
+    with pytest.raises(UserError, match="sent by https alone"):
+        AddressJudge("http://example.org/v1", "m")
+    with pytest.raises(UserError, match="an address holds no key") as error:
+        AddressJudge("https://user:hidden@example.org/v1", "m")
+    assert "hidden" not in str(error.value)
+    assert "secret" not in AddressJudge("https://example.org/v1", "m").name
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [("A", 1.0), ("B.", 0.0), (" **A** is better", 1.0), ("Answer: B", 0.0), ("The better answer is A", 1.0),
+     ("tie", 0.5), ("Both", 0.5), ("I prefer A", None), ("", None), ("Apples", None)],
+)  # fmt: skip
+def test_verdicts_in_words(answer: str, verdict: float | None) -> None:
+    assert verdict_in(answer) == verdict
