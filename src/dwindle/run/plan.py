@@ -245,7 +245,7 @@ def _span(fewest: int, most: int) -> str:
 
 def check_data(recipe: Recipe) -> None:
     """Refuse texts and task sets that are not there."""
-    recipe.data.check()
+    recipe.data.check(recipe.task)
     if recipe.validation.tasks:
         from dwindle.evaluation.callback import recipe_data
 

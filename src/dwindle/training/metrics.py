@@ -40,7 +40,7 @@ class MetricsWriter(Callback):
     def _track(self, model: nn.Module) -> None:
         """Note the model of the next step; a weak reference, so that compaction can free the old one."""
         if self._model() is not model:
-            self._model, self._anatomy = ref(model), Anatomy.of(model)
+            self._model, self._anatomy = ref(model), Anatomy.of_config(model.config)
 
     def after_step(self, trainer: Trainer) -> None:
         last, anatomy = trainer.last, self._anatomy
