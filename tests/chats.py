@@ -91,7 +91,7 @@ def chat_directory(path: Path, family: str | None = "chatml", **options: Any) ->
     """A tiny Llama with a chat template."""
     import torch
 
-    from tests.tiny import tiny_model
+    from tiny import tiny_model
 
     tokenizer = chat_tokenizer(family)
     sizes = {"vocab_size": len(tokenizer), "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 512}

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from chats import ENDS, chat_tokenizer, tiny_chats, turns, write_rows
 from dwindle.core.errors import UserError
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.conversations import conversation_of, open_conversations
 from dwindle.data.packing import PackedChat, best_fit
 from dwindle.data.token_files import open_token_files
-from dwindle.data.training_data import DataWarning, TrainingData, open_chat, open_training_data
-from tests.chats import ENDS, chat_tokenizer, tiny_chats, turns, write_rows
+from dwindle.data.training_data import TrainingData, open_chat, open_training_data
 
 TALK = turns("hi there", "hello you", "and ‘now’ 🐦?", "a second answer\nof two lines", system="be nice")
 
@@ -174,8 +174,9 @@ def test_long_conversations_lose_whole_turns_and_are_counted(tmp_path: Path) -> 
     long = turns("one", "first answer", "two", "second " * 20, "three", "third")
     short, hopeless = turns("hi", "ho"), turns("why?", "because " * 30)
     rows = [{"messages": talk} for talk in (long, short, hopeless)]
-    with pytest.warns(DataWarning, match="of 3 conversations 1 lost turns from the end, 1 are left out: longer than"):
-        data = opened(tmp_path, tokenizer, rows)
+    data = opened(tmp_path, tokenizer, rows)
+    cuts = "1 lose turns from their end, 1 are left out: they are longer than data.seq_len = 127"
+    assert data.warning == f"task.chat: of 3 conversations {cuts}"
     (chat,) = data.mixture.sources
     assert isinstance(chat, PackedChat)
     ids, learned = plain_tokens(tokenizer, plain_text("chatml", long[:2]))

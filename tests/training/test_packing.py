@@ -13,7 +13,7 @@ from dwindle.anatomy.positions import can_be_packed
 from dwindle.data.packing import num_predictions
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loss import language_model_loss
-from tests.tiny import FAMILIES, tiny_model, tokens
+from tiny import FAMILIES, tiny_model, tokens
 
 LENGTHS = (7, 5, 9)
 PACKABLE = [name for name in FAMILIES if can_be_packed(tiny_model(name).config)]

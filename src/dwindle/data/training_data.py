@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
 _MAX_SHARED = 0.01
 
 
-class DataWarning(UserWarning):
-    """Training data that is not used as it is."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingData:
     """Training and validation data of one run."""
@@ -53,6 +48,8 @@ class TrainingData:
     """int64 [windows, seq_len + 1] in text order, or rows of conversations; None without validation data."""
     end_of_turn: int | None = None
     """The token that ends an answer, if it has one."""
+    warning: str = ""
+    """What is not used as it is, if anything."""
 
 
 def open_training_data(
@@ -111,7 +108,6 @@ class _Opener:
             other = self._conversations(config.valid, encoder, "data.valid")
             refuse_shared_text(stream, other, "task.chat")
             valid = self._packed("valid", other, packed, None, "data.valid")
-        _warn_of_cuts(chat, config.seq_len)
         datasets: list[tuple[Windows, float]] = [(chat, 1.0)]
         if task.text_share:
             text = self._sources(TextRows, None)
@@ -123,6 +119,7 @@ class _Opener:
             mixture=_mixture(datasets),
             valid_windows=windows,
             end_of_turn=encoder.end_of_turn(stream.last_of_answer()),
+            warning=_cuts(chat),
         )
 
     def _sources(self, kind: type[PackedDataset], held_out: list[TokenPart] | None) -> list[tuple[Windows, float]]:
@@ -179,15 +176,12 @@ def _hold_out_examples(count: int, share: float) -> tuple[npt.NDArray[np.int64],
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def _warn_of_cuts(chat: PackedChat, seq_len: int) -> None:
-    """Say what a row has no room for."""
-    cuts = {"lost turns from the end": chat.num_shortened, "are left out": chat.num_left_out}
-    if said := ", ".join(f"{count:,} {what}" for what, count in cuts.items() if count):
-        warnings.warn(
-            f"task.chat: of {len(chat.sizes):,} conversations {said}: longer than data.seq_len = {seq_len}",
-            DataWarning,
-            stacklevel=2,
-        )
+def _cuts(chat: PackedChat) -> str:
+    """What a row has no room for; empty if it holds everything."""
+    counts = {"lose turns from their end": chat.num_shortened, "are left out": chat.num_left_out}
+    cut = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    of = f"of {len(chat.sizes):,} conversations"
+    return f"task.chat: {of} {cut}: they are longer than data.seq_len = {chat.seq_len}" if cut else ""
 
 
 def open_stream(

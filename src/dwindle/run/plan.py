@@ -15,7 +15,7 @@ from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_bytes, format_count, format_duration
-from dwindle.data.estimate import epochs_of, estimated_tokens, streamed_inputs
+from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
@@ -271,9 +271,8 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    tokens = estimated_tokens(recipe.data, lambda: load_tokenizer(recipe.source.model))
-    epochs = epochs_of(recipe.data, tokens)
-    often = repetition(epochs, recipe, "about ")
+    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model))
+    often = repetition(found.epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,
         device=device,
@@ -291,11 +290,11 @@ def make_plan(recipe: Recipe) -> Plan:
         shape_before=sizes_of(anatomy.source),
         shape_target=None if plan is None else _shape_target(anatomy, plan.target),
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
-        text_tokens=tokens,
-        text_passes=epochs(recipe.num_steps * recipe.num_sequences_per_step),
+        text_tokens=found.tokens,
+        text_passes=found.epochs(recipe.num_steps * recipe.num_sequences_per_step),
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
-        network=streamed_inputs(recipe.data),
+        network=streamed_inputs(recipe.data, recipe.task),
         warnings=[*plan_warnings(recipe, config, plan), *([often] if often else [])],
     )
 
@@ -325,6 +324,8 @@ def plan_warnings(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list
     """What may go wrong, for the user to decide before the run."""
     long = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
     found = [long] if long else []
+    if recipe.task.kind == "chat" and recipe.task.text_share and not recipe.data.trained_on():
+        found.append("data.train: no plain text between the conversations, which keeps what the model knows: add some")
     if plan is None or not isinstance(plan.pacing, Ratio):
         return found
     possible, events = plan.pacing.events_by(recipe.num_steps), plan.events

@@ -214,8 +214,9 @@ class Job:
         data, batches = self._data()
         self.anatomy = Anatomy.of_config(load_config(recipe.source.model))
         self.state = self._state(checkpoint, data)
-        if checkpoint is None and self.world.is_main and (warning := repetition(data.mixture.epochs, recipe)):
-            warnings.warn(warning, PlanWarning, stacklevel=2)
+        if checkpoint is None and self.world.is_main:
+            for warning in filter(None, (data.warning, repetition(data.mixture.epochs, recipe))):
+                warnings.warn(warning, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
