@@ -7,6 +7,7 @@ dwindle.inspect("smaller")
 at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
 dwindle.pretrain(dwindle.load_recipe("demo"), "runs/demo")
 dwindle.resume("runs/demo")
+dwindle.pretrain(dwindle.tuning_recipe("runs/demo", ["answers.jsonl"], texts=["books.txt"]), "runs/tuned")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
+    from dwindle.run.tune import tuning_recipe
     from dwindle.sources.loading import load
 
 __version__ = "0.1.0"
@@ -60,6 +62,7 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
+    "tuning_recipe",
 ]
 
 _HOMES = {
@@ -79,6 +82,7 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
+    "tuning_recipe": "dwindle.run.tune:tuning_recipe",
 }
 
 

@@ -61,6 +61,8 @@ def tiny_form(command: str) -> list[str]:
     if words[0] == "pretrain":
         words[1] = shlex.split(command)[2]
         words += SMALL
+    if words[0] == "tune":
+        words += ["data.seq_len=255", "training.tokens=510", "training.tokens_per_step=255"]
     if words[0] == "prune":
         words[words.index("--to") + 1] = "80%"
         words += ["--sequences", "4", "--seq-len", "32"]
@@ -76,6 +78,8 @@ def test_the_commands_of_readme_and_index(
     source.model.save_pretrained("model")
     source.tokenizer.save_pretrained("model")
     (tmp_path / "books.txt").write_text("It was the best of times, it was the worst of times. " * 60)
+    answers = "".join(f'{{"prompt": "How was time {n}?", "completion": "The best."}}\n' for n in range(20))
+    (tmp_path / "answers.jsonl").write_text(answers)
     shown = [command for page in (README, ROOT / "docs" / "index.md") for command, _ in console(page)]
     tiny = dict.fromkeys(tuple(tiny_form(command)) for command in shown)  # the pages share some
     assert len(console(README)) == 4 and len(tiny) >= 14

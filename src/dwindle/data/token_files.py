@@ -26,6 +26,7 @@ from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
 from dwindle.data.chat import ChatEncoder
+from dwindle.data.conversations import open_conversations
 from dwindle.data.readers import INDEX_NAME, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 from dwindle.sources.common import check_ids
@@ -180,18 +181,25 @@ def write_token_files(
     text_field: str = "text",
     max_tokens: int | None = None,
     overwrite: bool = False,
+    chat: bool = False,
     option: str = "data",
 ) -> TokenFiles:
     """Tokenize every input, in order, into one directory, which appears once it is complete.
 
-    ``max_tokens`` stops early, for inputs that are longer than needed.
+    ``max_tokens`` stops early, for inputs that are longer than needed. With ``chat`` they are conversations.
     """
     names = expand_inputs(list(inputs), option)
     refuse_sources(Path(out_dir).expanduser(), names)
-    opened = [open_input(name, text_field=text_field, option=option) for name in names]
+    encoder = ChatEncoder(tokenizer) if chat else DocumentEncoder(tokenizer)
+    opened: list[Input] = []
+    for name in names:
+        if isinstance(encoder, ChatEncoder):
+            opened.append(open_conversations(name, option=option, input_joint=encoder.input_joint))
+        else:
+            opened.append(open_input(name, text_field=text_field, option=option))
     return write_inputs(
         opened,
-        DocumentEncoder(tokenizer),
+        encoder,
         Path(out_dir).expanduser(),
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
