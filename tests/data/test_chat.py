@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +242,22 @@ def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
     lines = open_conversations(write_rows(tmp_path / "chat.jsonl", rows), option="task.chat")
     table = open_conversations(str(tmp_path / "chat.parquet"), option="task.chat")
     assert [c.messages for c in table.documents()] == [c.messages for c in lines.documents()]
+
+
+def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"messages": turns(f"q{n}", f"a{n}")} for n in range(3)] + [{"messages": turns("q")}]
+
+    class Stream:
+        info = types.SimpleNamespace(splits={})
+
+        def __iter__(self) -> Any:
+            return iter(rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: Stream()))
+    found = open_conversations("hf:org/chats", option="task.chat").documents()
+    assert [next(found).messages for _ in range(3)] == [row["messages"] for row in rows[:3]]
+    with pytest.raises(UserError, match=r"task.chat: hf:org/chats:4 has no assistant turn"):
+        next(found)
 
 
 GOOD = {"messages": turns("a", "b")}

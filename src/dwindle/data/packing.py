@@ -110,7 +110,8 @@ class PackedChat(Windows):
         if not len(kept):
             raise UserError(f"{option}: no conversation fits into data.seq_len = {seq_len} tokens: raise it")
         self.rows = best_fit(self.sizes, kept, seq_len + 1, f"{seed}/{name}/ties", packed=packed)
-        self._learned = np.array([sum(self._count(n) for n in row) for row in self.rows], dtype=np.int64)
+        learned = self._learned_in_each()
+        self._learned = np.array([learned[row].sum() for row in self.rows], dtype=np.int64)
         self._filler = filler
         super().__init__(name, stream, seq_len, seed, len(self.rows))
 
@@ -139,9 +140,12 @@ class PackedChat(Windows):
         spans: Ints = self._answers[first:last] - start
         return spans
 
-    def _count(self, document: int) -> int:
-        spans = self._spans(document)
-        return int((spans[:, 1] - spans[:, 0]).sum())
+    def _learned_in_each(self) -> Ints:
+        """Answer tokens of each example."""
+        before = np.concatenate([[0], np.cumsum(self._answers[:, 1] - self._answers[:, 0])])
+        first, last = (np.searchsorted(self._answers[:, 0], at) for at in (self._starts, self._starts + self.sizes))
+        found: Ints = before[last] - before[first]
+        return found
 
     def num_predictions(self, sample: int) -> int:
         return int(self._learned[self.window_index(sample)])

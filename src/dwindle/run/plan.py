@@ -16,7 +16,9 @@ from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_bytes, format_count, format_duration
 from dwindle.data.estimate import estimate, streamed_inputs
+from dwindle.distributed.engines import Parallel, choose_parallel
 from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.distributed.world import World
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
@@ -100,6 +102,14 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
     if wanted == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return wanted
+
+
+def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
+    """How the processes share the work."""
+    wanted = recipe.training.parallel
+    if wanted == "auto" and recipe.training.lora_rank:
+        wanted = "ddp"  # adapters are put on whole weights
+    return choose_parallel(world, wanted, anatomy.count(anatomy.source).total)
 
 
 def teacher_dtype(precision: Precision, device: str) -> torch.dtype:

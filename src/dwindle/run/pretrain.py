@@ -30,7 +30,7 @@ from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.training_data import TrainingData, open_training_data
-from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
+from dwindle.distributed.engines import choose_engine, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
@@ -47,6 +47,7 @@ from dwindle.run.plan import (
     check_data,
     device_of,
     micro_batch_of,
+    parallel_of,
     plan_pruning,
     plan_warnings,
     precision_of,
@@ -158,10 +159,6 @@ def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
 
     world.main_first("settle", choose)
     return recipe if world.is_main else load_recipe(run.recipe)
-
-
-def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
-    return choose_parallel(world, recipe.training.parallel, anatomy.count(anatomy.source).total)
 
 
 def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:

@@ -106,7 +106,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 sums = chunk_sums if sums is None else sums + chunk_sums
                 if grad_hidden is not None and grad_logits is not None:
                     grad_hidden[rows] = grad_logits @ head
-                    grad_weight = _add_product(grad_weight, grad_logits.t(), chunk, wide)
+                    if ctx.needs_input_grad[1]:  # a head that is frozen (LoRA) has no gradient
+                        grad_weight = _add_product(grad_weight, grad_logits.t(), chunk, wide)
                 del grad_logits
         assert sums is not None, "no tokens"
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
@@ -119,7 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.gradients
         assert grad_hidden is not None, "backward through a loss computed without gradients, or a second time"
         ctx.gradients = (None, None)
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None
+        return grad_hidden.mul_(grads[0]), None if grad_weight is None else grad_weight.mul_(grads[0]), None, None
 
 
 def _chunk_loss(
