@@ -53,7 +53,10 @@ Below is an instruction that describes a task. Write a response that appropriate
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, encoder: DocumentEncoder) -> str:
     """The tokenizer's template; the prompt of Alpaca where it has none."""
     if tokenizer.chat_template:
-        return str(tokenizer.get_chat_template())
+        try:
+            return str(tokenizer.get_chat_template())
+        except ValueError as error:  # several templates, and none of them is the default
+            raise UserError(f"tokenizer: {first_line(error)}: name one of its chat templates default") from error
     if tokenizer.eos_token is None:
         raise UserError("tokenizer: it has neither a chat template nor an eos token to end an answer: set one of them")
     return ("" if encoder.beginning_of_text is None else "{{- bos_token -}}") + _ALPACA

@@ -50,11 +50,13 @@ def num_predictions(batch: Tensor) -> int:
 
 
 def first_prompt(row: Tensor, most: int) -> list[int]:
-    """Of text, its first ``most`` tokens; of packed conversations, the first example up to its first answer."""
+    """Of text, its first ``most`` tokens; of packed conversations, the last (shortest) example up to its answer."""
     if row.ndim == 1:
         return [int(token) for token in row[:most]]
-    end = int(row[_LEARNED].argmax())
-    return [int(token) for token in row[_IDS, :end]]
+    last = int(row[_LEARNED].nonzero()[-1])
+    start = int((row[_POSITIONS, :last] == 0).nonzero()[-1])
+    end = start + int(row[_LEARNED, start:].argmax())
+    return [int(token) for token in row[_IDS, start:end]]
 
 
 class ChatStream(TokenStream):

@@ -34,15 +34,19 @@ def add_adapters(model: nn.Module, rank: int) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
+def has_adapters(model: nn.Module) -> bool:
+    return any(_ADAPTER in name for name, _ in model.named_parameters())
+
+
 @torch.no_grad()
 def merged(model: nn.Module) -> nn.Module:
     """A model of plain weights with the adapters added; the model itself, if it has none."""
+    if not has_adapters(model):
+        return model
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if _ADAPTER not in name:
             tensors[name.replace(_BASE, ".")] = parameter.detach().clone()
-    if len(tensors) == len(list(model.parameters())):
-        return model
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             tensors[f"{name}.weight"] += cast(Any, module).get_delta_weight("default")
