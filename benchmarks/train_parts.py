@@ -135,7 +135,7 @@ class RandomTokens:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab, (4, bench.batch, bench.seq_len + 1), generator=generator)
         self._tokens = tokens.pin_memory() if bench.device == "cuda" else tokens
-        self.num_tokens_per_step = bench.batch * bench.seq_len
+        self.num_tokens_per_step = self.num_predictions = bench.batch * bench.seq_len
         self._step = 0
 
     def next_step(self) -> list[Tensor]:

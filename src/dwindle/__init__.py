@@ -7,6 +7,7 @@ dwindle.inspect("smaller")
 at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
 dwindle.pretrain(dwindle.load_recipe("demo"), "runs/demo")
 dwindle.resume("runs/demo")
+dwindle.pretrain(dwindle.tuning_recipe("runs/demo", ["answers.jsonl"], texts=["books.txt"]), "runs/tuned")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
+    from dwindle.run.tune import tuning_recipe
     from dwindle.run.winrate import win_rate
     from dwindle.sources.loading import load
 
@@ -70,6 +72,7 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
+    "tuning_recipe",
     "win_rate",
 ]
 
@@ -93,6 +96,7 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
+    "tuning_recipe": "dwindle.run.tune:tuning_recipe",
     "win_rate": "dwindle.run.winrate:win_rate",
 }
 

@@ -24,7 +24,7 @@ NUM_STEPS = 4
 class Batches:
     """The same windows for every run."""
 
-    num_tokens_per_step = 16
+    num_tokens_per_step = num_predictions = 16
 
     def __init__(self) -> None:
         self.step = 0

@@ -65,6 +65,8 @@ def tiny_form(command: str) -> list[str]:
         words += SMALL
     if words[0] in ("generate", "chat"):
         words += ["--tokens", "8"]
+    if words[0] == "tune":
+        words += ["data.seq_len=255", "training.tokens=510", "training.tokens_per_step=255"]
     if words[0] == "prune":
         words[words.index("--to") + 1] = "80%"
         words += ["--sequences", "4", "--seq-len", "32"]
@@ -80,11 +82,13 @@ def test_the_commands_of_readme_and_index(
     source.model.save_pretrained("model")
     source.tokenizer.save_pretrained("model")
     (tmp_path / "books.txt").write_text("It was the best of times, it was the worst of times. " * 60)
-    asked = {"role": "user", "content": "Who was it?"}
-    (tmp_path / "questions.jsonl").write_text(json.dumps({"id": 1, "messages": [asked]}) + "\n")
-    answered = {"id": 1, "messages": [asked, {"role": "assistant", "content": "He."}]}
-    (tmp_path / "others.jsonl").write_text(json.dumps(answered) + "\n")
-    (tmp_path / "people.jsonl").write_text('{"id": 1, "verdict": "B"}\n')
+    asked = [{"role": "user", "content": f"How was time {number}?"} for number in range(20)]
+    questions = [{"id": number, "messages": [question]} for number, question in enumerate(asked)]
+    answer = {"role": "assistant", "content": "The best."}
+    answers = [{"id": number, "messages": [question, answer]} for number, question in enumerate(asked)]
+    verdicts = [{"id": number, "verdict": "B"} for number in range(20)]
+    for name, rows in (("questions", questions), ("others", answers), ("people", verdicts)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/quit\n"))
     shown = [command for page in (README, ROOT / "docs" / "index.md") for command, _ in console(page)]
     tiny = dict.fromkeys(tuple(tiny_form(command)) for command in shown)  # the pages share some

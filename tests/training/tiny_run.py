@@ -42,6 +42,10 @@ class RandomBatches:
         self.sizes, self.seq_len, self.position = sizes, seq_len, 0
 
     @property
+    def num_predictions(self) -> int:
+        return self.num_tokens_per_step
+
+    @property
     def num_tokens_per_step(self) -> int:
         return sum(self.sizes) * self.seq_len
 

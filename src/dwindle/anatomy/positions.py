@@ -1,9 +1,11 @@
-"""Sequences longer than the positions that a model was trained for."""
+"""Positions: sequences longer than a model was trained for, and several sequences in one row."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
+
+_IGNORES_POSITIONS = ("granitemoehybrid",)
 
 
 class SizeWarning(UserWarning):
@@ -20,6 +22,17 @@ def beyond_positions(seq_len: int, config: Any, name: str = "seq_len") -> str:
     if positions is None or seq_len <= positions:
         return ""
     return f"{name}: {seq_len:,} is more than the {positions:,} positions that the source was made for"
+
+
+def can_be_packed(config: Any) -> bool:
+    """Whether several sequences can share a row: attention is kept apart by positions, other mixing of tokens is not.
+
+    Convolutions and recurrent layers would carry the end of one sequence into the next. Transformers' code of
+    ``_IGNORES_POSITIONS`` builds its attention masks without looking at positions.
+    """
+    kinds = getattr(config, "layer_types", None) or ()
+    attends = all(str(kind).endswith("_attention") and kind != "linear_attention" for kind in kinds)
+    return attends and not config.model_type.endswith(_IGNORES_POSITIONS)
 
 
 def warn_beyond_positions(seq_len: int, config: Any) -> None:

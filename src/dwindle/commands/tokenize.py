@@ -15,6 +15,7 @@ def tokenize(
     model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     text_field: TextField = "text",
+    chat: Annotated[bool, typer.Option("--chat", help="The inputs are conversations, for dwindle tune.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace existing token files.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -23,7 +24,7 @@ def tokenize(
     from dwindle.sources.loading import load_tokenizer
 
     files = write_token_files(
-        inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, option="inputs"
+        inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, chat=chat, option="inputs"
     )
     found = {"out": out, "tokens": files.num_tokens, "documents": files.num_documents}
     documents = f"{files.num_documents:,} document{'' if files.num_documents == 1 else 's'}"

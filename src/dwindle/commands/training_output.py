@@ -1,19 +1,69 @@
-"""What ``dwindle pretrain`` and ``dwindle resume`` share: processes, and how the end of a run is printed."""
+"""What ``dwindle pretrain``, ``tune`` and ``resume`` share: options, processes, and how the end of a run is printed."""
 
 from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from dwindle.commands.app import note_odd_sizes
+from dwindle.commands.app import note_odd_sizes, print_result
 from dwindle.commands.guidance import export_command, is_main_process, say_next
+from dwindle.core.run_directory import RunDirectory
 from dwindle.core.terminal import say
 
 Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
+
+
+Out = Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<name>.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, with time and memory, and stop.")]
+Overwrite = Annotated[bool, typer.Option(help="Replace an existing run.")]
+
+
+class Training(NamedTuple):
+    """The options of a command that trains."""
+
+    out: str | None
+    dry_run: bool
+    measure: bool
+    price: float | None
+    overwrite: bool
+    nproc: int
+    as_json: bool
+
+
+def train(recipe: Any, name: str, options: Training) -> None:
+    """Print the plan of a recipe, or start its run: here or in processes of its own."""
+    if options.dry_run:
+        from dwindle.run.rehearsal import planned
+
+        plan = planned(recipe, measure=options.measure, price=options.price)
+        print_result(plan.to_json() if options.as_json else plan.render(), options.as_json)
+        return
+    run = Path(options.out) if options.out is not None else Path("runs") / name
+    if options.nproc:
+        _launch_new_run(recipe, RunDirectory(run), options)
+        return
+    from dwindle.run.pretrain import pretrain
+
+    print_run(pretrain(recipe, run, overwrite=options.overwrite), options.as_json)
+
+
+def _launch_new_run(recipe: Any, run: RunDirectory, options: Training) -> None:
+    """Check everything once, before any process is started."""
+    from dwindle.recipe.recipe import resolve_recipe
+    from dwindle.run.plan import check_processes
+    from dwindle.run.pretrain import begin_run
+
+    check_processes(recipe, options.nproc)
+    begin_run(resolve_recipe(recipe), run, overwrite=options.overwrite)
+    try:
+        launch_resume(str(run.path), options.nproc, options.as_json)
+    finally:
+        run.forget_if_not_begun()
 
 
 def launch_resume(run: str, nproc: int, as_json: bool) -> None:

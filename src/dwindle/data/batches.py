@@ -38,6 +38,8 @@ class BatchStream:
         self.rank = rank
         self.world_size = world_size
         self.next_sample = 0
+        self.num_predictions = 0
+        """Tokens that are learned in the step that ``next_step`` returned last, over all ranks."""
         if micro_batch < 1:
             raise UserError(f"training.micro_batch: {micro_batch} must be at least 1")
         if self.sequences_per_step < world_size:
@@ -50,18 +52,20 @@ class BatchStream:
 
     @property
     def num_tokens_per_step(self) -> int:
-        """Predicted tokens per step over all ranks (the requested number, rounded down to whole sequences)."""
+        """Tokens per step over all ranks (the requested number, rounded down to whole sequences)."""
         return self.sequences_per_step * self.seq_len
 
     def next_step(self) -> list[Tensor]:
-        """This rank's micro-batches of the next step: int64 [sequences, seq_len + 1] each."""
+        """This rank's micro-batches of the next step: int64 [sequences, seq_len + 1] each (see ``data.packing``)."""
         first, last = _slice(self.sequences_per_step, self.rank, self.world_size)
         step = []
         for number in range(self.num_micro_batches):
             start, stop = _slice(last - first, number, self.num_micro_batches)
             begin = self.next_sample + first
             step.append(self._batch(begin + start, begin + stop))
-        self.next_sample += self.sequences_per_step
+        next_step = self.next_sample + self.sequences_per_step
+        self.num_predictions = self.mixture.num_predictions(self.next_sample, next_step)
+        self.next_sample = next_step
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -85,7 +89,7 @@ class BatchStream:
         }
 
     def _batch(self, start: int, stop: int) -> Tensor:
-        batch = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
+        batch = np.empty((stop - start, *self.mixture.sample_shape), dtype=np.int64)
         for row, g in enumerate(range(start, stop)):
             batch[row] = self.mixture.sample(g)
         return torch.from_numpy(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,34 @@ class SourceConfig(Config):
     """Maximum tokens read from each path (``"2B"``); required for endless streamed datasets."""
 
 
+class TaskConfig(Config):
+    """What is learned: text, or the answers of conversations."""
+
+    kind: Literal["text", "chat"] = "text"
+    """text learns every token of [data]; chat learns the answers of ``chat``, with text of [data] between them."""
+    chat: list[str] = Field(default_factory=list)
+    """Conversations: .jsonl, .parquet, ``hf:`` ids or token files; rows of messages, instruction or prompt."""
+    text_share: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Share of plain text, from [data], in the tokens that chat learns; without text there is none."""
+
+    def check_values(self) -> None:
+        """Refuse what cannot work whatever the files hold."""
+        if self.kind == "chat" and not self.chat:
+            raise UserError('task.chat: missing: name the conversations, for example chat = ["answers.jsonl"]')
+        if self.kind == "text" and self.chat:
+            raise UserError('task.chat: needs task.kind = "chat": set it, or remove the conversations')
+
+    def check(self) -> None:
+        """The same, and files that do not exist."""
+        self.check_values()
+        if self.chat:
+            check_inputs(self.chat, "task.chat")
+
+    def make_paths_absolute(self, base: Path) -> None:
+        """See ``DataConfig``."""
+        self.chat = [_absolute(path, base) for path in self.chat]
+
+
 class DataConfig(Config):
     """What the model is trained and validated on."""
 
@@ -33,9 +61,9 @@ class DataConfig(Config):
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Named sources with weights that are true token ratios."""
     valid: list[str] = Field(default_factory=list)
-    """Validation text or token files; refused if it is also trained on. Empty: none, unless holdout is set."""
+    """Validation text (of chat: conversations), refused if also trained on; empty: none, unless holdout is set."""
     holdout: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of each source that is held out for validation instead of ``valid``, in pieces spread over the text."""
+    """Share of each source (of chat: of the conversations) held out for validation, spread over it."""
     seq_len: Annotated[int, Field(ge=2)] = 1024
     """Tokens per training sequence."""
     text_field: Annotated[str, Field(min_length=1)] = "text"
@@ -48,25 +76,29 @@ class DataConfig(Config):
     """Maximum validation tokens, spread evenly over the validation text."""
 
     def named_sources(self) -> dict[str, SourceConfig]:
-        """The sources, whichever of the two ways they were given."""
-        return self.sources or {"train": SourceConfig(paths=self.train)}
+        """The sources, whichever of the two ways they were given; none of a run on conversations alone."""
+        return self.sources or ({"train": SourceConfig(paths=self.train)} if self.train else {})
 
     def trained_on(self) -> list[str]:
         """The paths of all sources."""
         return [path for source in self.named_sources().values() for path in source.paths]
 
-    def validated_on(self) -> list[str]:
-        """The paths of the validation text."""
-        return self.valid or (self.trained_on() if self.holdout else [])
+    def validated_on(self, task: TaskConfig) -> list[str]:
+        """The paths of the validation text or conversations."""
+        return self.valid or ((task.chat or self.trained_on()) if self.holdout else [])
 
-    def check_values(self) -> None:
+    def check_values(self, task: TaskConfig | None = None) -> None:
         """Refuse what cannot work whatever the files hold; looks at none, so a recipe can be read anywhere."""
+        task = task or TaskConfig()
+        task.check_values()
         if self.train and self.sources:
             raise UserError("data.train: cannot be combined with data.sources: make it one more source")
-        if not self.train and not self.sources:
+        if not self.train and not self.sources and task.kind == "text":
             raise UserError('data.train: missing: name the training text, for example train = ["books.jsonl"]')
         if parse_count(self.valid_tokens, "data.valid_tokens") < self.seq_len:
             raise UserError(f"data.valid_tokens: must be at least data.seq_len ({self.seq_len})")
+        if task.kind == "chat" and "chat" in self.sources:
+            raise UserError("data.sources.chat: is the name of the conversations: give the text another name")
         for name, source in self.named_sources().items():
             if not source.paths:
                 raise UserError(f"{self.option_of(name)}: is empty: list at least one file")
@@ -74,14 +106,16 @@ class DataConfig(Config):
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
         if self.valid and self.holdout:
             raise UserError("data.holdout: cannot be combined with data.valid: remove one of them")
-        trained = self.trained_on()
+        trained = task.chat or self.trained_on()
         for path in self.valid:
             if path in trained:
                 raise UserError(f"data.valid: {path} is also trained on: hold other text out")
 
-    def check(self) -> None:
+    def check(self, task: TaskConfig | None = None) -> None:
         """The same, and files that do not exist, before anything expensive starts."""
-        self.check_values()
+        self.check_values(task)
+        if task is not None:
+            task.check()
         for name, source in self.named_sources().items():
             check_inputs(source.paths, self.option_of(name))
         if self.valid:

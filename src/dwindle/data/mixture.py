@@ -6,6 +6,7 @@ Legend: g = global sample index; L = seq_len; a window has L + 1 tokens, which g
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -19,26 +20,30 @@ from dwindle.data.token_stream import TokenStream
 MAX_PERIOD = 1 << 16
 
 
-class PackedDataset:
-    """One named source: its token stream split into windows, reshuffled every epoch.
+class Windows(ABC):
+    """One named source of equally long windows, reshuffled every epoch."""
 
-    Window i has the tokens [i·L, i·L + L]: adjacent windows share one token, so every token except the first is
-    predicted exactly once per epoch. An incomplete window at the end of the stream is dropped.
-    """
-
-    def __init__(self, name: str, stream: TokenStream, seq_len: int, seed: int, option: str = "data.train") -> None:
+    def __init__(self, name: str, stream: TokenStream, seq_len: int, seed: int, num_windows: int) -> None:
         self.name = name
         self.stream = stream
         self.seq_len = seq_len
         self.seed = seed
-        self.num_windows = num_windows(stream, seq_len, option)
+        self.num_windows = num_windows
         self._epoch = -1
         self._order = Permutation(1, "")
 
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Of one window."""
+        return (self.seq_len + 1,)
+
+    @abstractmethod
     def window(self, index: int) -> npt.NDArray[np.int64]:
-        """Window ``index``, in text order."""
-        start = index * self.seq_len
-        return self.stream.read(start, start + self.seq_len + 1)
+        """Window ``index``, in the order of the source."""
+
+    def num_predictions(self, sample: int) -> int:
+        """Tokens of a sample that are learned."""
+        return self.seq_len
 
     def window_index(self, sample: int) -> int:
         """The window of this source's sample number ``sample``, in any epoch."""
@@ -49,8 +54,24 @@ class PackedDataset:
         return self._order(index)
 
     def sample(self, sample: int) -> npt.NDArray[np.int64]:
-        """Sample number ``sample`` of this source: token ids [L + 1]; there is no last epoch."""
+        """Sample number ``sample`` of this source; there is no last epoch."""
         return self.window(self.window_index(sample))
+
+
+class PackedDataset(Windows):
+    """A text: its token stream split into windows.
+
+    Window i has the tokens [i·L, i·L + L]: adjacent windows share one token, so every token except the first is
+    predicted exactly once per epoch. An incomplete window at the end of the stream is dropped.
+    """
+
+    def __init__(self, name: str, stream: TokenStream, seq_len: int, seed: int, option: str = "data.train") -> None:
+        super().__init__(name, stream, seq_len, seed, num_windows(stream, seq_len, option))
+
+    def window(self, index: int) -> npt.NDArray[np.int64]:
+        """Window ``index``, in text order."""
+        start = index * self.seq_len
+        return self.stream.read(start, start + self.seq_len + 1)
 
 
 class Mixture:
@@ -61,14 +82,14 @@ class Mixture:
     the position in each source, are functions of g alone.
     """
 
-    def __init__(
-        self, sources: Sequence[PackedDataset], weights: Sequence[float], option: str = "data.sources"
-    ) -> None:
+    def __init__(self, sources: Sequence[Windows], weights: Sequence[float], option: str = "data.sources") -> None:
         assert sources and len(sources) == len(weights)
         self.sources = list(sources)
         self.seq_len = sources[0].seq_len
         self.seed = sources[0].seed
-        assert all((s.seq_len, s.seed) == (self.seq_len, self.seed) for s in sources)
+        self.sample_shape = sources[0].sample_shape
+        alike = (self.seq_len, self.seed, self.sample_shape)
+        assert all((s.seq_len, s.seed, s.sample_shape) == alike for s in sources)
         names = [source.name for source in sources]
         assert len(set(names)) == len(names)
         for name, weight in zip(names, weights, strict=True):
@@ -90,8 +111,13 @@ class Mixture:
         source = int(self._source_of[turn])
         return source, cycle * self.turns[source] + int(self._turn_of[turn])
 
+    def num_predictions(self, start: int, stop: int) -> int:
+        """Tokens that are learned in the global samples [start, stop)."""
+        found = (self.locate(g) for g in range(start, stop))
+        return sum(self.sources[source].num_predictions(sample) for source, sample in found)
+
     def sample(self, g: int) -> npt.NDArray[np.int64]:
-        """Token ids [L + 1] of global sample ``g``."""
+        """Global sample ``g``: token ids [L + 1], or planes of packed conversations."""
         source, sample = self.locate(g)
         return self.sources[source].sample(sample)
 

@@ -100,6 +100,10 @@ class TextInput(ABC):
     def digest(self) -> tuple[int, str]:
         """Bytes and SHA-256 of the input."""
 
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Every record with the number of its line or row, for inputs that have any."""
+        raise self._error("is plain text, which has no conversations: give .jsonl, .parquet or hf:org/name")
+
     @property
     def cache_key(self) -> str:
         """Identifies the text in the cache of tokenized texts."""
@@ -219,29 +223,36 @@ class JsonLinesInput(FileInput):
         self.compression = compression
         self.text_field = text_field
 
-    def _texts(self) -> Iterator[str]:
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with self._open_text(self.compression) as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    yield self._text_of(line, number)
+                    yield number, self._record_of(line, number)
 
-    def _text_of(self, line: str, number: int) -> str:
+    def _texts(self) -> Iterator[str]:
+        for number, record in self.records():
+            yield self._text_of(record, number)
+
+    def _record_of(self, line: str, number: int) -> dict[str, Any]:
         try:
             record = parse_json(line)
         except ValueError as error:
             raise self._error(f"is not valid JSON ({error}): fix or remove the line", number) from error
         if not isinstance(record, dict):
             raise self._error('is not a JSON object: each line must look like {"text": …}', number)
+        return record
+
+    def _text_of(self, record: dict[str, Any], number: int) -> str:
         if self.text_field not in record:
             raise self._error(_no_field(self.text_field, record), number)
         text = record[self.text_field]
         if not isinstance(text, str):
             raise self._error(f"has a field {self.text_field!r} that is not text", number)
-        return _without_lone_surrogates(text)
+        return without_lone_surrogates(text)
 
 
 class ParquetInput(FileInput):
-    """One document per row; only the text column is read, in batches of rows."""
+    """One document per row, read in batches of rows; of texts only their column."""
 
     unit = "rows"
 
@@ -250,25 +261,39 @@ class ParquetInput(FileInput):
         self.text_field = text_field
 
     def _texts(self) -> Iterator[str]:
+        with self._opened() as (file, types):
+            columns = file.schema_arrow.names
+            if self.text_field not in columns:
+                raise self._error(_no_field(self.text_field, columns))
+            kind = file.schema_arrow.field(self.text_field).type
+            if not (types.is_string(kind) or types.is_large_string(kind)):
+                raise self._error(f"has a column {self.text_field!r} of {kind}, not text")
+            for batch in file.iter_batches(batch_size=1024, columns=[self.text_field]):
+                for text in batch.column(0).to_pylist():
+                    self.position += 1
+                    if text is not None:
+                        yield text
+
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        with self._opened() as (file, _):
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    self.position += 1
+                    yield self.position, record
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Any]]:
+        """The file and ``pyarrow.types``; errors of the library become one line."""
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
             raise self._error("needs the pyarrow package: pip install pyarrow") from error
+        self.position = 0
         try:
             with pyarrow.parquet.ParquetFile(self.path) as file:
-                columns = file.schema_arrow.names
-                if self.text_field not in columns:
-                    raise self._error(_no_field(self.text_field, columns))
-                kind = file.schema_arrow.field(self.text_field).type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise self._error(f"has a column {self.text_field!r} of {kind}, not text")
                 self.total = file.metadata.num_rows
-                for batch in file.iter_batches(batch_size=1024, columns=[self.text_field]):
-                    for text in batch.column(0).to_pylist():
-                        self.position += 1
-                        if text is not None:
-                            yield text
+                yield file, pyarrow.types
         except (pyarrow.ArrowException, OSError) as error:
             raise self._error(f"is damaged or not Parquet ({first_line(error)}): fetch it again") from error
 
@@ -324,19 +349,28 @@ class HubInput(TextInput):
         return self._bytes, self._sha.hexdigest()
 
     def _texts(self) -> Iterator[str]:
-        for record in self._records():
+        for record in self._stream():
             if self.text_field not in record:
                 raise self._error(_no_field(self.text_field, record))
             text = record[self.text_field]
             if not isinstance(text, str):
                 raise self._error(f"has a field {self.text_field!r} that is not text")
-            encoded = _without_lone_surrogates(text).encode()
-            self._sha.update(encoded + b"\0")
-            self._bytes += len(encoded)
-            self.position += 1
-            yield encoded.decode()
+            text = without_lone_surrogates(text)
+            self._hash(text)
+            yield text
 
-    def _records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for record in self._stream():
+            self._hash(repr(record))
+            yield self.position, record
+
+    def _hash(self, text: str) -> None:
+        encoded = text.encode(errors="replace")
+        self._sha.update(encoded + b"\0")
+        self._bytes += len(encoded)
+        self.position += 1
+
+    def _stream(self) -> Iterator[dict[str, Any]]:
         try:
             import datasets
         except ImportError as error:
@@ -372,7 +406,7 @@ def _no_field(field: str, names: Any) -> str:
     return f"has no field {field!r} (it has: {found}): set data.text_field or --text-field"
 
 
-def _without_lone_surrogates(text: str) -> str:
+def without_lone_surrogates(text: str) -> str:
     """Replace lone surrogates, which JSON allows and tokenizers reject, by U+FFFD."""
     try:
         text.encode()

@@ -3,8 +3,9 @@
     index.json          dtype, shards with SHA-256, tokenizer fingerprint, inputs, separator
     tokens-00000.bin    little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     documents.bin       little-endian uint64, start of each document
+    answers.bin         of conversations: little-endian uint64 pairs, tokens [start, stop) that are learned
 
-The shards form one sequence; a document may cross a shard boundary.
+The shards form one sequence; a document may cross a shard boundary. Of conversations, a document is one example.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,9 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
-from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
+from dwindle.data.chat import ChatEncoder
+from dwindle.data.conversations import open_conversations
+from dwindle.data.readers import INDEX_NAME, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 from dwindle.sources.common import check_ids
 
@@ -35,9 +38,31 @@ FORMAT = 1
 DEFAULT_SHARD_TOKENS = 1 << 28
 
 _KIND = "dwindle-tokens"
+_CHAT_KIND = "dwindle-chat-tokens"
 _DOCUMENTS_NAME = "documents.bin"
+_ANSWERS_NAME = "answers.bin"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _HASH_BLOCK_BYTES = 1 << 20
+
+
+class Input(Protocol):
+    """What is written: a text or conversations, which an encoder of the same kind understands."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    def digest(self) -> tuple[int, str]: ...
+
+    def documents(self) -> Iterator[Any]: ...
 
 
 class TokenFiles:
@@ -50,10 +75,18 @@ class TokenFiles:
         self.num_documents: int = index["documents"]["count"]
         self.tokenizer_fingerprint: str = index["tokenizer"]
         self.fingerprint: str = index["sha256"]
+        self.template_fingerprint: str | None = index.get("template")
+        """Of the chat template; None for text."""
         dtype = np.dtype(_DTYPES[index["dtype"]])
         self._shards = [np.memmap(directory / shard["file"], dtype=dtype, mode="r") for shard in index["shards"]]
         self._ends = list(accumulate(len(shard) for shard in self._shards))
         self._starts = np.memmap(directory / _DOCUMENTS_NAME, dtype="<u8", mode="r")
+        self.answers: npt.NDArray[np.uint64] | None = None
+        """Of conversations: tokens [start, stop) that are learned, in order, as rows."""
+        if self.template_fingerprint is not None:
+            self.answers = np.memmap(directory / _ANSWERS_NAME, dtype="<u8", mode="r").reshape(-1, 2)
+            learned = self.template_fingerprint + index["answers"]["sha256"]
+            self.fingerprint = hashlib.sha256((self.fingerprint + learned).encode()).hexdigest()
 
     @property
     def label(self) -> str:
@@ -75,6 +108,8 @@ class TokenFiles:
     def verify(self) -> None:
         """Compare the SHA-256 of every file with the index; raises UserError naming the file that differs."""
         entries = [*self.index["shards"], {"file": _DOCUMENTS_NAME, **self.index["documents"]}]
+        if "answers" in self.index:
+            entries.append({"file": _ANSWERS_NAME, **self.index["answers"]})
         total = sum((self.directory / entry["file"]).stat().st_size for entry in entries)
         with Bar(f"checking {self.directory.name} (kB)", max(total // 1000, 1)) as bar:
             for entry in entries:
@@ -98,6 +133,15 @@ class TokenFiles:
                 "run dwindle tokenize again with --model set to this model"
             )
 
+    def check_template(self, fingerprint: str | None, option: str = "data") -> None:
+        """Raise UserError for text in place of conversations, or the reverse, or another chat template."""
+        if fingerprint is None and self.template_fingerprint is not None:
+            raise UserError(f"{option}: {self.directory} holds conversations: name it in task.chat")
+        if fingerprint is not None and self.template_fingerprint is None:
+            raise UserError(f"{option}: {self.directory} holds text, not conversations: name it in data.train")
+        if fingerprint != self.template_fingerprint:
+            raise UserError(f"{option}: {self.directory} was written with another chat template: render it again")
+
 
 def is_token_files(path: str) -> bool:
     """Whether a path is a directory of token files rather than text."""
@@ -112,7 +156,7 @@ def open_token_files(directory: str | Path) -> TokenFiles:
         raise UserError(f"{folder} has no {INDEX_NAME}: give a directory written by dwindle tokenize")
     try:
         index = read_json(index_path)
-        is_ours = index["kind"] == _KIND
+        is_ours = index["kind"] == (_CHAT_KIND if "answers" in index else _KIND)
     except (UserError, KeyError, TypeError) as error:
         raise _damaged(index_path, "it is not an index of token files") from error
     if not is_ours or index.get("format") != FORMAT:
@@ -137,18 +181,25 @@ def write_token_files(
     text_field: str = "text",
     max_tokens: int | None = None,
     overwrite: bool = False,
+    chat: bool = False,
     option: str = "data",
 ) -> TokenFiles:
     """Tokenize every input, in order, into one directory, which appears once it is complete.
 
-    ``max_tokens`` stops early, for inputs that are longer than needed.
+    ``max_tokens`` stops early, for inputs that are longer than needed. With ``chat`` they are conversations.
     """
     names = expand_inputs(list(inputs), option)
     refuse_sources(Path(out_dir).expanduser(), names)
-    opened = [open_input(name, text_field=text_field, option=option) for name in names]
+    encoder = ChatEncoder(tokenizer) if chat else DocumentEncoder(tokenizer)
+    opened: list[Input] = []
+    for name in names:
+        if isinstance(encoder, ChatEncoder):
+            opened.append(open_conversations(name, option=option, input_joint=encoder.input_joint))
+        else:
+            opened.append(open_input(name, text_field=text_field, option=option))
     return write_inputs(
         opened,
-        DocumentEncoder(tokenizer),
+        encoder,
         Path(out_dir).expanduser(),
         shard_tokens=shard_tokens,
         max_tokens=max_tokens,
@@ -157,8 +208,8 @@ def write_token_files(
 
 
 def write_inputs(
-    inputs: Sequence[TextInput],
-    encoder: DocumentEncoder,
+    inputs: Sequence[Input],
+    encoder: DocumentEncoder | ChatEncoder,
     out_dir: Path,
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -176,24 +227,27 @@ def write_inputs(
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens: {max_tokens} must be at least 1")
+    base = encoder if isinstance(encoder, DocumentEncoder) else encoder.base
     with atomic_directory(
         out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
     ) as folder:
-        with _ShardWriter(folder, encoder.dtype, shard_tokens, max_tokens) as writer:
+        with _ShardWriter(folder, base.dtype, shard_tokens, max_tokens) as writer:
             entries = [_write_input(source, encoder, writer) for source in inputs if not writer.is_full]
         index = {
             "kind": _KIND,
             "format": FORMAT,
-            "dtype": encoder.dtype.name,
+            "dtype": base.dtype.name,
             "tokens": writer.num_tokens,
             "sha256": writer.sha256,
             "shards": writer.shards,
             "documents": writer.write_document_starts(),
-            "tokenizer": encoder.fingerprint,
-            "end_of_text": encoder.end_of_text,
-            "beginning_of_text": encoder.beginning_of_text,
+            "tokenizer": base.fingerprint,
+            "end_of_text": base.end_of_text,
+            "beginning_of_text": base.beginning_of_text,
             "inputs": entries,
         }
+        if isinstance(encoder, ChatEncoder):
+            index |= {"kind": _CHAT_KIND, "answers": writer.write_answers(), "template": encoder.template_fingerprint}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_token_files(out_dir)
 
@@ -211,6 +265,7 @@ class _ShardWriter:
         self._stream_hash = hashlib.sha256()
         self._starts: list[npt.NDArray[np.uint64]] = []
         self._new_starts: list[int] = []
+        self._answers: list[npt.NDArray[np.uint64]] = []
         self._file: BinaryIO | None = None
         self._shard_hash = hashlib.sha256()
         self._in_shard = 0
@@ -237,6 +292,8 @@ class _ShardWriter:
             self._new_starts.append(self.num_tokens)
             if len(self._new_starts) >= 1 << 16:
                 self._fold_starts()
+        if piece.answers is not None:
+            self._answers.append(piece.answers + np.uint64(self.num_tokens))
         room = None if self._max_tokens is None else self._max_tokens - self.num_tokens
         ids = piece.ids[:room]
         self.num_tokens += len(ids)
@@ -251,6 +308,12 @@ class _ShardWriter:
         content = starts.astype("<u8").tobytes()
         (self._folder / _DOCUMENTS_NAME).write_bytes(content)
         return {"count": len(starts), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def write_answers(self) -> dict[str, Any]:
+        answers = np.concatenate(self._answers)
+        content = answers.astype("<u8").tobytes()
+        (self._folder / _ANSWERS_NAME).write_bytes(content)
+        return {"count": len(answers), "sha256": hashlib.sha256(content).hexdigest()}
 
     def _fold_starts(self) -> None:
         self._starts.append(np.array(self._new_starts, dtype=np.uint64))
@@ -284,7 +347,7 @@ class _ShardWriter:
         self._in_shard = 0
 
 
-def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWriter) -> dict[str, Any]:
+def _write_input(source: Input, encoder: DocumentEncoder | ChatEncoder, writer: _ShardWriter) -> dict[str, Any]:
     tokens_before = writer.num_tokens
     for piece in _with_progress(source, encoder):
         writer.append(piece)
@@ -295,7 +358,7 @@ def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWrit
     return {"name": Path(source.name).name, "bytes": size, "sha256": sha256, "tokens": tokens}
 
 
-def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[EncodedPiece]:
+def _with_progress(source: Input, encoder: DocumentEncoder | ChatEncoder) -> Iterator[EncodedPiece]:
     pieces = encoder.encode(source.documents())
     first = next(pieces)  # some readers know their total only once they have started
     yield first
@@ -313,11 +376,16 @@ def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
         raise ValueError("token counts do not add up")
     texts = [index["tokenizer"], index["sha256"], *(e["sha256"] for e in (*index["shards"], index["documents"]))]
     counts = [index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
+    if "answers" in index:
+        texts += [index["template"], index["answers"]["sha256"]]
+        counts.append(index["answers"]["count"])
     if not all(type(text) is str for text in texts) or not all(type(n) is int and n > 0 for n in counts):
         raise ValueError("a checksum or a count is not one")
     item_bytes = np.dtype(_DTYPES[index["dtype"]]).itemsize
     expected = {shard["file"]: shard["tokens"] * item_bytes for shard in index["shards"]}
     expected[_DOCUMENTS_NAME] = index["documents"]["count"] * 8
+    if "answers" in index:
+        expected[_ANSWERS_NAME] = index["answers"]["count"] * 16
     for name, size in expected.items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a plain file name")

@@ -28,6 +28,8 @@ class EncodedPiece(NamedTuple):
 
     ids: Tokens
     starts_document: bool
+    answers: npt.NDArray[np.uint64] | None = None
+    """Of a conversation: tokens [start, stop) that are learned, as rows."""
 
 
 class DocumentEncoder:
@@ -51,7 +53,8 @@ class DocumentEncoder:
         self.num_embeddings: int | None = getattr(tokenizer, "num_embeddings", None)
         """Rows of the model's embedding, if the tokenizer was loaded with its model."""
         self._tokenizer = tokenizer
-        self._backend = _private_backend(tokenizer)
+        self.backend = _private_backend(tokenizer)
+        """The fast tokenizer; None for a slow one."""
 
     @property
     def identity(self) -> str:
@@ -84,8 +87,8 @@ class DocumentEncoder:
             yield EncodedPiece(np.array(ids, dtype=self.dtype), is_first)
 
     def _ids(self, texts: list[str]) -> Iterator[list[int]]:
-        if self._backend is not None:
-            for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
+        if self.backend is not None:
+            for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False):
                 yield encoding.ids
         else:
             for text in texts:

@@ -7,14 +7,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
-from dwindle.data.config import DataConfig
-from dwindle.data.mixture import Mixture, PackedDataset
+from dwindle.data.chat import ChatEncoder
+from dwindle.data.config import DataConfig, TaskConfig
+from dwindle.data.conversations import ConversationInput, open_conversations
+from dwindle.data.mixture import Mixture, PackedDataset, Windows
+from dwindle.data.packing import ChatStream, PackedChat, TextRows
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.token_files import (
     FORMAT,
@@ -40,52 +45,143 @@ class TrainingData:
     mixture: Mixture
     """The training samples."""
     valid_windows: Tensor | None
-    """int64 [windows, seq_len + 1], in text order; None without validation text."""
+    """int64 [windows, seq_len + 1] in text order, or rows of conversations; None without validation data."""
+    end_of_turn: int | None = None
+    """The token that ends an answer, if it has one."""
+    warning: str = ""
+    """What is not used as it is, if anything."""
 
 
 def open_training_data(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int, cache_dir: Path
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    cache_dir: Path,
+    task: TaskConfig | None = None,
+    packed: bool = True,
 ) -> TrainingData:
     """Open, tokenize if needed, verify checksums, and check that validation text is not trained on.
 
     ``seed`` and ``cache_dir`` are used if the config does not set them. With several ranks, call this on one rank
-    first: it fills the cache, and the others only map it.
+    first: it fills the cache, and the others only map it. ``packed`` puts several conversations into one row.
     """
-    config.check()
-    encoder = DocumentEncoder(tokenizer)
+    config.check(task)
     cache = Path(config.cache_dir).expanduser() if config.cache_dir is not None else cache_dir
-    seed = seed if config.seed is None else config.seed
-    datasets, weights, held_out = [], [], list[TokenPart]()
-    for name, source in config.named_sources().items():
-        option = config.option_of(name)
-        limit = None if source.max_tokens is None else parse_count(source.max_tokens)
+    opener = _Opener(config, DocumentEncoder(tokenizer), seed if config.seed is None else config.seed, cache)
+    if task is not None and task.kind == "chat":
+        return opener.chat(task, ChatEncoder(tokenizer), packed)
+    return opener.text()
+
+
+@dataclass(frozen=True, slots=True)
+class _Opener:
+    config: DataConfig
+    encoder: DocumentEncoder
+    seed: int
+    cache: Path
+
+    def text(self) -> TrainingData:
+        config = self.config
+        held_out = list[TokenPart]()
+        sources = self._sources(PackedDataset, held_out)
+        valid_windows = None
+        if held_out:
+            valid_windows = spread_windows(
+                TokenStream(held_out), config.seq_len, parse_count(config.valid_tokens), "data.holdout"
+            )
+        elif config.valid:
+            valid = self._stream(config.valid, "data.valid")
+            for dataset, _ in sources:
+                refuse_shared_text(dataset.stream, valid, config.option_of(dataset.name))
+            valid_windows = spread_windows(valid, config.seq_len, parse_count(config.valid_tokens), "data.valid")
+        return TrainingData(mixture=_mixture(sources), valid_windows=valid_windows)
+
+    def chat(self, task: TaskConfig, encoder: ChatEncoder, packed: bool) -> TrainingData:
+        """Conversations, and text in the proportion that gives it its share of the tokens that are learned."""
+        config = self.config
+        stream = self._conversations(task.chat, encoder, "task.chat")
+        train, held = _hold_out_examples(len(stream.document_starts), config.holdout)
+        chat = self._packed("chat", stream, packed, train)
+        valid = self._packed("held out", stream, packed, held) if len(held) else None
+        if config.valid:
+            other = self._conversations(config.valid, encoder, "data.valid")
+            refuse_shared_text(stream, other, "task.chat")
+            valid = self._packed("valid", other, packed, None, "data.valid")
+        datasets: list[tuple[Windows, float]] = [(chat, 1.0)]
+        if task.text_share:
+            text = self._sources(TextRows, None)
+            rows = task.text_share / (1 - task.text_share) * chat.learned_per_row / config.seq_len
+            total = sum(weight for _, weight in text)
+            datasets += [(source, float(f"{rows * weight / total:.3g}")) for source, weight in text]
+        windows = None if valid is None else valid.spread(parse_count(config.valid_tokens))
+        return TrainingData(
+            mixture=_mixture(datasets),
+            valid_windows=windows,
+            end_of_turn=encoder.end_of_turn(stream.last_of_answer()),
+            warning=_cuts(chat),
+        )
+
+    def _sources(self, kind: type[PackedDataset], held_out: list[TokenPart] | None) -> list[tuple[Windows, float]]:
+        """The texts and their weights; what is held out is added to ``held_out``."""
+        config, found = self.config, list[tuple[Windows, float]]()
+        for name, source in config.named_sources().items():
+            option = config.option_of(name)
+            limit = None if source.max_tokens is None else parse_count(source.max_tokens)
+            stream = self._stream(source.paths, option, limit)
+            if config.holdout and held_out is not None:
+                stream, held = hold_out(stream, config.holdout, config.seq_len + 1)
+                held_out += held.parts
+            found.append((kind(name, stream, config.seq_len, self.seed, option), source.weight))
+        return found
+
+    def _stream(self, paths: Sequence[str], option: str, max_tokens: int | None = None) -> TokenStream:
         stream = open_stream(
-            source.paths,
-            encoder,
-            cache_dir=cache,
-            text_field=config.text_field,
-            max_tokens=limit,
+            paths,
+            self.encoder,
+            cache_dir=self.cache,
+            text_field=self.config.text_field,
+            max_tokens=max_tokens,
             option=option,
         )
         stream.verify()
-        if config.holdout:
-            stream, held = hold_out(stream, config.holdout, config.seq_len + 1)
-            held_out += held.parts
-        datasets.append(PackedDataset(name, stream, config.seq_len, seed, option))
-        weights.append(source.weight)
-    valid_windows = None
-    if held_out:
-        valid_windows = spread_windows(
-            TokenStream(held_out), config.seq_len, parse_count(config.valid_tokens), "data.holdout"
+        return stream
+
+    def _conversations(self, paths: Sequence[str], encoder: ChatEncoder, option: str) -> ChatStream:
+        stream = open_chat(paths, encoder, cache_dir=self.cache, option=option)
+        stream.verify()
+        return stream
+
+    def _packed(
+        self, name: str, stream: ChatStream, packed: bool, documents: Any, option: str = "task.chat"
+    ) -> PackedChat:
+        length, filler = self.config.seq_len, self.encoder.end_of_text
+        return PackedChat(
+            name, stream, length, self.seed, filler=filler, packed=packed, documents=documents, option=option
         )
-    elif config.valid:
-        valid = open_stream(config.valid, encoder, cache_dir=cache, text_field=config.text_field, option="data.valid")
-        valid.verify()
-        for dataset in datasets:
-            refuse_shared_text(dataset.stream, valid, config.option_of(dataset.name))
-        limit = parse_count(config.valid_tokens)
-        valid_windows = spread_windows(valid, config.seq_len, limit, "data.valid")
-    return TrainingData(mixture=Mixture(datasets, weights), valid_windows=valid_windows)
+
+
+def _mixture(weighted: Sequence[tuple[Windows, float]]) -> Mixture:
+    return Mixture([source for source, _ in weighted], [weight for _, weight in weighted])
+
+
+def _hold_out_examples(count: int, share: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(To train on, held out): evenly spread examples, at least one of each if a share is held out."""
+    numbers = np.arange(count)
+    held = np.floor((numbers + 1) * share) > np.floor(numbers * share)
+    if share and not held.any():
+        held[-1:] = True
+    if held.all():
+        raise UserError(f"data.holdout: {count} conversations are too few to hold any out: give more")
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def _cuts(chat: PackedChat) -> str:
+    """What a row has no room for; empty if it holds everything."""
+    counts = {"lose turns from their end": chat.num_shortened, "are left out": chat.num_left_out}
+    cut = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    of = f"of {len(chat.sizes):,} conversations"
+    return f"task.chat: {of} {cut}: they are longer than data.seq_len = {chat.seq_len}" if cut else ""
 
 
 def open_stream(
@@ -103,6 +199,7 @@ def open_stream(
         if is_token_files(name):
             files = open_token_files(name)
             files.check_tokenizer(encoder.fingerprint, option)
+            files.check_template(None, option)
             files.check_ids(encoder.num_embeddings, option)
             parts.append(files)
             continue
@@ -114,8 +211,28 @@ def open_stream(
     return TokenStream(parts)
 
 
+def open_chat(paths: Sequence[str], encoder: ChatEncoder, *, cache_dir: Path, option: str = "task.chat") -> ChatStream:
+    """All paths as one stream of conversations, rendered with the model's chat template on first use."""
+    parts: list[TokenFiles] = []
+    for name in expand_inputs(list(paths), option):
+        if is_token_files(name):
+            files = open_token_files(name)
+            files.check_tokenizer(encoder.base.fingerprint, option)
+            files.check_template(encoder.template_fingerprint, option)
+            files.check_ids(encoder.base.num_embeddings, option)
+            parts.append(files)
+            continue
+        source = open_conversations(name, option=option, input_joint=encoder.input_joint)
+        parts.append(cached_token_files(source, encoder, cache_dir, "", None))
+    return ChatStream(parts)
+
+
 def cached_token_files(
-    source: TextInput, encoder: DocumentEncoder, cache_dir: Path, text_field: str, max_tokens: int | None
+    source: TextInput | ConversationInput,
+    encoder: DocumentEncoder | ChatEncoder,
+    cache_dir: Path,
+    text_field: str,
+    max_tokens: int | None,
 ) -> TokenFiles:
     """The token files of one text, written on first use.
 
@@ -128,7 +245,8 @@ def cached_token_files(
     directory = cache_dir / f"{stem}-{key}"
     if (directory / INDEX_NAME).is_file():
         files = open_token_files(directory)
-        files.check_ids(encoder.num_embeddings, "data.cache_dir")
+        base = encoder if isinstance(encoder, DocumentEncoder) else encoder.base
+        files.check_ids(base.num_embeddings, "data.cache_dir")
         return files
     return write_inputs(
         [source], encoder, directory, max_tokens=max_tokens, keep_existing=True, out_option="data.cache_dir"

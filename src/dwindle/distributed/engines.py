@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from dwindle.anatomy.build import build, build_on_meta, restore_buffers
 from dwindle.core.errors import UserError
+from dwindle.data.packing import num_predictions
 from dwindle.distributed.lazy_weights import Fetch
 from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.distributed.sharded_safetensors import piece_name
@@ -51,7 +52,7 @@ class Loss(Protocol):
 
 
 LossFunction = Callable[..., Loss]
-"""``loss(model, tokens_BT, chunk_tokens=…, …)``, such as ``training.loss.language_model_loss``."""
+"""``loss(model, batch, chunk_tokens=…, …)``, such as ``training.loss.language_model_loss``."""
 
 
 def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Parallel:
@@ -133,9 +134,9 @@ class Engine:
         """Around the passes of one micro-batch; gradients are reduced over processes in the last one only."""
         return nullcontext()
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+    def loss(self, model: nn.Module, batch: Tensor, **options: Any) -> Loss:
         """The loss of this process's sequences."""
-        return self.loss_function(model, tokens_BT, **options)
+        return self.loss_function(model, batch, **options)
 
     def sum_over_processes(self, values: Tensor) -> Tensor:
         """``values`` summed over all processes, in place."""
@@ -155,11 +156,11 @@ class Engine:
     def evaluate(
         self, model: nn.Module, windows_NT: Tensor, *, batch: int, chunk_tokens: int, precision: Precision
     ) -> float:
-        """Mean nats per token over held-out windows.
+        """Mean nats per learned token over held-out windows.
 
         Each process evaluates a slice of the windows; where weights are gathered, all make the same number of passes.
         """
-        assert windows_NT.ndim == 2 and windows_NT.shape[0] > 0 and windows_NT.shape[1] > 1
+        assert windows_NT.ndim in (2, 3) and windows_NT.shape[0] > 0 and windows_NT.shape[-1] > 1
         total, device = windows_NT.shape[0], local(next(model.parameters())).device
         mine = windows_NT[total * self.rank // self.size : total * (self.rank + 1) // self.size]
         largest_slice = -(-total // self.size)
@@ -168,15 +169,15 @@ class Engine:
         model.eval()
         try:
             for start in range(0, largest_slice, batch):
-                tokens_BT = mine[start : start + batch].to(device)
-                if not len(tokens_BT) and not self._forward_is_collective:
+                some = mine[start : start + batch].to(device)
+                if not len(some) and not self._forward_is_collective:
                     break
                 with self.autocast(precision, device.type):
-                    sums += self.loss(model, tokens_BT, chunk_tokens=chunk_tokens).cross_entropy
+                    sums += self.loss(model, some, chunk_tokens=chunk_tokens).cross_entropy
         finally:
             model.train(was_training)
         self._after_evaluation()
-        return float(self.sum_over_processes(sums)) / (total * (windows_NT.shape[1] - 1))
+        return float(self.sum_over_processes(sums)) / num_predictions(windows_NT)
 
     def _after_evaluation(self) -> None:
         """Undo the side effects of forward passes that no backward pass followed."""
@@ -190,8 +191,8 @@ class LossModule(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, tokens_BT: Tensor, options: dict[str, Any]) -> Loss:
-        return self.loss(self.model, tokens_BT, **options)
+    def forward(self, batch: Tensor, options: dict[str, Any]) -> Loss:
+        return self.loss(self.model, batch, **options)
 
 
 class _WrappedEngine(Engine):
@@ -199,13 +200,13 @@ class _WrappedEngine(Engine):
 
     _root: Any = None
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+    def loss(self, model: nn.Module, batch: Tensor, **options: Any) -> Loss:
         """A process without a sequence in this micro-batch runs a dummy sequence with weight 0, to join collectives."""
         assert self._root is not None, "the engine has not been given a model"
-        if tokens_BT.shape[0]:
-            return cast(Loss, self._root(tokens_BT, options))
+        if batch.shape[0]:
+            return cast(Loss, self._root(batch, options))
         with idle(model):
-            loss: Loss = self._root(tokens_BT.new_zeros(1, tokens_BT.shape[1]), options | {"scale": 0.0})
+            loss: Loss = self._root(batch.new_ones(1, *batch.shape[1:]), options | {"scale": 0.0})
         distillation = None if loss.distillation is None else loss.distillation * 0
         return loss._replace(cross_entropy=loss.cross_entropy * 0, distillation=distillation)
 
@@ -224,10 +225,10 @@ class ReplicatedEngine(_WrappedEngine):
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
         return nullcontext() if last else cast(AbstractContextManager[object], self._root.no_sync())
 
-    def loss(self, model: nn.Module, tokens_BT: Tensor, **options: Any) -> Loss:
+    def loss(self, model: nn.Module, batch: Tensor, **options: Any) -> Loss:
         if not torch.is_grad_enabled():  # no gradients to reduce, so the wrapper is not needed
-            return self.loss_function(model, tokens_BT, **options)
-        return super().loss(model, tokens_BT, **options)
+            return self.loss_function(model, batch, **options)
+        return super().loss(model, batch, **options)
 
 
 class ShardedEngine(_WrappedEngine):

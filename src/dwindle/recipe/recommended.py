@@ -73,6 +73,13 @@ RECOMMENDED: Mapping[Goal, Settings] = {
 }
 """quality: the lowest loss at a size (layers differ). speed: equal layers of round widths. stock: equal layers."""
 
+TUNING: Settings = {"training.lr": Setting(3e-4, "by the size of a step and the width of the model")}
+"""For ``dwindle tune``; the rate is for full steps of 16k tokens."""
+TUNING_PASSES = 3
+"""Times that conversations are read."""
+TUNING_STEPS = 100
+"""Of few conversations, steps are made smaller rather than fewer than this."""
+
 MEANING: Mapping[Goal, str] = {
     "quality": "the lowest loss; layers differ in size, so transformers needs trust_remote_code=True",
     "speed": "equal layers with round widths, which run fastest",

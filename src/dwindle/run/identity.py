@@ -37,6 +37,7 @@ MAY_CHANGE = (
 HASHED_ELSEWHERE = (
     "source.model",
     "distill.teacher",
+    "task.chat",
     "data.train",
     "data.valid",
     "data.sources.*.paths",

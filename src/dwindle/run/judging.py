@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dwindle.core.json_safe import finite
 from dwindle.core.quality import Quality, Sample, text_names
+from dwindle.data.packing import num_predictions
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.loss import evaluate_loss
 from dwindle.training.sampling import as_text, greedy_samples, prompt_tokens
@@ -33,7 +34,7 @@ class QualityRecorder(Callback):
         self.prompts = prompt_tokens(windows_NT, tokenizer)
         self.quality = Quality(
             text=[] if windows_NT is None else text_names(texts),
-            tokens=0 if windows_NT is None else windows_NT[:, 1:].numel(),
+            tokens=0 if windows_NT is None else num_predictions(windows_NT),
             samples=[Sample(as_text(tokenizer, prompt)) for prompt in self.prompts],
         )
 

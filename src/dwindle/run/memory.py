@@ -44,7 +44,9 @@ def footprint(
     anatomy = Anatomy.of_config(config)
     width = {"fp32": 4, "fp64": 8, "bf16": 4}[precision]
     fixed = anatomy.count(anatomy.source).total * (4 * width + (2 if precision == "bf16" else 0)) / shards
-    if training.optimizer == "muon":  # one moment instead of two
+    if training.lora_rank:  # weights alone; gradients and moments are those of the adapters, which are small
+        fixed = anatomy.count(anatomy.source).total * (width + (2 if precision == "bf16" else 0)) / shards
+    elif training.optimizer == "muon":  # one moment instead of two
         fixed -= sum(anatomy.layer_counts(anatomy.source)) * width / shards
     saved = _saved_per_token(anatomy, training, precision)
     logits = _LOGITS_BYTES * config.vocab_size

@@ -14,8 +14,8 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import parse_toml
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count, parse_count
-from dwindle.data.config import DataConfig
-from dwindle.data.estimate import estimated_tokens
+from dwindle.data.config import DataConfig, TaskConfig
+from dwindle.data.estimate import estimate
 from dwindle.pruning.target import parse_target
 from dwindle.recipe.recipe import Recipe, recipe_from
 from dwindle.recipe.recommended import (
@@ -60,7 +60,7 @@ def new_recipe(
     data.check()
     config = load_config(model)
     parse_target(to, Anatomy.of_config(config), "to")
-    found = estimated_tokens(data, lambda: load_tokenizer(model))
+    found = estimate(data, TaskConfig(), lambda: load_tokenizer(model)).tokens
     length = sum(found.values()) if found else math.inf
     amount = None if tokens is None else parse_count(tokens, "tokens")
     positions = getattr(config, "max_position_embeddings", None) or SEQ_LEN
@@ -84,8 +84,8 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     shorter sequences. The learning rate falls with the root of a step's size, and with the width of the model.
     """
     amount = tokens or int(min(TOKENS, PASSES * length * (1 - _VALID_SHARE * PASSES)))
-    per_step = min(TOKENS_PER_STEP, max(_power(amount / LEAST_STEPS), 256))
-    seq_len = max(min(SEQ_LEN, positions, per_step // 8, _power(length / 100)), 16)
+    per_step = min(TOKENS_PER_STEP, max(power_below(amount / LEAST_STEPS), 256))
+    seq_len = max(min(SEQ_LEN, positions, per_step // 8, power_below(length / 100)), 16)
     per_step = min(max(per_step, seq_len), max(amount, seq_len))
     steps = max(amount // (per_step // seq_len * seq_len), 1)
     held_out = min(max(_VALID_SHARE * amount, 8 * seq_len), _MOST_VALID_TOKENS, max(_MOST_HELD_OUT * length, seq_len))
@@ -93,7 +93,7 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     share = held_out / (amount if length == math.inf else length)
     chosen: dict[str, Setting] = {
         "data.seq_len": Setting(seq_len),
-        "data.holdout": Setting(_digits(share, up=True), "share of the text for validation, never trained on"),
+        "data.holdout": Setting(two_digits(share, up=True), "share of the text for validation, never trained on"),
         "data.valid_tokens": Setting(int(held_out)),
         "training.tokens": Setting(amount, "" if length == math.inf else f"reads the text {amount / length:.1f} times"),
         "training.tokens_per_step": Setting(per_step, f"{steps:,} steps"),
@@ -103,7 +103,7 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     }
     rate = chosen["training.lr"]
     by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
-    chosen["training.lr"] = Setting(_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
+    chosen["training.lr"] = Setting(two_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
     return chosen
 
 
@@ -164,12 +164,12 @@ def recipe_name(model: str, to: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", f"{name}-to-{to.replace('%', 'pct')}").strip("-")
 
 
-def _power(value: float) -> int:
+def power_below(value: float) -> int:
     """The largest power of two that is not above; 2^30 at most."""
     return 1 << int(math.log2(min(max(value, 1), 1 << 30)))
 
 
-def _digits(value: float, *, up: bool = False) -> float:
+def two_digits(value: float, *, up: bool = False) -> float:
     """Two significant digits."""
     if value <= 0:
         return 0.0

@@ -15,8 +15,10 @@ from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_bytes, format_count, format_duration
-from dwindle.data.estimate import epochs_of, estimated_tokens, streamed_inputs
+from dwindle.data.estimate import estimate, streamed_inputs
+from dwindle.distributed.engines import Parallel, choose_parallel
 from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.distributed.world import World
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
@@ -90,6 +92,14 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
     if wanted == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return wanted
+
+
+def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
+    """How the processes share the work."""
+    wanted = recipe.training.parallel
+    if wanted == "auto" and recipe.training.lora_rank:
+        wanted = "ddp"  # adapters are put on whole weights
+    return choose_parallel(world, wanted, anatomy.count(anatomy.source).total)
 
 
 def teacher_dtype(precision: Precision, device: str) -> torch.dtype:
@@ -235,7 +245,7 @@ def _span(fewest: int, most: int) -> str:
 
 def check_data(recipe: Recipe) -> None:
     """Refuse texts and task sets that are not there."""
-    recipe.data.check()
+    recipe.data.check(recipe.task)
     if recipe.validation.tasks:
         from dwindle.evaluation.callback import recipe_data
 
@@ -261,9 +271,8 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    tokens = estimated_tokens(recipe.data, lambda: load_tokenizer(recipe.source.model))
-    epochs = epochs_of(recipe.data, tokens)
-    often = repetition(epochs, recipe, "about ")
+    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model))
+    often = repetition(found.epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,
         device=device,
@@ -281,11 +290,11 @@ def make_plan(recipe: Recipe) -> Plan:
         shape_before=sizes_of(anatomy.source),
         shape_target=None if plan is None else _shape_target(anatomy, plan.target),
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
-        text_tokens=tokens,
-        text_passes=epochs(recipe.num_steps * recipe.num_sequences_per_step),
+        text_tokens=found.tokens,
+        text_passes=found.epochs(recipe.num_steps * recipe.num_sequences_per_step),
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
-        network=streamed_inputs(recipe.data),
+        network=streamed_inputs(recipe.data, recipe.task),
         warnings=[*plan_warnings(recipe, config, plan), *([often] if often else [])],
     )
 
@@ -315,6 +324,8 @@ def plan_warnings(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list
     """What may go wrong, for the user to decide before the run."""
     long = beyond_positions(recipe.data.seq_len, config, "data.seq_len")
     found = [long] if long else []
+    if recipe.task.kind == "chat" and recipe.task.text_share and not recipe.data.trained_on():
+        found.append("data.train: no plain text between the conversations, which keeps what the model knows: add some")
     if plan is None or not isinstance(plan.pacing, Ratio):
         return found
     possible, events = plan.pacing.events_by(recipe.num_steps), plan.events

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_random, config_for
+from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import to_toml, write_toml
 from dwindle.core.errors import UserError
@@ -27,8 +28,9 @@ from dwindle.core.json_safe import finite
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
+from dwindle.data.chat import ChatEncoder
 from dwindle.data.training_data import TrainingData, open_training_data
-from dwindle.distributed.engines import Parallel, choose_engine, choose_parallel, num_shards
+from dwindle.distributed.engines import choose_engine, num_shards
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
@@ -45,6 +47,7 @@ from dwindle.run.plan import (
     check_data,
     device_of,
     micro_batch_of,
+    parallel_of,
     plan_pruning,
     plan_warnings,
     precision_of,
@@ -53,6 +56,7 @@ from dwindle.run.plan import (
     teacher_of,
 )
 from dwindle.run.result import RunResult
+from dwindle.sources.generation import stopping_at
 from dwindle.sources.loading import load, load_config, load_generation, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
 from dwindle.training.checkpoint import Checkpoint, fitting, latest_checkpoint, open_checkpoint, write_failure
@@ -60,6 +64,7 @@ from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loop import Trainer, TrainingDiverged
+from dwindle.training.lora import add_adapters, merged
 from dwindle.training.loss import language_model_loss
 from dwindle.training.metrics import MetricsWriter
 from dwindle.training.optim import LRSchedule, build_optimizer
@@ -100,7 +105,7 @@ def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
     check_data(recipe)
     require_installed(chosen_tools(recipe.logging))
     run.check_free(overwrite=overwrite)
-    texts = [*recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
+    texts = [*recipe.task.chat, *recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
     refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts])
     config = load_config(recipe.source.model)
     plan = plan_pruning(recipe, Anatomy.of_config(config))
@@ -158,10 +163,6 @@ def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
     return recipe if world.is_main else load_recipe(run.recipe)
 
 
-def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
-    return choose_parallel(world, recipe.training.parallel, anatomy.count(anatomy.source).total)
-
-
 def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:
     """The same error with the way out; the run remembers that its rate may now be changed."""
     if world.is_main:
@@ -207,15 +208,20 @@ class Job:
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
         self.tokenizer = load_tokenizer(recipe.source.model)
+        if recipe.task.kind == "chat":
+            self.tokenizer.chat_template = ChatEncoder(self.tokenizer).template
         data, batches = self._data()
         self.anatomy = Anatomy.of_config(load_config(recipe.source.model))
-        self.state = self._state(checkpoint, data.valid_windows)
-        if checkpoint is None and self.world.is_main and (warning := repetition(data.mixture.epochs, recipe)):
-            warnings.warn(warning, PlanWarning, stacklevel=2)
+        self.state = self._state(checkpoint, data)
+        if checkpoint is None and self.world.is_main:
+            for warning in filter(None, (data.warning, repetition(data.mixture.epochs, recipe))):
+                warnings.warn(warning, PlanWarning, stacklevel=2)
         model, optimizer = self._model(checkpoint)
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
-        self.recorder = QualityRecorder(run.quality, self.tokenizer, self.validator, recipe.data.validated_on())
+        self.recorder = QualityRecorder(
+            run.quality, self.tokenizer, self.validator, recipe.data.validated_on(recipe.task)
+        )
         self.trainer = Trainer(
             model,
             optimizer,
@@ -236,16 +242,16 @@ class Job:
             self.trainer.load_checkpoint(checkpoint)
             self._report_changes()
 
-    def _state(self, checkpoint: Checkpoint | None, valid: Tensor | None) -> RunState:
+    def _state(self, checkpoint: Checkpoint | None, data: TrainingData) -> RunState:
         """What a checkpoint records of the run as a whole; another run's checkpoint is refused."""
         source = self.recipe.source.model
         with nullcontext() if checkpoint is None else fitting(checkpoint.path):
-            generation = generation_of(checkpoint) or load_generation(source)
+            generation = generation_of(checkpoint) or stopping_at(load_generation(source), data.end_of_turn)
         state = RunState({}, generation)
 
         def compare() -> None:
             if self.world.is_main:
-                state.identity = identity_of(self.recipe, valid)
+                state.identity = identity_of(self.recipe, data.valid_windows)
                 with nullcontext() if checkpoint is None else fitting(checkpoint.path):
                     state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
 
@@ -265,15 +271,18 @@ class Job:
     def _try_save(self) -> None:
         """Before the first step: whatever cannot be written must not wait for the last."""
         if self.world.is_main:
-            self._write(self.trainer.model, self.anatomy.source, self.run.model, {}, save=try_save)
+            self._write(merged(self.trainer.model), self.anatomy.source, self.run.model, {}, save=try_save)
 
     def _data(self) -> tuple[TrainingData, BatchStream]:
         """The texts of the recipe, and the batches of this process."""
         settings, seed = self.recipe.data, self.recipe.training.seed
         cache = Path(settings.cache_dir) if settings.cache_dir else self.run.tokens
-        data = self.world.main_first(
-            "data", lambda: open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache)
-        )
+        task, packed = self.recipe.task, can_be_packed(load_config(self.recipe.source.model))
+
+        def open_data() -> TrainingData:
+            return open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache, task=task, packed=packed)
+
+        data = self.world.main_first("data", open_data)
         batches = BatchStream(
             data.mixture,
             tokens_per_step=self.recipe.num_tokens_per_step,
@@ -322,6 +331,8 @@ class Job:
             resized, weights_dtype(self.precision), lambda: self._whole_model(checkpoint, resized)
         )
         cast(Any, model).generation_config = self.state.generation
+        if recipe.training.lora_rank:
+            add_adapters(model, recipe.training.lora_rank)
         plan = plan_pruning(recipe, self.anatomy)
         self.pruner: Pruner | None = None
         if plan is not None:
@@ -332,7 +343,7 @@ class Job:
         return model, optimizer
 
     def _whole_model(self, checkpoint: Checkpoint | None, config: Any) -> nn.Module:
-        if checkpoint is None:
+        if checkpoint is None or self.recipe.training.lora_rank:
             return self._fresh_model()
         with fitting(checkpoint.path):
             tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
@@ -452,7 +463,7 @@ class Job:
         if self.pruner is not None:
             model, structure = self.pruner.prunable.compacted(), self.pruner.prunable.alive
         else:
-            model, structure = self.engine.gather(self.trainer.model), self.anatomy.source
+            model, structure = merged(self.engine.gather(self.trainer.model)), self.anatomy.source
 
         def write() -> None:
             if self.world.is_main:

@@ -290,7 +290,7 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
     while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
     before = 0 if plan is None else min(recipe.num_steps_before_pruning, pruning)
     total = found.begin_s + before * start + (pruning - before) * while_pruning + (steps - pruning) * end
-    if recipe.data.validated_on():
+    if recipe.data.validated_on(recipe.task):
         windows = recipe.num_validation_tokens // recipe.data.seq_len
         every = recipe.validation.every
         total += windows * (found.start.window_s + (max(steps // every, 1) if every else 1) * found.end.window_s)

@@ -38,6 +38,15 @@ def implied_generation(config: PreTrainedConfig, where: str) -> GenerationConfig
     return repaired(GenerationConfig.from_model_config(config).to_diff_dict(), where)
 
 
+def stopping_at(generation: GenerationConfig, token: int | None) -> GenerationConfig:
+    """The same settings with one more token that ends an answer."""
+    known = generation.eos_token_id
+    stops = [] if known is None else list(known) if isinstance(known, list) else [known]
+    if token is not None and token not in stops:
+        generation.eos_token_id = [token, *stops] if stops else token
+    return generation
+
+
 def repaired(given: Mapping[str, Any], where: str) -> GenerationConfig:
     """The settings without those that transformers refuses to save, which a warning names."""
     with quiet_transformers():

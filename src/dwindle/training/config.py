@@ -57,6 +57,8 @@ class TrainingConfig(Config):
     """With bf16, also keep the residual stream in bf16 (sharded training always does): faster, slightly less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of LoRA adapters that are trained instead of the weights, where memory is short; 0 trains the weights."""
     ce_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
     """Tokens whose logits exist at the same time in the loss."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -70,8 +70,9 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        return cast(Tensor, cast(Any, self.model).model(input_ids=tokens_BT, use_cache=False).last_hidden_state)
+    def forward(self, tokens_BT: Tensor, **places: Tensor) -> Tensor:
+        states = cast(Any, self.model).model(input_ids=tokens_BT, **places, use_cache=False)
+        return cast(Tensor, states.last_hidden_state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,5 +93,6 @@ class Teacher:
         return self.states.model
 
     @torch.no_grad()
-    def hidden(self, tokens_BT: Tensor) -> Tensor:
-        return cast(Tensor, self.states(tokens_BT))
+    def hidden(self, tokens_BT: Tensor, **places: Tensor) -> Tensor:
+        """Final hidden states; ``places`` are the positions of packed conversations."""
+        return cast(Tensor, self.states(tokens_BT, **places))

@@ -42,10 +42,14 @@ class Batches(Protocol):
 
     @property
     def num_tokens_per_step(self) -> int:
-        """Predicted tokens of one step, over all processes."""
+        """Tokens of one step, over all processes."""
+
+    @property
+    def num_predictions(self) -> int:
+        """Of these, the ones that are learned, in the step that ``next_step`` returned last."""
 
     def next_step(self) -> list[Tensor]:
-        """The micro-batches of one step, each int64 ``[sequences, seq_len + 1]``."""
+        """The micro-batches of one step, each int64 ``[sequences, seq_len + 1]`` or rows of ``data.packing``."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -54,7 +58,7 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """One finished step. The loss is the mean cross-entropy per token, without z-loss, before the update."""
+    """One finished step. The loss is the mean cross-entropy per learned token, without z-loss, before the update."""
 
     loss: float
     grad_norm: float
@@ -173,19 +177,19 @@ class Trainer:
             )
 
     def forward_backward(self, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Gradients of the mean loss over all tokens of the step, independent of the micro-batch size.
+        """Gradients of the mean loss over all learned tokens of the step, independent of the micro-batch size.
 
         Returns the mean cross-entropy (and, with a teacher, the mean divergence) over all processes, then the number of
         processes that received a stop request; on a GPU these are not computed yet.
         """
-        engine, config, num_tokens = self.engine, self.config, self.batches.num_tokens_per_step
+        engine, config, num_tokens = self.engine, self.config, self.batches.num_predictions
         total: Tensor | None = None
-        for number, tokens_BT in enumerate(micro_batches, start=1):
+        for number, batch in enumerate(micro_batches, start=1):
             with engine.micro_step(last=number == len(micro_batches)):
                 with engine.autocast(self.precision, self.device):
                     loss = engine.loss(
                         self.model,
-                        tokens_BT.to(self.device, non_blocking=True),
+                        batch.to(self.device, non_blocking=True),
                         chunk_tokens=config.ce_chunk_tokens,
                         scale=engine.size / num_tokens,
                         z_loss=config.z_loss,
@@ -197,7 +201,7 @@ class Trainer:
             sums = torch.stack([loss.cross_entropy, *([] if loss.distillation is None else [loss.distillation])])
             total = sums if total is None else total + sums
         assert total is not None, "a step without data"
-        self.seq_len = micro_batches[-1].shape[1] - 1
+        self.seq_len = micro_batches[-1].shape[-1] - 1
         means = (total / num_tokens).detach().double()
         stop = torch.full((1,), float(self.stop.requested), device=means.device).double()
         return engine.sum_over_processes(torch.cat([means, stop]))
@@ -211,6 +215,8 @@ class Trainer:
         self._stop_agreed = stops > 0
         if distillation:
             self.extra_metrics["distill_loss"] = distillation[0]
+        if self.batches.num_predictions != self.batches.num_tokens_per_step:
+            self.extra_metrics["learned_tokens"] = self.batches.num_predictions
         return loss, norm
 
     def update(self, grad_norm: Tensor, healthy: bool, *, clip: bool) -> float:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dwindle.data.packing import planes_of
 from dwindle.distributed.engines import Engine
 from dwindle.distributed.precision import Precision
 from dwindle.training.distill import Distillation, Lesson, Teacher, divergence_and_gradient
@@ -105,7 +106,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 sums = chunk_sums if sums is None else sums + chunk_sums
                 if grad_hidden is not None and grad_logits is not None:
                     grad_hidden[rows] = grad_logits @ head
-                    grad_weight = _add_product(grad_weight, grad_logits.t(), chunk, wide)
+                    if ctx.needs_input_grad[1]:  # a head that is frozen (LoRA) has no gradient
+                        grad_weight = _add_product(grad_weight, grad_logits.t(), chunk, wide)
                 del grad_logits
         assert sums is not None, "no tokens"
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
@@ -118,7 +120,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.gradients
         assert grad_hidden is not None, "backward through a loss computed without gradients, or a second time"
         ctx.gradients = (None, None)
-        return grad_hidden.mul_(grads[0]), grad_weight.mul_(grads[0]), None, None
+        return grad_hidden.mul_(grads[0]), None if grad_weight is None else grad_weight.mul_(grads[0]), None, None
 
 
 def _chunk_loss(
@@ -203,7 +205,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
 
 def language_model_loss(
     model: nn.Module,
-    tokens_BT: Tensor,
+    batch: Tensor,
     *,
     chunk_tokens: int,
     scale: float = 1.0,
@@ -214,27 +216,38 @@ def language_model_loss(
 ) -> TokenLoss:
     """Loss of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``, for any ``…ForCausalLM`` model.
 
+    ``batch`` is int64 [B, T + 1]; of packed conversations [B, 3, T + 1] (``data.packing``), whose answers alone are
+    learned, and computed by the heads of student and teacher. Their number varies, so they are never ``fused``, which
+    would compile every number anew.
+
     ``bf16_residual`` starts the residual stream in bf16, as in a model with bf16 weights; autocast alone would keep it
     in fp32, which costs memory bandwidth.
     """
     head, logits_scaling = _head(model)
+    tokens_BT, learned_BT, positions_BT = planes_of(batch)
+    places = {} if positions_BT is None else {"position_ids": positions_BT[:, :-1]}
     inputs: dict[str, Tensor] = {"input_ids": tokens_BT[:, :-1]}
     if bf16_residual:
         inputs = {"inputs_embeds": cast(Any, model).get_input_embeddings()(tokens_BT[:, :-1]).to(torch.bfloat16)}
+
+    def chosen(values_BT: Tensor) -> Tensor:
+        flat = values_BT.flatten(0, 1)
+        return flat if learned_BT is None else flat[learned_BT[:, 1:].flatten()]
+
     lesson = None
     if teacher is not None:
-        taught_BTE = teacher.hidden(tokens_BT[:, :-1])
-        lesson = Lesson(taught_BTE.flatten(0, 1), *_head(teacher.model), teacher.how)
-    hidden_BTD = cast(Any, model).model(**inputs, use_cache=False).last_hidden_state
+        taught_BTE = teacher.hidden(tokens_BT[:, :-1], **places)
+        lesson = Lesson(chosen(taught_BTE), *_head(teacher.model), teacher.how)
+    hidden_BTD = cast(Any, model).model(**inputs, **places, use_cache=False).last_hidden_state
     return chunked_cross_entropy(
-        hidden_BTD.flatten(0, 1),
+        chosen(hidden_BTD),
         head,
-        tokens_BT[:, 1:].flatten(),
+        chosen(tokens_BT[:, 1:]),
         chunk_tokens=chunk_tokens,
         scale=scale,
         z_loss=z_loss,
         logits_scaling=logits_scaling,
-        fused=fused,
+        fused=fused and learned_BT is None,
         lesson=lesson,
     )
 
@@ -256,6 +269,6 @@ def evaluate_loss(
     chunk_tokens: int = 1024,
     precision: Precision = "fp32",
 ) -> float:
-    """Mean nats per token over windows of ``seq_len + 1`` tokens, in one process; the model's mode is restored."""
+    """Mean nats per learned token of ``windows_NT``, in one process; the model's mode is restored."""
     engine = Engine(language_model_loss)
     return engine.evaluate(model, windows_NT, batch=batch, chunk_tokens=chunk_tokens, precision=precision)

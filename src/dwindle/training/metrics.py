@@ -14,6 +14,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.jsonl import JsonLinesFile
 from dwindle.training.callbacks import Callback
 from dwindle.training.flops import flops_per_token, peak_flops
+from dwindle.training.lora import has_adapters
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -37,7 +38,8 @@ class MetricsWriter(Callback):
     def _track(self, model: nn.Module) -> None:
         """Note the model of the next step; a weak reference, so that compaction can free the old one."""
         if self._model() is not model:
-            self._model, self._anatomy = ref(model), Anatomy.of(model)
+            self._model = ref(model)
+            self._anatomy = Anatomy.of_config(model.config) if has_adapters(model) else Anatomy.of(model)
 
     def after_step(self, trainer: Trainer) -> None:
         last, anatomy = trainer.last, self._anatomy

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dwindle.data.packing import first_prompt
+
 PROMPTS = ("Once upon a time", "The most important thing about")
 """Where there is no held-out text to begin with."""
 PROMPT_TOKENS, NEW_TOKENS = 16, 32
 
 
 def prompt_tokens(windows_NT: Tensor | None, tokenizer: Any, count: int = 2) -> list[list[int]]:
-    """The beginnings of ``count`` held-out windows, evenly spaced; fixed prompts without windows."""
+    """Beginnings of ``count`` held-out windows, evenly spaced (of chat: whole questions); fixed ones without any."""
     if windows_NT is None or not len(windows_NT):
         return [[int(token) for token in tokenizer(text).input_ids] for text in PROMPTS[:count]]
-    length = min(PROMPT_TOKENS, windows_NT.shape[1])
     places = dict.fromkeys(len(windows_NT) * number // count for number in range(count))
-    return [windows_NT[place, :length].tolist() for place in places]
+    return [first_prompt(windows_NT[place], PROMPT_TOKENS) for place in places]
 
 
 def greedy_samples(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
