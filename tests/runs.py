@@ -69,7 +69,7 @@ def start(task: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def wait(child: int, seconds: float) -> int | None:
+def wait(child: int, seconds: float = 600) -> int | None:
     """The exit status, or None if it still runs after that time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

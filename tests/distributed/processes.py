@@ -43,8 +43,8 @@ def _run(rank: int, task: Callable[[int], object]) -> None:
         os._exit(code)
 
 
-def wait_ranks(children: list[int], seconds: float = 120) -> list[int]:
-    """Exit statuses; a rank that still runs after that time is killed and fails the test."""
+def wait_ranks(children: list[int], seconds: float = 600) -> list[int]:
+    """Exit statuses; a rank that still runs after that time hangs: it is killed and fails the test."""
     deadline, statuses = time.monotonic() + seconds, dict.fromkeys(children, -1)
     running = set(children)
     while running and time.monotonic() < deadline:

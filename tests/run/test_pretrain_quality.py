@@ -64,17 +64,22 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
 
 
 MEMORY = """
-import json, resource, sys
+import json, os, resource, sys
 from dwindle.commands.main import main
 import torch, transformers, dwindle.run.pretrain
 torch.set_num_threads(1)
 resident = int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() // 1024
-sys.argv = ["dwindle", *sys.argv[1:]]
-try:
-    main()
-except SystemExit as done:
-    assert not done.code
-print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident))
+for enabled in ("false", "true"):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    sys.argv = ["dwindle", *(argument.replace("ENABLED", enabled) for argument in sys.argv[1:])]
+    try:
+        main()
+    except SystemExit as done:
+        assert not done.code
+    print("peak", json.dumps([enabled, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident]), flush=True)
+    os._exit(0)
 """
 
 RECIPE = """
@@ -85,8 +90,8 @@ train = ["pydoc:train"]
 seq_len = 64
 cache_dir = "{cache}"
 [training]
-tokens = 20480
-tokens_per_step = 2048
+tokens = 5120
+tokens_per_step = 512
 [prune]
 target = "60%"
 horizon = 0.8
@@ -104,12 +109,9 @@ def test_pruning_costs_no_memory(tmp_path: Path) -> None:
     tiny_directory(tmp_path / "model", num_hidden_layers=3, **sizes)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(model=tmp_path / "model", cache=tmp_path / "cache"))
-    peaks = {}
-    for enabled in ("false", "true"):
-        arguments = ["pretrain", str(recipe), f"prune.enabled={enabled}", "--out", str(tmp_path / enabled)]
-        command = [sys.executable, "-c", MEMORY, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        peaks[enabled] = json.loads(done.stdout.splitlines()[-1])
+    arguments = ["pretrain", str(recipe), "prune.enabled=ENABLED", "--out", str(tmp_path / "ENABLED")]
+    done = subprocess.run([sys.executable, "-c", MEMORY, *arguments], capture_output=True, text=True, check=True)
+    peaks = dict(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("peak "))
     ledger = (tmp_path / "true" / "ledger.jsonl").read_text()
     assert ledger.count('"compact"') >= 2 and ledger.count('"prune"') > 50
     print(f"peak above the imports, kB: {peaks}, ratio {peaks['true'] / peaks['false']:.3f}")
