@@ -46,6 +46,7 @@ def test_two_ranks_equal_one_process(place: Path, family: str, parallel: str) ->
     assert_same(here / parallel, here / "alone", tolerance=1e-4)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("selection", ["coupled", "global"])
 def test_killed_and_resumed_equals_uninterrupted(place: Path, selection: str) -> None:
     settings = recipe(place, selection=selection, compare="saved")

@@ -76,6 +76,7 @@ def on_three(place: Path, alone: Path) -> Path:
     return run
 
 
+@pytest.mark.parity
 def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> None:
     assert_same(on_three, alone)
     assert [cost_of(open_run(run)).num_devices for run in (on_three, alone)] == [3, 1]  # type: ignore[union-attr]
@@ -106,6 +107,7 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.parity
 def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
     run = place / "ddp-2"
 

@@ -52,6 +52,7 @@ def test_every_family_equals_transformers(family: str, structure: str, tmp_path:
     assert largest_difference(loaded.model, tmp_path / "out" / "model.onnx", batch, 16) < 1e-4
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     "options",
     [

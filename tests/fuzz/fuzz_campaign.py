@@ -2,8 +2,8 @@
 
 Turns are of equal processor time. A cheap target sits out while it has more than its share of all inputs.
 
-An input that fails is added to ``corpus.json``, which the tests replay. In this campaign an input may take 20 seconds
-and the process may grow by 1 GB; more is a failure too.
+An input that fails is added to ``corpus.json``, which the tests replay. An input may take 20 seconds of the processor
+and a turn may add 1 GB to the peak of the process; more is a failure too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import base64
 import json
 import resource
-import signal
 import sys
 import tempfile
 import time
@@ -28,11 +27,11 @@ sys.path[:0] = [str(TESTS), str(TESTS / "fuzz"), str(TESTS.parent / "src")]
 
 from targets import TARGETS, Place, survives  # noqa: E402
 
+from hostile import BYTES_PER_INPUT, limited_time  # noqa: E402
+
 CORPUS = TESTS / "fuzz" / "corpus.json"
-SECONDS_PER_INPUT = 20
 SECONDS_PER_TURN = 5.0
 LARGEST_SHARE = 0.15
-BYTES_PER_TURN = 1 << 30
 
 
 @dataclass
@@ -50,14 +49,12 @@ def fuzz(name: str, place: Place, random: Random, count: Count, most: float) -> 
     while time.process_time() - started < SECONDS_PER_TURN and count.inputs < most:
         given = TARGETS[name][0](random, place)
         count.inputs += 1
-        signal.alarm(SECONDS_PER_INPUT)
         try:
-            survives(name, place, given)
+            with limited_time():
+                survives(name, place, given)
         except Exception:
             _fail(name, given, count, traceback.format_exc())
-        finally:
-            signal.alarm(0)
-        if _peak_bytes() - before > BYTES_PER_TURN:
+        if _peak_bytes() - before > BYTES_PER_INPUT:
             _fail(name, given, count, "more than 1 GB of memory")
             before = _peak_bytes()
     count.seconds += time.process_time() - started
@@ -99,10 +96,6 @@ def _decoded(value: Any) -> Any:
     return base64.b64decode(value["bytes"]) if "bytes" in value else tuple(map(_decoded, value["parts"]))
 
 
-def _too_long(number: int, frame: Any) -> None:
-    raise RuntimeError(f"an input took more than {SECONDS_PER_INPUT} s")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
@@ -112,7 +105,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help="targets whose name contains this")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, _too_long)
     counts = {name: Count() for name in TARGETS if options.only in name}
     random, end = Random(options.seed), time.monotonic() + 60 * options.minutes
     memory = Path("/dev/shm")
