@@ -53,12 +53,13 @@ def choices(run: Path) -> list[dict[str, Any]]:
 
 
 def start(task: Callable[[], object]) -> int:
-    """A real process that runs the task; it exits with 0 when it is done."""
+    """A real process that runs the task on one thread; it exits with 0 when it is done."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a child that waits for them hangs
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         task()

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401 (imported once, before the ranks are forked)
 
@@ -32,6 +33,7 @@ def start_ranks(size: int, task: Callable[[int], object], *, per_node: int | Non
 def _run(rank: int, task: Callable[[int], object]) -> None:
     code = 1
     try:
+        torch.set_num_threads(1)  # as in runs.start
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         task(rank)
         code = 0
