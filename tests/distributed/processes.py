@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401 (imported once, before the ranks are forked)
+import torch.distributed.tensor  # imported once, before the ranks are forked
 
 
 def start_ranks(size: int, task: Callable[[int], object], *, per_node: int | None = None) -> list[int]:

@@ -20,12 +20,12 @@ from dwindle.sources.config import ModelConfig
 from dwindle.training.config import CheckpointConfig, TrainingConfig
 from tiny import tiny_directory
 
-TOKENS = 81_920
+TOKENS = 160_000
 
 
 @pytest.mark.slow
 def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path: Path) -> None:
-    """260k to 130k parameters, equal tokens: the mean of three seeds, and by more than their spread."""
+    """260k to 130k parameters, equal tokens: the mean of two seeds, and by more than their spread."""
     source = str(shared_data / "models" / "stories260K" / "stories260K.bin")
     paragraphs = (shared_data / "corpus" / "tinystories-sample.txt").read_text().split("\n\n")
     held_out = len(paragraphs) // 8
@@ -50,7 +50,7 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
         return result.valid_loss
 
     one_shot, aware = [], []
-    for seed in range(3):
+    for seed in range(2):
         pruned = tmp_path / f"pruned-{seed}"
         dwindle.prune(
             source, "50%", out=pruned, data=[str(tmp_path / "train.txt")], sequences=64, seq_len=128, seed=seed
@@ -59,8 +59,8 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
         aware.append(train(source, "aware", seed, PretrainPruneConfig(target="50%", horizon=0.25)))
     spread = max(statistics.stdev(one_shot), statistics.stdev(aware))
     better = statistics.mean(one_shot) - statistics.mean(aware)
-    print(f"validation loss, 3 seeds: one-shot {statistics.mean(one_shot):.4f} ± {statistics.stdev(one_shot):.4f}")
-    print(f"validation loss, 3 seeds: pruning-aware {statistics.mean(aware):.4f} ± {statistics.stdev(aware):.4f}")
+    print(f"validation loss, 2 seeds: one-shot {statistics.mean(one_shot):.4f} ± {statistics.stdev(one_shot):.4f}")
+    print(f"validation loss, 2 seeds: pruning-aware {statistics.mean(aware):.4f} ± {statistics.stdev(aware):.4f}")
     assert better > 2 * spread > 0
 
 
