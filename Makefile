@@ -4,20 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 FAST := $(addprefix tests/,core anatomy data recipe pruning training quantization project)
+TWO := -n 2 --dist worksteal
 BASE ?= HEAD
 
 MINUTES ?= 60
 
-.PHONY: demo check test golden fuzz faults lint types install clean
+.PHONY: demo check test parity settings golden fuzz faults lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 	$(BIN)/dwindle demo --overwrite
 
 check: lint types  ## lint, types and the fast tests, in two minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(FAST)
+	$(BIN)/python -m pytest $(TWO) -m "not slow" $(FAST)
 
 test: lint types  ## everything that CI checks
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest $(TWO)
+
+parity: $(VENV)/.installed  ## what must agree on any CPU, with other vector instructions and numbers of threads
+	$(BIN)/python tests/settings.py default:4 avx2:2 -- -m parity
+
+settings: $(VENV)/.installed  ## the whole suite under nine such settings
+	$(BIN)/python tests/settings.py
 
 golden: $(VENV)/.installed  ## compare this tree bit for bit with another commit: make golden BASE=HEAD~1
 	rm -rf build/base && git worktree prune && git worktree add --detach build/base $(BASE)

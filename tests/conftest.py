@@ -1,4 +1,15 @@
-"""Shared fixtures: tiny models built from configs in code; the optional data folder beside the checkout."""
+"""Shared fixtures: tiny models built from configs in code; the optional data folder beside the checkout.
+
+The whole suite must end in eight minutes on two quiet cores (900 CPU seconds). How a test stays cheap:
+
+- One strong test of a promise, not every option times every family: options that do not interact share a test.
+- Tiny models (``tiny.py``), a few steps, one process. A run that several tests compare with is a module's fixture;
+  ``--dist worksteal`` keeps a module on one worker.
+- A new interpreter imports torch and transformers for four seconds: call ``hostile.command`` or ``CliRunner`` in this
+  process, or fork (``runs.start``, ``processes.run_ranks``), unless the process is what is tested.
+- Never assert wall-clock; time limits are for hangs (minutes). Mark what takes over five seconds ``slow``, and what
+  must agree on any CPU ``parity``: CI runs those with other instructions and numbers of threads (``settings.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; tests interrupt runs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +25,63 @@ Tensor = tuple[str, tuple[int, ...], int, int]
 """Name, dimensions in the file's order, ggml type, offset."""
 
 
+SECONDS_PER_INPUT = 20
+"""Of the processor, so that a busy machine changes nothing."""
+BYTES_PER_INPUT = 1 << 30
+_HANGS = 300
+
+
+class OverLimit(AssertionError):
+    """An input took too much time or memory."""
+
+
+@contextlib.contextmanager
+def limited_time() -> Iterator[None]:
+    """Stop after so many seconds of the processor, or after minutes of waiting for something."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise OverLimit(f"more than {SECONDS_PER_INPUT} s of the processor, or a hang")
+
+    before = [signal.signal(number, stop) for number in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_INPUT)
+    signal.alarm(_HANGS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for number, handler in zip((signal.SIGPROF, signal.SIGALRM), before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Time, and memory at its peak above what the process held before (Linux; elsewhere time alone)."""
+    forget_peak = Path("/proc/self/clear_refs")
+    if forget_peak.exists():
+        forget_peak.write_text("5")
+    before = _resident("VmRSS")
+    with limited_time():
+        yield
+    grown = _resident("VmHWM") - before
+    if grown > BYTES_PER_INPUT:
+        raise OverLimit(f"{grown / 1e9:.1f} GB of memory")
+
+
+def _resident(field: str) -> int:
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
 def command(*arguments: str | Path) -> tuple[int, str, str]:
-    """Run a command in this process: exit code, standard output, standard error; any other exception is a traceback."""
+    """Run a command in this process: exit code, standard output, standard error.
+
+    Any other exception would be a traceback; more time or memory than is promised is an error.
+    """
     out, err, code = io.StringIO(), io.StringIO(), 0
     typed = mock.patch.object(sys, "argv", ["dwindle", *map(str, arguments)])
-    with typed, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with limited(), typed, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.main()
         except SystemExit as done:

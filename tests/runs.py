@@ -56,12 +56,13 @@ def choices(run: Path) -> list[dict[str, Any]]:
 
 
 def start(task: Callable[[], object]) -> int:
-    """A real process that runs the task; it exits with 0 when it is done."""
+    """A real process that runs the task on one thread; it exits with 0 when it is done."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a child that waits for them hangs
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         task()
@@ -72,7 +73,7 @@ def start(task: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def wait(child: int, seconds: float) -> int | None:
+def wait(child: int, seconds: float = 600) -> int | None:
     """The exit status, or None if it still runs after that time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import dwindle
+import hostile
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data.token_files import write_token_files
 from hostile import (
@@ -386,3 +387,12 @@ def test_a_full_disk_behind_standard_output(place: Path) -> None:
             [sys.executable, "-m", "dwindle", "keys"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 2 and done.stderr == "error: standard output: No space left on device\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux to measure a peak of memory")
+@pytest.mark.parametrize(("attack", "said"), [("[0] * 10**7", "GB of memory"), ("while True: pass", "the processor")])
+def test_the_limits_of_these_tests_are_enforced(attack: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostile, "SECONDS_PER_INPUT", 0.5)
+    monkeypatch.setattr(hostile, "BYTES_PER_INPUT", 1 << 20)
+    with pytest.raises(hostile.OverLimit, match=said), hostile.limited():
+        exec(attack)

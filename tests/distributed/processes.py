@@ -8,8 +8,9 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401 (imported once, before the ranks are forked)
+import torch.distributed.tensor  # imported once, before the ranks are forked
 
 
 def start_ranks(size: int, task: Callable[[int], object], *, per_node: int | None = None) -> list[int]:
@@ -32,6 +33,7 @@ def start_ranks(size: int, task: Callable[[int], object], *, per_node: int | Non
 def _run(rank: int, task: Callable[[int], object]) -> None:
     code = 1
     try:
+        torch.set_num_threads(1)  # as in runs.start
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         task(rank)
         code = 0
@@ -43,8 +45,8 @@ def _run(rank: int, task: Callable[[int], object]) -> None:
         os._exit(code)
 
 
-def wait_ranks(children: list[int], seconds: float = 120) -> list[int]:
-    """Exit statuses; a rank that still runs after that time is killed and fails the test."""
+def wait_ranks(children: list[int], seconds: float = 600) -> list[int]:
+    """Exit statuses; a rank that still runs after that time hangs: it is killed and fails the test."""
     deadline, statuses = time.monotonic() + seconds, dict.fromkeys(children, -1)
     running = set(children)
     while running and time.monotonic() < deadline:

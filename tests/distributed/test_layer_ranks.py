@@ -14,7 +14,7 @@ from runs import assert_same
 from tiny import tiny_directory
 
 METHODS: dict[str, dict[str, Any]] = {
-    "adapt": {"method": "adapt", "interleaves": 5, "amplitude": 0.05, "horizon": None, "target": "60%"},
+    "adapt": {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "60%"},
     "global": {"selection": "global", "target": "60%"},
 }
 
@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_two_sharded_ranks_give_layers_the_sizes_of_one_process(name: str, tmp_path: Path) -> None:
     tiny_directory(tmp_path / "model", tie_word_embeddings=True)
     prune = METHODS[name] | {"attention": "regular", "smoothing": 0.0}
-    steps = {"tokens": 30 * 168}
+    steps = {"tokens": 20 * 168}
     pretrain(recipe(tmp_path, prune=prune, **steps), tmp_path / "alone")
     run_ranks(2, lambda rank: pretrain(recipe(tmp_path, "fsdp", prune=prune, **steps), tmp_path / "two"))
     if name == "adapt":

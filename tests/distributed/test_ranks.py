@@ -31,7 +31,7 @@ from dwindle.training.loop import Trainer
 from runs import COMPACT_OFTEN, assert_same, metrics, tiny_recipe
 from tiny import tiny_directory
 
-STEPS = 50
+STEPS = 30
 
 
 def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
@@ -45,8 +45,8 @@ def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None 
         data={"valid": ["pydoc:valid"], "valid_tokens": 264},
         training={"micro_batch": 2, "parallel": parallel} | training,
         prune=settings | (prune or {}),
-        validation={"every": 20},
-        checkpoint={"every": 10, "keep_last": 9},
+        validation={"every": 12},
+        checkpoint={"every": 6, "keep_last": 9},
     )
 
 
@@ -76,6 +76,7 @@ def on_three(place: Path, alone: Path) -> Path:
     return run
 
 
+@pytest.mark.parity
 def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> None:
     assert_same(on_three, alone)
     assert [cost_of(open_run(run)).num_devices for run in (on_three, alone)] == [3, 1]  # type: ignore[union-attr]
@@ -86,14 +87,14 @@ def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> N
 def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, place: Path) -> None:
     run = place / "elastic"
     shutil.copytree(on_three, run)
-    forget_after(run, 20)
+    forget_after(run, 12)
     run_ranks(2, lambda rank: resume(run))
     assert_same(run, alone)
-    forget_after(run, 40)
+    forget_after(run, 24)
     resume(run)
     assert_same(run, alone)
-    forget_after(run, 45)  # written by one process at step 50: nothing of two is left in it
-    assert RunDirectory(run).list_checkpoints()[-1].name == "step-00000040"
+    forget_after(run, 27)  # written by one process at step 30: nothing of two is left in it
+    assert RunDirectory(run).list_checkpoints()[-1].name == "step-00000024"
     run_ranks(3, lambda rank: resume(run))
     assert_same(run, alone)
 
@@ -106,6 +107,7 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.parity
 def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
     run = place / "ddp-2"
 
@@ -118,10 +120,11 @@ def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
     assert (RunDirectory(run).list_checkpoints()[-1] / "model.safetensors").exists()
 
 
-def test_sharded_inside_nodes_and_replicated_over_them(place: Path, alone: Path) -> None:
-    run = place / "hsdp-4"
-    run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp"), run), per_node=2)
-    assert_same(run, alone)
+def test_sharded_inside_nodes_and_replicated_over_them(place: Path) -> None:
+    run, short = place / "hsdp-4", {"tokens": 10 * 168}
+    pretrain(recipe(place, **short), place / "short")
+    run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp", **short), run), per_node=2)
+    assert_same(run, place / "short")
     assert len(list(RunDirectory(run).list_checkpoints()[-1].glob("model-*-of-00002.safetensors"))) == 2
 
 
@@ -148,14 +151,14 @@ def test_a_killed_rank_ends_the_others_and_the_run_resumes(place: Path, alone: P
         original = Trainer.update
 
         def update(self: Trainer, *args: Any, **options: Any) -> float:
-            if rank == 1 and self.step == 33:
+            if rank == 1 and self.step == 20:
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(self, *args, **options)
 
         Trainer.update = update  # type: ignore[method-assign]
         pretrain(recipe(place, "fsdp"), run)
 
-    statuses = wait_ranks(start_ranks(2, task), seconds=60)
+    statuses = wait_ranks(start_ranks(2, task))
     assert os.WIFSIGNALED(statuses[1]) and statuses[0] != 0
     assert not (run / "model").exists() and RunDirectory(run).list_checkpoints()
     run_ranks(2, lambda rank: resume(run))
@@ -216,7 +219,7 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_once_and_ends_all(
             os.write(2, f"error: {error}\n".encode())
             raise SystemExit(2) from None
 
-    statuses = wait_ranks(start_ranks(size, task), seconds=60)
+    statuses = wait_ranks(start_ranks(size, task))
     told = capfd.readouterr().err
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2] * size
     assert told.count("error: ") == 1 and said in told and "the disk is full" in told and "Traceback" not in told

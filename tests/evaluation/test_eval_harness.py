@@ -19,7 +19,7 @@ from dwindle.evaluation.results import EvalResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
-NUM_ITEMS = 100
+NUM_ITEMS, NUM_SCORED = 100, 25
 
 
 def requests_of(task: Any) -> list[tuple[list[tuple[str, str]], int, list[str]]]:
@@ -77,6 +77,7 @@ def assert_equal_results(ours: EvalResult, theirs: EvalResult) -> None:
         assert text.bits_per_byte == pytest.approx(same.bits_per_byte, rel=1e-6)
 
 
+@pytest.mark.parity
 def test_all_tasks_on_a_tiny_model(tmp_path: Path) -> None:
     data = load_data(["all"], [str(write_sets(tmp_path / "sets"))])
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=200)
@@ -99,15 +100,16 @@ def test_long_items_are_cut_alike(tmp_path: Path) -> None:
     assert_equal_results(*both)
 
 
-def test_one_hundred_items_of_the_seven_on_a_trained_model(shared_data: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_items_of_the_seven_on_a_trained_model(shared_data: Path, tmp_path: Path) -> None:
     source = shared_data / "models" / "stories260K" / "stories260K.bin"
     files = [tmp_path / "dwindle.jsonl", tmp_path / "harness.jsonl"]
     both = [
-        evaluate(source, data=[str(shared_data / "eval")], limit=NUM_ITEMS, engine=engine, items=file)
+        evaluate(source, data=[str(shared_data / "eval")], limit=NUM_SCORED, engine=engine, items=file)
         for engine, file in zip(("dwindle", "harness"), files, strict=True)
     ]
     assert_equal_results(*both)
-    assert compare_items(files, 1e-4) == 7 * NUM_ITEMS
+    assert compare_items(files, 1e-4) == 7 * NUM_SCORED
     assert both[0].average() == both[1].average()
 
 

@@ -54,6 +54,7 @@ def check(model: Any, max_length: int = 128, batch: int = 5, tolerance: float = 
         assert scores == pytest.approx(expected, abs=tolerance)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_one_pass_per_choice(family: str) -> None:
     with Float64Throughout() if family == "granite_swa" else nullcontext():  # its sinks are float32, by their place

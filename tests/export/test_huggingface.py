@@ -42,6 +42,7 @@ def save(model: Any, structure: Structure, out: Path, **options: Any) -> None:
     save_model(model, None, out, structure=structure, source="tiny", ledger=[{"event": "source"}], **options)
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("style", ["stock", "cluster"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_models_load_bit_equal_and_generate_with_cache(family: str, style: str, tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ def test_saved_models_load_bit_equal_and_generate_with_cache(family: str, style:
         assert not layer.kv_heads or cache.layers[number].keys.shape[1] == len(layer.kv_heads)
 
 
+@pytest.mark.parity
 def test_cluster_output_needs_nothing_of_dwindle(tmp_path: Path) -> None:
     """Stock transformers in a process that cannot import dwindle loads it with trust_remote_code."""
     model, structure = pruned("llama", "cluster")

@@ -33,6 +33,7 @@ def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return model(input_ids=batch).logits
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("structure", ["cluster", "layers", "odd"])
 @pytest.mark.parametrize("family", EXACT)
 def test_the_enlarged_model_is_stock_and_exact(family: str, structure: str) -> None:

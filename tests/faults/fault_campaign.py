@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from dwindle.recipe.recipe import Recipe  # noqa: E402
 from runs import COMPACT_OFTEN, go_on, kill, metrics, start, tiny_recipe, wait  # noqa: E402
 from tiny import tiny_directory  # noqa: E402
 
-STEPS = 14
-KINDS: dict[str, dict[str, Any]] = {
+STEPS, SHORT = 14, 6
+"""Steps of a run that is killed, and of one that is made again for every write."""
+KINDS: dict[str, dict[str, Any]] = {  # `tune` will be one more row
     "coupled": {"prune": {"target": "60%", "horizon": 0.8, "milestones": ["80%"], **COMPACT_OFTEN}},
     "global": {"prune": {"target": "60%", "horizon": 0.8, "selection": "global", **COMPACT_OFTEN}},
     "adapt": {"prune": {"target": "70%", "method": "adapt", "interleaves": 4}},
@@ -42,6 +43,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "two ranks": {"prune": {"target": "70%", "horizon": 0.8}},
 }
 REFUSED = 2
+SOME = 12
+"""Operations at which the disk fails in runs that write what another one writes as well."""
+HANGS = 600.0
+"""Seconds after which a process is killed, whatever it does."""
 
 
 @dataclass
@@ -57,14 +62,15 @@ class Row:
 class Campaign:
     """A folder with a model, and an undisturbed run of every kind."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self.folder, self.steps = folder, steps
+        folder.mkdir(exist_ok=True)
         tiny_directory(folder / "model")
         self._seconds: dict[str, float] = {}
 
     def recipe(self, kind: str) -> Recipe:
         tables: dict[str, Any] = {"training": {"micro_batch": 4}, "checkpoint": {"every": 3}} | KINDS[kind]
-        return tiny_recipe(self.folder, steps=STEPS, **tables)
+        return tiny_recipe(self.folder, steps=self.steps, **tables)
 
     def reference(self, kind: str) -> Path:
         run = self.folder / f"reference {kind}" / "run"
@@ -75,7 +81,7 @@ class Campaign:
         return run
 
     def attempt(
-        self, kind: str, run: Path, before: Callable[[], object] = lambda: None, kill_after: float = 600
+        self, kind: str, run: Path, before: Callable[[], object] = lambda: None, kill_after: float = HANGS
     ) -> int:
         """Begin or continue a run in its own process; the exit code, or -1 if it was killed after that time."""
 
@@ -172,20 +178,22 @@ class Campaign:
         return row
 
     def operations(self, kind: str) -> int:
-        """How often an undisturbed run writes, renames or syncs."""
+        """How often an undisturbed run writes, renames or syncs: counted once, then each of them can fail."""
         run, counted = self.place("counted"), self.folder / "operations"
 
         def count(disk: FaultyDisk, number: int) -> None:
-            counted.write_text(str(number)) if number % 10 == 0 else None
+            counted.write_text(str(number))
 
         self.attempt(kind, run, lambda: FaultyDisk(run.parent, count).install())
         shutil.rmtree(run.parent)
         return int(counted.read_text())
 
     def disk(self, fault: str, kind: str, make: Callable[[int], Any], points: int) -> Row:
-        """One fault at each of some operations, evenly spaced."""
-        row, last = Row(fault, kind), self.operations(kind)
-        for number in range(1, last + 1, max(last // points, 1) if points else 1):
+        """One fault at every operation, or at some of them, evenly spaced."""
+        last = self.operations(kind)
+        tried = range(1, last + 1, max(last // points, 1) if points else 1)
+        row = Row(f"{fault}, {'each' if len(tried) == last else len(tried)} of {last} operations", kind)
+        for number in tried:
             run = self.place(f"{fault} {kind} {number}".replace(" ", "-"))
             code = self.attempt(kind, run, lambda n=number, r=run: FaultyDisk(r.parent, make(n)).install())
             if code not in (0, REFUSED, CUT):
@@ -201,9 +209,12 @@ class Campaign:
         return row
 
     def clock(self, kind: str, numbers: random.Random) -> Row:
-        row, run = Row("clock jumps", kind), self.place(f"clock {kind}")
-        self.attempt(kind, run, lambda: jumping_clock(numbers.getrandbits(32)).__enter__(), self.seconds(kind) / 2)
-        self.finish(kind, run, row)
+        """A clock that jumps, until the run is killed, and in a whole run."""
+        row = Row("clock jumps", kind)
+        for seconds in (self.seconds(kind) / 2, HANGS):
+            run, seed = self.place(f"clock {kind}"), numbers.getrandbits(32)
+            self.attempt(kind, run, lambda seed=seed: jumping_clock(seed).__enter__(), seconds)
+            self.finish(kind, run, row)
         return row
 
 
@@ -214,25 +225,32 @@ def _content(folder: Path) -> dict[str, bytes]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs, over all kinds")
-    parser.add_argument("--points", type=int, default=60, help="operations at which a disk fails; 0: every one")
+    parser.add_argument("--points", type=int, default=0, help="operations at which a disk fails; 0: every one")
+    parser.add_argument("--folder", default="/dev/shm", help="where runs are made; the faults do not depend on it")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     numbers, rows = random.Random(options.seed), []
-    with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder).resolve())
-        for kind in KINDS:
-            rows.append(campaign.kills(kind, -(-options.kills // len(KINDS)), numbers))
-            rows.append(campaign.clock(kind, numbers))
-            if kind != "two ranks":
-                rows.append(campaign.slow_disk(kind))
-        for kind in ("coupled", "plain"):
-            rows.append(campaign.disk("full disk", kind, full_from, options.points))
-            rows.append(campaign.disk("power cut", kind, power_cut_at, options.points))
-    print("| fault | run | faults | lost or unequal |\n| --- | --- | --- | --- |")
-    for row in rows:
-        print(f"| {row.fault} | {row.kind} | {row.faults} | {row.unequal} |")
+    print("| fault | run | faults | lost or unequal |\n| --- | --- | --- | --- |", flush=True)
+    with tempfile.TemporaryDirectory(dir=options.folder if Path(options.folder).is_dir() else None) as folder:
+        for row in table(Path(folder).resolve(), options.kills, options.points, numbers):
+            rows.append(row)
+            print(f"| {row.fault} | {row.kind} | {row.faults} | {row.unequal} |", flush=True)
     print(f"\n{sum(row.faults for row in rows):,} faults, seed {options.seed}")
     return int(any(row.unequal for row in rows))
+
+
+def table(folder: Path, kills: int, points: int, numbers: random.Random) -> Iterator[Row]:
+    """All faults: kills and clocks of every kind of run, every write of one kind, some writes of the others."""
+    campaign, short = Campaign(folder / "long"), Campaign(folder / "short", SHORT)
+    for kind in KINDS:
+        yield campaign.kills(kind, -(-kills // len(KINDS)), numbers)
+        yield campaign.clock(kind, numbers)
+        if kind != "two ranks":
+            yield campaign.slow_disk(kind)
+    for fault, make in (("full disk", full_from), ("power cut", power_cut_at)):
+        yield short.disk(fault, "coupled", make, points)
+        for kind in ("global", "adapt", "distill", "plain"):
+            yield short.disk(fault, kind, make, points or SOME)
 
 
 if __name__ == "__main__":

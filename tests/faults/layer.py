@@ -1,6 +1,7 @@
 """A file layer with faults, for one process: a disk that fills up, a power cut, a slow disk, a clock that jumps.
 
-Writes, renames and fsyncs below a folder are counted. Rust code (safetensors, tokenizers) writes around Python: each of
+Whatever asks the system to change something below a folder is an operation and is counted: writes (of a whole buffer),
+truncations, renames, fsyncs, new and deleted names. Rust code (safetensors, tokenizers) writes around Python: each of
 its calls counts as one write.
 """
 
@@ -46,16 +47,9 @@ class FaultyDisk:
         real_open, layer = builtins.open, self
 
         def opened(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            found = real_open(file, mode, *args, **options)
-            if set(mode) & set("wax+") and layer._is_ours(file):
-                real_write = found.write
-
-                def write(some: Any) -> Any:
-                    layer.operate()
-                    return real_write(some)
-
-                found = _Writing(found, write)
-            return found
+            if not set(mode) & set("wax+") or not layer._is_ours(file):
+                return real_open(file, mode, *args, **options)
+            return _opened(_Counted(file, mode, layer), mode, *args, **options)
 
         builtins.open = io.open = opened  # type: ignore[assignment]
         for name in ("rename", "replace", "mkdir", "unlink", "rmdir"):
@@ -117,21 +111,30 @@ class FaultyDisk:
                 os.close(descriptor)
 
 
-class _Writing:
-    """A file whose writes are counted."""
+class _Counted(io.FileIO):
+    """A file whose writes are counted when they reach the system, so that a full disk is often found at a close."""
 
-    def __init__(self, file: Any, write: Callable[[Any], Any]) -> None:
-        self._file, self.write = file, write
+    def __init__(self, file: Any, mode: str, disk: FaultyDisk) -> None:
+        super().__init__(file, mode.replace("b", "").replace("t", ""))
+        self._disk = disk
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
+    def write(self, some: Any) -> int:
+        self._disk.operate()
+        return super().write(some)
 
-    def __enter__(self) -> _Writing:
-        self._file.__enter__()
-        return self
+    def truncate(self, size: int | None = None) -> int:
+        self._disk.operate()
+        return super().truncate(size)
 
-    def __exit__(self, *error: Any) -> Any:
-        return self._file.__exit__(*error)
+
+def _opened(
+    raw: io.FileIO, mode: str, buffering: int = -1, encoding: Any = None, errors: Any = None, newline: Any = None
+) -> Any:
+    """What ``open`` puts around a raw file."""
+    if "b" in mode and buffering == 0:
+        return raw
+    file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+    return file if "b" in mode else io.TextIOWrapper(file, encoding or "utf-8", errors, newline)
 
 
 def full_from(number: int) -> Callable[[FaultyDisk, int], None]:

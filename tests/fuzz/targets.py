@@ -85,7 +85,7 @@ class Place:
     @cached_property
     def config(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "model" / "config.json").read_text())
-        return found
+        return found | {"num_hidden_layers": 1}  # a model is built for every input that is accepted
 
     @cached_property
     def events(self) -> list[dict[str, Any]]:
@@ -97,7 +97,9 @@ class Place:
 
     @cached_property
     def run(self) -> Path:
-        recipe = RECIPE | {"distill": {}, "checkpoint": {"every": 2}}
+        (self.folder / "prose.txt").write_text("Once upon a time there was a run. " * 60)
+        data = RECIPE["data"] | {"train": [str(self.folder / "prose.txt")]}
+        recipe = RECIPE | {"data": data, "distill": {}, "checkpoint": {"every": 2}}
         (self.folder / "run.toml").write_text(tomli_w.dumps(recipe))
         dwindle.pretrain(load_recipe(self.folder / "run.toml"), self.folder / "run")
         shutil.rmtree(self.folder / "run" / "model")
@@ -357,8 +359,10 @@ def state_input(random: Random, place: Place) -> bytes:
 def checkpoint(place: Place, content: bytes) -> None:
     """An edited state with a matching checksum; training itself is left out."""
     folder = place.folder / "fuzzed-resume"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(place.run, folder)
+    if not folder.exists():
+        shutil.copytree(place.run, folder)
+    for log in ("metrics.jsonl", "ledger.jsonl", "recipe.toml"):  # resume cuts logs at the step that a state says
+        shutil.copyfile(place.run / log, folder / log)
     newest = RunDirectory(folder).list_checkpoints()[-1]
     (newest / "state.json").write_bytes(content)
     edit_json(newest / "checksums.json", **{"state.json": hashlib.sha256(content).hexdigest()})

@@ -127,16 +127,16 @@ class Trained:
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
         config = AutoConfig.for_model("llama", tie_word_embeddings=True, **sizes, **heads)
         self.model = AutoModelForCausalLM.from_config(config)
-        steps, rate = 300, 3e-3
+        steps, rate = 200, 3e-3
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
         for step in range(steps):
-            batch = self.windows(16)
+            batch = self.windows(8)
             optimizer.param_groups[0]["lr"] = rate * (1 - step / steps)
             optimizer.zero_grad()
             self.model(input_ids=batch, labels=batch).loss.backward()
             optimizer.step()
 
-    def windows(self, count: int, length: int = 48) -> torch.Tensor:
+    def windows(self, count: int, length: int = 32) -> torch.Tensor:
         starts = torch.randint(len(self.text) - length, (count,), generator=self.generator)
         return torch.stack([self.text[start : start + length] for start in starts.tolist()])
 
@@ -147,12 +147,12 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 
 
 def correlations(seed: int) -> dict[str, float]:
-    """Between a group's score and what really removing it does to the loss: all heads, and a sample of channels."""
+    """Between a group's score and what really removing it does to the loss: mean of heads and of some channels."""
     trained = Trained(seed)
-    windows = trained.windows(64)
+    windows = trained.windows(24)
     prunable = Prunable(trained.model)
     heads = [("attn", layer, head) for layer in range(2) for head in range(8)]
-    sample = torch.randperm(128, generator=trained.generator)[:24].tolist()
+    sample = torch.randperm(128, generator=trained.generator)[:16].tolist()
     groups = [*heads, *(("ffn", layer, channel) for layer in range(2) for channel in sample)]
 
     @torch.no_grad()
@@ -175,14 +175,15 @@ def correlations(seed: int) -> dict[str, float]:
         found = calibrate(prunable, windows, metric, PruneConfig())
         scores = score_model(prunable, found.gradients, found.fishers, metric)
         values = [float((scores.attn if kind == "attn" else scores.ffn)[layer][i]) for kind, layer, i in groups]
-        result[name] = rank_correlation(values, increases)
+        kinds = (slice(len(heads)), slice(len(heads), None))
+        result[name] = sum(rank_correlation(values[kind], increases[kind]) for kind in kinds) / len(kinds)
     return result
 
 
 @pytest.mark.slow
 def test_taylor_predicts_the_damage_of_removal() -> None:
-    found = [correlations(seed) for seed in range(10)]
+    found = [correlations(seed) for seed in range(5)]
     mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
-    print(f"rank correlation with the real loss increase, mean of 10 seeds: {mean}")
-    assert mean["taylor"] > 0.6
-    assert mean["taylor"] > mean["magnitude"] and mean["taylor"] > mean["random"]
+    print(f"rank correlation with the real loss increase, mean of 5 seeds: {mean}")
+    assert mean["taylor"] > 0.45
+    assert mean["taylor"] > mean["magnitude"] and mean["taylor"] > mean["random"] + 0.4

@@ -167,8 +167,11 @@ def test_the_norm_factor_is_the_real_one() -> None:
     assert norm_factor(silent, gain * 0, torch.tensor([0, 1]), 8).isfinite()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [*((family, number % 2 == 0) for number, family in enumerate(FAMILIES)), ("llama", False)],
+)
 def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
     """Zeroed parts remain zero under training, also after second-order updates."""
     pair = []
@@ -188,7 +191,7 @@ def test_masked_equals_compacted_after_updates(family: str, tied: bool) -> None:
     with torch.no_grad():
         difference = masked.model(input_ids=batch).logits - sliced.model(input_ids=batch).logits
     assert difference.abs().max() < 1e-10
-    assert train(masked, masked_optimizer, 10, 200) == pytest.approx(train(sliced, moved, 10, 200), abs=1e-10, rel=0)
+    assert train(masked, masked_optimizer, 6, 200) == pytest.approx(train(sliced, moved, 6, 200), abs=1e-10, rel=0)
     for name, before in masked.model.named_parameters():
         kept = masked.anatomy.slice(masked.anatomy[name], before, masked.alive, masked.physical)
         assert before.count_nonzero() == kept.count_nonzero(), f"{name}: pruned entries moved"

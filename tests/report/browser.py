@@ -72,7 +72,7 @@ class Browser:
                 self._ask("DELETE", self._session)
         finally:
             self._process.terminate()
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=120)
             self._log.close()
 
     def open(self, url: str) -> None:
@@ -82,7 +82,7 @@ class Browser:
         """The value that a script body returns."""
         return self._ask("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
 
-    def wait_for(self, script: str, seconds: float = 20) -> Any:
+    def wait_for(self, script: str, seconds: float = 120) -> Any:
         """The first true value of a script body."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
@@ -135,7 +135,7 @@ class Browser:
         self._ask("POST", f"{self._session}/actions", {"actions": [pointer]})
 
     def _wait_for_driver(self) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while True:
             try:
                 if self._ask("GET", "/status")["ready"]:

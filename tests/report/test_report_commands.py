@@ -126,10 +126,10 @@ def test_watch_serves_until_interrupted(tmp_path: Path) -> None:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         assert url.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=60) as reply:
             assert b"dwindle" in reply.read()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=300) == 0
     finally:
         process.kill()
         process.communicate()

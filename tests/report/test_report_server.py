@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[ReportServer]:
 
 
 def ask(server: ReportServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -115,8 +115,8 @@ def test_a_taken_port_is_a_clear_error(server: ReportServer, tmp_path: Path) -> 
 
 
 def test_idle_clients_do_not_keep_others_out(server: ReportServer) -> None:
-    idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=10) for _ in range(200)]
-    busy = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    idle = [socket.create_connection(("127.0.0.1", server.server_port), timeout=60) for _ in range(200)]
+    busy = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     for _ in range(3):
         busy.request("GET", "/data.json")
         reply = busy.getresponse()
@@ -129,7 +129,7 @@ def test_idle_clients_do_not_keep_others_out(server: ReportServer) -> None:
 
 @pytest.mark.parametrize("address", ["http://[::1/", "//[", "/" + "a" * 70_000, "\x00"])
 def test_odd_addresses_are_answered(server: ReportServer, address: str) -> None:
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
         host = f"Host: 127.0.0.1:{server.server_port}\r\nConnection: close\r\n"
         connection.sendall(f"GET {address} HTTP/1.1\r\n{host}\r\n".encode())
         assert connection.recv(100).split(b" ")[1] in (b"400", b"404", b"414")

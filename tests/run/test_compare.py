@@ -31,17 +31,17 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
     text = ["pydoc:train"]
     result = compare(
         source,
-        metrics=["taylor", "wanda", "magnitude"],
-        to=["10%", "30%nonemb", "30k"],
+        metrics=["taylor", "wanda"],
+        to=["10%", "30%nonemb"],
         second_order=True,
         data=text,
         valid=["pydoc:valid"],
         out=tmp_path / "out",
         **SMALL,
     )
-    assert len(result.cells) == 3 * 3 * 2
+    assert len(result.cells) == 2 * 2 * 2
     for cell in result.cells:
-        to = {"10%": "90%", "30%nonemb": "70%nonemb", "30k": "30k"}[cell.ratio]
+        to = {"10%": "90%", "30%nonemb": "70%nonemb"}[cell.ratio]
         pruned = dwindle.prune(
             source, to, data=text, metric=cell.metric, second_order=cell.second_order, sequences=4, seq_len=24
         )
@@ -59,8 +59,8 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
 
 
 def test_layers_of_different_sizes_are_compared_too(source: Path) -> None:
-    (cell,) = compare(source, metrics=["taylor"], to=["30%"], selection="global", **SMALL).cells
-    pruned = dwindle.prune(source, "70%", selection="global", sequences=4, seq_len=24, data=["pydoc:train"])
+    (cell,) = compare(source, metrics=["taylor"], to=["30k"], selection="global", **SMALL).cells
+    pruned = dwindle.prune(source, "30k", selection="global", sequences=4, seq_len=24, data=["pydoc:train"])
     assert cell.shape == pruned.summary("")["shape"] and not pruned.structure.is_uniform
     assert cell.loss == pytest.approx(loss_of(pruned.model, source), rel=1e-5)
 
@@ -74,9 +74,9 @@ def loss_of(model: Any, source: Path) -> float:
 
 
 def test_with_training(source: Path) -> None:
-    config = CompareConfig(**SMALL, tokens=2400, tokens_per_step=240, lr=3e-3, second_order=True)
+    config = CompareConfig(**SMALL, tokens=1200, tokens_per_step=240, lr=3e-3, second_order=True)
     result = compare(source, metrics=["taylor", "obc"], to=["20%"], config=config)
-    assert len(result.cells) == 4 and result.training_tokens == 2400
+    assert len(result.cells) == 4 and result.training_tokens == 1200
     assert all(cell.trained_loss is not None and cell.trained_loss < cell.loss for cell in result.cells)
 
 

@@ -18,7 +18,7 @@ from dwindle.run import family_check
 from outside_family import STARCODER2, starcoder2, tables
 from tiny import FAMILIES, tiny_model
 
-FAST = ("llama", "granite_swa", "lfm2", "qwen3_5_text")
+NUM_STEPS = family_check.NUM_STEPS
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,17 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families, "_registered", {})
 
 
-@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
-def test_every_built_in_family_passes(family: str) -> None:
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but one check train less than the command does; tests/pruning/test_surgery.py trains every family longer."""
+    monkeypatch.setattr(family_check, "NUM_STEPS", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_built_in_family_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if family == "qwen3":
+        monkeypatch.setattr(family_check, "NUM_STEPS", NUM_STEPS)
     found = family_check.check_config(tiny_model(family).config, family)
     assert found.passed, [check for check in found.checks if not check.passed]
     compared = {check.compared for check in found.checks}

@@ -114,14 +114,14 @@ def test_groups_that_are_kept_whole(tmp_path: Path) -> None:
 def test_a_run_prunes_compacts_resumes_and_is_drawn(place: Path) -> None:
     prune = {"target": "60%", "horizon": 0.6, "selection": "global", "milestones": ["70%"], **COMPACT_OFTEN}
     settings = tiny_recipe(place, steps=10, prune=prune, checkpoint={"every": 3})
-    assert wait(start(lambda: pretrain(settings, place / "whole")), 120) == 0
+    assert wait(start(lambda: pretrain(settings, place / "whole"))) == 0
 
     def dies() -> None:
         die_at(Pruner, "compact", 1)
         pretrain(settings, place / "killed")
 
-    assert wait(start(dies), 120) == signal.SIGKILL
-    assert wait(start(functools.partial(go_on, settings, place / "killed")), 120) == 0
+    assert wait(start(dies)) == signal.SIGKILL
+    assert wait(start(functools.partial(go_on, settings, place / "killed"))) == 0
     assert_same_run(place / "killed", place / "whole")
     summary = summarise(open_run(place / "whole"))
     assert summary["architecture"] is not None and "layers" in {figure["id"] for figure in summary["figures"]}

@@ -130,6 +130,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -155,6 +156,7 @@ def test_two_interruptions(
     assert outcome(tmp_path) == expected
 
 
+@pytest.mark.parity
 def test_stopping_at_every_step_leaves_no_trace(tmp_path: Path, expected: dict[str, Any]) -> None:
     stop = StopSignal()
     stop.request()
