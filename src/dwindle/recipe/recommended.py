@@ -73,7 +73,10 @@ RECOMMENDED: Mapping[Goal, Settings] = {
 }
 """quality: the lowest loss at a size (layers differ). speed: equal layers of round widths. stock: equal layers."""
 
-TUNING: Settings = {"training.lr": Setting(3e-4, "by the size of a step and the width of the model")}
+TUNING: Settings = {
+    "training.optimizer": Setting("adamw"),
+    "training.lr": Setting(3e-4, "by the size of a step and the width of the model"),
+}
 """For ``dwindle tune``; the rate is for full steps of 16k tokens."""
 TUNING_PASSES = 3
 """Times that conversations are read."""

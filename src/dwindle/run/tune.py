@@ -60,6 +60,7 @@ def tuning_recipe(
         "training": {
             "tokens": max(amount, per_step),
             "tokens_per_step": per_step,
+            "optimizer": TUNING["training.optimizer"].value,
             "lr": two_digits(rate * math.sqrt(per_step / TOKENS_PER_STEP)),
         },
         "prune": {"enabled": False},
