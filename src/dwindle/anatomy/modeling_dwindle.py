@@ -157,7 +157,7 @@ def _config_class(family: str) -> type[Any]:
             return implementation
         return ATTENTION if self.queries_per_kv else whole._attn_implementation
 
-    made = type(
+    made: type[Any] = type(
         f"Dwindle{_title(family)}Config",
         (_LargestSizes, base),
         {
@@ -171,7 +171,8 @@ def _config_class(family: str) -> type[Any]:
             "validate_rope": accept,
         },
     )
-    return strict(made)
+    checked: type[Any] = strict(made)
+    return checked
 
 
 def _model_class(family: str, base: type[Any], suffix: str, config_class: type[Any]) -> type[Any]:

@@ -191,7 +191,7 @@ def quantize(
 def _perplexity_before(model: Any, scheme: Scheme, group: int, windows: Tensor) -> dict[str, float]:
     """Perplexity of the source and, if the scheme does more than round, of plain rounding."""
     found = {"source": measure_perplexity(model, windows, "source")}
-    if scheme.rounds or scheme.weight_bits < 8:
+    if scheme.rounds == "int8" or scheme.weight_bits < 8:
         found["plain"] = measure_perplexity(quantized_copy(model, scheme, group, {}), windows, "rounded only")
     return found
 
