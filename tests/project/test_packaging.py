@@ -37,6 +37,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
+@pytest.mark.slow
 def test_archives_are_complete(built: Path) -> None:
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     assert wheel.name.startswith(f"dwindle-{dwindle.__version__}-") and dwindle.__version__ in sdist.name
@@ -55,6 +56,7 @@ def test_archives_are_complete(built: Path) -> None:
     assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "pyproject.toml", "src/dwindle/py.typed"} <= names
 
 
+@pytest.mark.slow
 def test_what_is_installed_runs(built: Path, tmp_path: Path) -> None:
     """From the unpacked wheel alone: version, help, ready-made recipes, and completion of the shell."""
     (wheel,) = built.glob("*.whl")

@@ -16,7 +16,9 @@ app.add_typer(bench, name="bench", rich_help_panel=SHIP)
 @bench.command()
 def latency(
     models: Annotated[list[str], typer.Argument(help="Models to compare; the first one is the baseline.")],
-    runtime: Annotated[str, typer.Option(help="torch, llamacpp, onnx, or several separated by commas.")] = "torch",
+    runtime: Annotated[
+        str, typer.Option(help="torch, llamacpp, onnx, executorch, executorch-int8; commas separate several.")
+    ] = "torch",
     threads: Annotated[str, typer.Option(help="Thread counts, such as 1,2,4,8.")] = "1",
     prompt: Annotated[int, typer.Option(help="Tokens in the prompt.")] = 64,
     new: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,

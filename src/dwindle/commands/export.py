@@ -18,12 +18,13 @@ def export(
         str,
         typer.Option(help="hf (directory), gguf (llama.cpp file), onnx (directory) or transformers.js (directory)."),
     ],
-    out: Annotated[str, typer.Option(help="Directory, or for gguf a file name that ends in .gguf.")],
+    out: Annotated[str, typer.Option(help="Directory, or a file name that ends in .gguf or .pte.")],
     type_: Annotated[
         str | None,
         typer.Option(
             "--type",
-            help="gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q4_k_m, q5_k_m, q6_k, iq4_nl; hf: f32, f16, bf16.",
+            help="gguf: f32, f16 (default), bf16, q8_0, q4_0, q4_1, q4_k_m, q5_k_m, q6_k, iq4_nl; hf: f32, f16, bf16; "
+            "executorch: f32, int8.",
         ),
     ] = None,
     stock: Annotated[

@@ -29,7 +29,9 @@ from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources.loading import Loaded, load
 
-RUNTIMES = ("torch", "llamacpp", "onnx")
+RUNTIMES = ("torch", "llamacpp", "onnx", "executorch", "executorch-int8")
+_FORMATS = {"llamacpp": ("gguf", ".gguf"), "onnx": ("onnx", ""), "executorch": ("executorch", ".pte")}
+"""Format and suffix of what a runtime reads."""
 ROUND = 64
 """Widths that are multiples of this are fast in most kernels."""
 
@@ -354,7 +356,7 @@ class _Source:
             size = sum(p.nbytes for p in model.parameters())
             return _Runner(timed=live.timed, timed_one_layer=live.timed_one_layer, num_bytes=size, **facts)
         path, single = self.files(runtime)
-        engine = "llamacpp-default" if runtime == "llamacpp" else runtime
+        engine = "llamacpp-default" if runtime == "llamacpp" else runtime.removesuffix("-int8")
         with _run_of(self.name):
             process = running.enter_context(RuntimeProcess(engine, path, threads=threads, context=context))
             one_timed = _remote(self.name, process, "timed_one_layer") if runtime == "torch" else None
@@ -393,9 +395,9 @@ class _Source:
     def _write(self, runtime: str, which: str, loaded: Loaded) -> Path:
         from dwindle.export.exporting import export
 
-        to = "gguf" if runtime == "llamacpp" else "onnx"
-        target = self.work / f"{self.number}-{which}{'.gguf' if to == 'gguf' else ''}"
-        kind = self.type if to == "gguf" else None
+        to, suffix = _FORMATS[runtime.removesuffix("-int8")]
+        target = self.work / f"{self.number}-{which}-{runtime}{suffix}"
+        kind = {"llamacpp": self.type, "executorch-int8": "int8"}.get(runtime)
         out = export(loaded, to, target, type=kind, round_to=self.round_to, verify=False).out
         return out / "model.onnx" if to == "onnx" else out
 

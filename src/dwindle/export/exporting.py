@@ -37,7 +37,7 @@ from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.loading import Loaded, load, model_of_run
 
-FORMATS = ("hf", "gguf", "onnx", "transformers.js")
+FORMATS = ("hf", "gguf", "onnx", "transformers.js", "executorch")
 
 
 @dataclass(slots=True)
@@ -100,9 +100,10 @@ def export(
     """Write a model for another runtime and verify that it computes the same.
 
     ``source`` may be a run of ``pretrain``: its model is exported. ``to`` is ``hf`` (a directory), ``gguf`` (a file for
-    llama.cpp, with an Ollama ``Modelfile``) or ``onnx`` (a directory for onnxruntime). ``type`` is one of
-    ``gguf_types.TYPES`` for GGUF (default f16), and ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if
-    widths are padded). ``stock`` turns cluster attention and unequal layers into a stock model by exact padding;
+    llama.cpp, with an Ollama ``Modelfile``), ``onnx`` (a directory for onnxruntime), ``transformers.js`` (a directory
+    for browsers and Node) or ``executorch`` (a file for phones). ``type`` is one of ``gguf_types.TYPES`` for GGUF
+    (default f16), ``f32``, ``f16`` or ``bf16`` for hf (default: as stored, or f32 if widths are padded), ``f32`` or
+    ``int8`` for executorch. ``stock`` turns cluster attention and unequal layers into a stock model by exact padding;
     ``round_to`` pads hidden and FFN widths to a multiple (32 for quantized GGUF, 256 for K types). ``layout="deci"``
     writes an hf directory for servers that have native code for unequal Llama layers (``DeciLMForCausalLM``). An output
     that differs from the source is deleted and ``Mismatch`` is raised.
@@ -122,7 +123,8 @@ def export(
     # Padding the hidden width scales the norms' gains, which 16 bits would round: then everything is float32.
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
-    return {"hf": job.hf, "gguf": job.gguf, "onnx": job.onnx, "transformers.js": job.javascript}[to]()
+    jobs = (job.hf, job.gguf, job.onnx, job.javascript, job.executorch)
+    return dict(zip(FORMATS, jobs, strict=True))[to]()
 
 
 def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
@@ -133,7 +135,8 @@ def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
 
 
 def _chosen_type(to: str, type_: str | None) -> str:
-    allowed: Sequence[str] = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES}.get(to, ("f32",))
+    types = {"hf": ("auto", "f32", "f16", "bf16"), "gguf": gguf_types.TYPES, "executorch": ("f32", "int8")}
+    allowed: Sequence[str] = types.get(to, ("f32",))
     chosen = type_ or {"hf": "auto", "gguf": "f16"}.get(to, "f32")
     if chosen not in allowed:
         raise UserError(f"--type {chosen!r}: for {to} give one of {', '.join(allowed)}")
@@ -157,6 +160,11 @@ def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: boo
         refuse_file(target, suffix=".gguf", overwrite=overwrite, sources=sources)
         if (beside := ollama.place_of(target)).exists() and not overwrite:
             raise UserError(f"--out {target}: {beside} already exists: choose another name or pass --overwrite")
+    elif to == "executorch":
+        from dwindle.export.executorch_program import import_executorch
+
+        import_executorch()
+        refuse_file(target, suffix=".pte", overwrite=overwrite, sources=sources)
     else:
         if to in ("onnx", "transformers.js"):
             from dwindle.export.onnx_graph import import_onnx
@@ -263,6 +271,21 @@ class _Export:
             verified = write_graphs(model, folder, self._prompts(), threads=self.threads if self.verify else None)
             size = _size(folder)
         return self._result("transformers.js", model, model.config.model_type, "f32, q8, q4", size, resized, verified)
+
+    def executorch(self) -> Exported:
+        """One file; unequal layers and cluster attention are kept unless ``stock`` or ``round_to`` ask otherwise."""
+        from dwindle.export.executorch_program import write_program
+        from dwindle.export.executorch_runtime import verify_executorch
+
+        resized, model = self._directory_model()
+        verified = None
+        with atomic_file(self.target) as path:
+            reference = write_program(model, path, self.type)
+            if self.verify:
+                prompts, threads = self._prompts(), self.threads
+                verified = verify_executorch(path, reference, prompts, type_=self.type, threads=threads)
+            size = path.stat().st_size
+        return self._result("executorch", model, model.config.model_type, self.type, size, resized, verified)
 
     def _directory_model(self) -> tuple[Resized | None, Any]:
         """The model that a directory holds, and how it was padded, if it was."""

@@ -23,6 +23,7 @@ ENGINES = {
     "llamacpp": "dwindle.export.llamacpp:LlamaCppEngine",
     "llamacpp-default": "dwindle.export.llamacpp:DefaultLlamaCppEngine",
     "onnx": "dwindle.export.onnx_runtime:OnnxEngine",
+    "executorch": "dwindle.export.executorch_runtime:ExecutorchEngine",
     "torch": "dwindle.export.torch_runtime:TorchEngine",
 }
 

@@ -29,6 +29,8 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
             f'console.log((await run("{PROMPT}", {{ max_new_tokens: 48 }}))[0].generated_text)'
         )
         return {"Node, where @huggingface/transformers is installed": f"node --input-type=module -e {quote(code)}"}
+    if to == "executorch":
+        return {}  # an app loads it; there is no command
     if to == "onnx":
         return {"onnxruntime": ours}
     if layout == "deci":
