@@ -38,6 +38,7 @@ OTHER_MEANINGS = {
     ("export/resize.py", "min_hidden"): "the least width that a format accepts",
     ("anatomy/family.py", "groups"): "what models of a family can lose",
     ("evaluation/latency.py", "method"): "the function that a runtime process calls",
+    ("evaluation/generation_tasks.py", "metric"): "how a task is scored",
     ("evaluation/results.py", "metric"): "how a task is scored",
     ("evaluation/tasks.py", "metric"): "how a task is scored",
     ("pruning/calibration.py", "groups"): "a result: the saliencies of all groups",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,7 +189,8 @@ def evaluating(model: Any) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
             yield
     finally:
         model.train(was_training)

@@ -321,7 +321,7 @@ def _row(result: EvalResult, note: str, labels: dict[tuple[str, str], str]) -> M
     return ModelRow(
         result.model,
         MEASURED,
-        format_count(result.parameters),
+        format_count(result.parameters) if result.parameters else _NONE,
         _NONE if result.tokens is None else format_count(result.tokens),
         values,
         ", ".join(notes),

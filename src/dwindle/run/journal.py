@@ -29,7 +29,10 @@ class Journal:
         first, *lines = whole.splitlines() or [b""]
         self._check(first, header)
         self._header = ""
-        self.rows = [parse_json(line) for line in lines]
+        try:
+            self.rows = [parse_json(line) for line in lines]
+        except ValueError as error:
+            raise UserError(f"{option} {path}: is damaged ({error}): pass --overwrite to begin again") from error
         if len(whole) < len(content):  # a line that a killed process did not finish
             os.truncate(path, len(whole))
 
