@@ -8,6 +8,7 @@ TWO := -n 2 --dist worksteal
 BASE ?= HEAD
 
 MINUTES ?= 60
+INPUTS ?= 0
 
 .PHONY: demo check test parity settings golden fuzz faults lint types install clean
 
@@ -32,7 +33,7 @@ golden: $(VENV)/.installed  ## compare this tree bit for bit with another commit
 	$(BIN)/python tests/golden/record.py --against build/golden.json
 
 fuzz: $(VENV)/.installed  ## hostile inputs for an hour: make fuzz MINUTES=5
-	$(BIN)/python tests/fuzz/fuzz_campaign.py --minutes $(MINUTES)
+	$(BIN)/python tests/fuzz/fuzz_campaign.py --minutes $(MINUTES) --inputs $(INPUTS)
 
 faults: $(VENV)/.installed  ## kills, full disks, power cuts, clock jumps and slow disks over all kinds of runs
 	$(BIN)/python tests/faults/fault_campaign.py

@@ -1,4 +1,4 @@
-"""``--nproc``: real processes, one of them killed, the rest by the launcher and ``resume``."""
+"""``--nproc``: real processes, one of them killed: the others and the launcher end, and the run resumes."""
 
 from __future__ import annotations
 

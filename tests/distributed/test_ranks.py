@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -140,29 +139,6 @@ def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
     newest = RunDirectory(place / "bf16-2").list_checkpoints()[-1]
     weights = load_file(newest / "model-00001-of-00002.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-
-
-def test_a_killed_rank_ends_the_others_and_the_run_resumes(place: Path, alone: Path) -> None:
-    run = place / "killed"
-
-    def task(rank: int) -> None:
-        from dwindle.training.loop import Trainer
-
-        original = Trainer.update
-
-        def update(self: Trainer, *args: Any, **options: Any) -> float:
-            if rank == 1 and self.step == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(self, *args, **options)
-
-        Trainer.update = update  # type: ignore[method-assign]
-        pretrain(recipe(place, "fsdp"), run)
-
-    statuses = wait_ranks(start_ranks(2, task))
-    assert os.WIFSIGNALED(statuses[1]) and statuses[0] != 0
-    assert not (run / "model").exists() and RunDirectory(run).list_checkpoints()
-    run_ranks(2, lambda rank: resume(run))
-    assert_same(run, alone)
 
 
 def test_a_full_disk_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
