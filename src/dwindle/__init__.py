@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dwindle.core.errors import UserError
     from dwindle.evaluation.evaluate import evaluate
     from dwindle.export.exporting import export as export_model
+    from dwindle.export.own_loop import save
     from dwindle.export.publishing import push
     from dwindle.pruning.metrics import register_metric
     from dwindle.pruning.pruner import Pruner
@@ -72,6 +73,7 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
+    "save",
     "tuning_recipe",
     "win_rate",
 ]
@@ -96,6 +98,7 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
+    "save": "dwindle.export.own_loop:save",
     "tuning_recipe": "dwindle.run.tune:tuning_recipe",
     "win_rate": "dwindle.run.winrate:win_rate",
 }

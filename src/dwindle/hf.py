@@ -1,7 +1,7 @@
-"""Prune in a loop that is not ours: transformers' ``Trainer``, TRL's ``SFTTrainer``, or plain PyTorch.
+"""Prune in a loop that is not ours: transformers' ``Trainer`` and TRL's ``SFTTrainer``.
 
-The pruner is the one of ``dwindle pretrain`` (``Pruner.attach``); nothing in transformers is patched. This module
-stands after all rooms, and none imports it.
+The pruner is the one of ``dwindle pretrain`` (``Pruner.attach``, which plain PyTorch uses without this module); nothing
+in transformers is patched. This module stands after all rooms, and none imports it.
 """
 
 from __future__ import annotations
@@ -11,44 +11,22 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import GradientState
 from torch import Tensor, nn
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
-from dwindle.anatomy.build import is_custom
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, install_hint
 from dwindle.core.run_directory import LEDGER
-from dwindle.export.huggingface import write_model
-from dwindle.export.verification import fixed_prompts, verify_transformers
-from dwindle.pruning.config import PretrainPruneConfig
-from dwindle.pruning.pruner import AttachedPruner, Pruner
+from dwindle.export.own_loop import save
+from dwindle.pruning.pruner import AttachedPruner, Pruner, own_loop_config
+
+try:
+    from accelerate.state import GradientState
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise UserError(f"dwindle.hf needs transformers' Trainer and accelerate: {install_hint('trainer')}") from error
 
 _IGNORED = -100
 """Labels that transformers leaves out of the loss."""
-
-
-def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
-    """Write the model, cut to what is left, with structure, ledger and card; its logits are compared before.
-
-    The model that is trained stays as it is.
-    """
-    prunable = pruner.pruner.prunable
-    smaller: Any = prunable.compacted().eval()
-    prompts = fixed_prompts(tokenizer, smaller.config.vocab_size)
-    training = prunable.model.training
-    about: Any = {
-        "structure": prunable.alive,
-        "source": pruner.pruner.source,
-        "ledger": pruner.pruner.ledger.events,
-        "results": {"training tokens": pruner.tokens} if pruner.tokens else None,
-    }
-    with write_model(smaller, tokenizer, out, overwrite=overwrite, **about) as folder:
-        try:
-            verify_transformers(folder, prunable.model.eval(), prompts, remote_code=is_custom(smaller.config))
-        finally:
-            prunable.model.train(training)
-    return Path(out)
 
 
 class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -59,12 +37,14 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     pruning.save("smaller", tokenizer)
 
     Pruned groups are zero and remain so; ``save`` and ``compact`` cut them out. The ledger is written to
-    ``args.output_dir``, the pruner's state with each checkpoint (``trainer_state.json``).
+    ``args.output_dir``, the pruner's state with each checkpoint (``trainer_state.json``). A ledger of an earlier run
+    there is replaced only with ``overwrite``.
     """
 
-    def __init__(self, target: str, **settings: Any) -> None:
+    def __init__(self, target: str, *, overwrite: bool = False, **settings: Any) -> None:
         self.settings = {"target": target, **settings}
-        PretrainPruneConfig(**self.settings)  # refuses unknown keys and wrong values before anything is loaded
+        self.overwrite = overwrite
+        own_loop_config(self.settings)  # refuses unknown keys and wrong values before anything is loaded
         self.pruner: AttachedPruner | None = None
         """Of the run that trains or has trained."""
         self._first_step = 0
@@ -93,14 +73,12 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                     f"checkpoint of step {state.global_step}: has no state of a PruningCallback: it was written without"
                     " one; begin again, or leave the callback out"
                 )
-        config = PretrainPruneConfig(**self.settings)
-        settings = dict(self.settings)
+        config, settings = own_loop_config(self.settings), dict(self.settings)
         if config.warmup_steps is None and not config.keeps_hidden_size:
             settings["warmup_steps"] = args.get_warmup_steps(state.max_steps)
         ledger = Path(args.output_dir) / LEDGER
-        return Pruner.attach(
-            model, optimizer, num_steps=state.max_steps, ledger=ledger, seed=args.seed, state=saved, **settings
-        )
+        about: Any = {"ledger": ledger, "seed": args.seed, "state": saved, "overwrite": self.overwrite}
+        return Pruner.attach(model, optimizer, num_steps=state.max_steps, **about, **settings)
 
     def _listen(self, model: nn.Module) -> None:
         """Gradients are read when the last of them arrives: the Trainer clips them before it calls any callback."""
@@ -182,5 +160,10 @@ def _check(args: Any, model: Any) -> None:
         raise UserError("fp16: its gradients are scaled when they are read: train with bf16=True")
     if args.load_best_model_at_end:
         raise UserError("load_best_model_at_end: would bring pruned weights back: leave it out")
+    if args.restore_callback_states_from_checkpoint:
+        raise UserError(
+            "restore_callback_states_from_checkpoint: would put another callback in the place of yours, whose state is "
+            "read from the checkpoint anyway: leave it out"
+        )
     if not hasattr(model, "config") or hasattr(model, "peft_config"):
         raise UserError("model: adapters (PEFT) cannot be pruned: train all weights, or merge them first")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 import dwindle
 from dwindle.core.errors import UserError
-from dwindle.hf import PruningCallback, save
+from dwindle.hf import PruningCallback
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import read_ledger
@@ -43,7 +46,7 @@ def windows(steps: int = STEPS) -> Tensor:
 class Batches:
     """The windows in order, two micro-batches a step."""
 
-    num_tokens_per_step = SEQUENCES * LENGTH
+    num_tokens_per_step = num_predictions = SEQUENCES * LENGTH
 
     def __init__(self) -> None:
         self.position, self.windows = 0, windows()
@@ -72,10 +75,15 @@ def fresh(**options: Any) -> Any:
     return tiny_model("llama", dtype=torch.float32, vocab_size=100, attention_bias=False, mlp_bias=False, **options)
 
 
+def adamw_config(**options: Any) -> TrainingConfig:
+    """The settings of transformers' AdamW."""
+    betas = [0.9, 0.999]
+    return TrainingConfig(tokens=1, optimizer="adamw", lr=LR, betas=betas, eps=1e-8, weight_decay=0.01, **options)
+
+
 def our_loop(place: Path, model: Any, settings: dict[str, Any]) -> tuple[list[float], Pruner]:
     """The reference: the loop and the pruner of ``dwindle pretrain``."""
-    config = TrainingConfig(tokens=1, lr=LR, clip=CLIP, schedule="constant", warmup=0, eps=1e-8, weight_decay=0.01)
-    config.betas = [0.9, 0.999]
+    config = adamw_config(clip=CLIP, schedule="constant", warmup=0)
     optimizer = build_optimizer(model, config)
     prunable = Prunable(model)
     anatomy, prune = prunable.anatomy, PretrainPruneConfig(**settings, compact_threshold=1.0)
@@ -218,7 +226,7 @@ def plain_loop(pruner: AttachedPruner, optimizer: Any, steps: range) -> list[flo
 
 
 def adamw(model: Any) -> torch.optim.Optimizer:
-    return build_optimizer(model, TrainingConfig(tokens=1, lr=LR, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.01))
+    return build_optimizer(model, adamw_config())
 
 
 def test_plain_pytorch_prunes_as_our_loop_does(tmp_path: Path) -> None:
@@ -318,32 +326,41 @@ def test_saved_cut_and_trained_on(tmp_path: Path) -> None:
     callback.compact(trainer)
     assert sum(p.numel() for p in trainer.model.parameters()) == callback.pruner.num_parameters
     expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, trust_remote_code=True)
     for name, weight in saved.named_parameters():
         assert torch.equal(weight, expected[name])
     steps = {int(state["step"]) for state in trainer.optimizer.state.values()}
     trainer.train()
     assert steps == {12} and {int(state["step"]) for state in trainer.optimizer.state.values()} == {24}
     assert not torch.equal(trainer.model.lm_head.weight, expected["lm_head.weight"])
-    save(callback.pruner, tmp_path / "later")
+    dwindle.save(callback.pruner, tmp_path / "later")
     assert dwindle.inspect(tmp_path / "later").to_json()["parameters"] == facts["parameters"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"fp16": True}, "fp16: its gradients are scaled"), ({"world_size": 2}, "in one process")],
+    [
+        ({"fp16": True}, "fp16: its gradients are scaled"),
+        ({"world_size": 2}, "in one process"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end: would bring"),
+        ({"restore_callback_states_from_checkpoint": True}, "restore_callback_states_from_checkpoint: would put"),
+    ],
 )
 def test_refused_in_a_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     from dwindle.hf import _check
 
-    args = arguments(tmp_path)
+    args, names = arguments(tmp_path), ("world_size", "n_gpu", "fp16", "load_best_model_at_end")
+    names += ("restore_callback_states_from_checkpoint",)
     with pytest.raises(UserError, match=message):
-        _check(type("Args", (), {**{n: getattr(args, n) for n in ("world_size", "n_gpu", "fp16")}, **options}), None)
+        _check(type("Args", (), {**{name: getattr(args, name) for name in names}, **options}), fresh())
 
 
 def test_settings_and_optimizers_are_refused_in_a_line() -> None:
     with pytest.raises(UserError, match="horizont"):
         PruningCallback("80%", horizont=0.5)
+    for own in ({"milestones": ["90%"]}, {"compact_threshold": 0.1}):
+        with pytest.raises(UserError, match="is for dwindle's own loop"):
+            PruningCallback("80%", **own)
     model = fresh()
     with pytest.raises(UserError, match="target: give the final size"):
         Pruner.attach(model, adamw(model), num_steps=4)
@@ -356,6 +373,54 @@ def test_settings_and_optimizers_are_refused_in_a_line() -> None:
     model.lm_head.weight.requires_grad_(False)
     with pytest.raises(UserError, match=r"lm_head.weight is frozen"):
         Pruner.attach(model, adamw(model), num_steps=4, target="80%")
+
+
+def test_a_ledger_of_another_run_is_not_emptied(tmp_path: Path) -> None:
+    ledger = tmp_path / "out" / "ledger.jsonl"
+    ledger.parent.mkdir()
+    ledger.write_text("of another run\n")
+    model, options = fresh(), {"num_steps": 4, "target": "80%", "ledger": ledger}
+    with pytest.raises(UserError, match=r"ledger\.jsonl: holds the events of another run: .* overwrite=True"):
+        Pruner.attach(model, adamw(model), **options)
+    args = arguments(ledger.parent, max_steps=1)
+    trainer = Trainer(fresh(), args, train_dataset=dataset(), callbacks=[PruningCallback("80%")])
+    with pytest.raises(UserError, match="holds the events of another run"):
+        trainer.train()
+    assert ledger.read_text() == "of another run\n"
+    Trainer(fresh(), args, train_dataset=dataset(), callbacks=[PruningCallback("80%", overwrite=True)]).train()
+    assert read_ledger(ledger)[0]["event"] == "source"
+
+
+def test_plain_pytorch_needs_neither_accelerate_nor_the_trainer(tmp_path: Path) -> None:
+    """And without them, ``dwindle.hf`` says how they are installed."""
+    script = """
+import sys
+sys.modules["accelerate"] = sys.modules["accelerate.state"] = sys.modules["transformers.trainer"] = None
+import torch, dwindle
+from tiny import tiny_model
+model = tiny_model("llama", dtype=torch.float32, vocab_size=100)
+optimizer = torch.optim.AdamW(model.parameters())
+pruner = dwindle.Pruner.attach(model, optimizer, num_steps=2, target="90%", horizon=1.0)
+for _ in range(2):
+    ids = torch.randint(3, 90, (2, 9))
+    pruner.model(input_ids=ids, labels=ids).loss.backward()
+    pruner.after_backward()
+    optimizer.step()
+    pruner.after_step()
+    optimizer.zero_grad()
+assert pruner.finished
+dwindle.save(pruner, "smaller")
+try:
+    import dwindle.hf
+except dwindle.UserError as error:
+    print(error)
+"""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    command, env = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("dwindle.hf needs transformers' Trainer and accelerate: run `pip install")
+    assert (tmp_path / "smaller" / "structure.json").is_file()
 
 
 def test_the_blocks_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

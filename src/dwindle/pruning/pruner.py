@@ -88,14 +88,17 @@ class Pruner(Callback):
         source: str = "",
         seed: int = 0,
         state: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
         **settings: Any,
     ) -> AttachedPruner:
         """A pruner for your own loop of ``num_steps`` steps; ``settings`` are the keys of a recipe's [prune] table.
 
         ``ledger`` is the file that events are written to, ``source`` the name of the model in it. ``state`` is what
-        ``state_dict`` returned when the weights were saved, to continue there.
+        ``state_dict`` returned when the weights were saved, to continue there; without it, a ledger that holds events
+        is replaced only with ``overwrite``.
         """
-        config = _own_loop_config(model, settings)
+        config = own_loop_config(settings)
+        _refuse_model(model)
         prunable = Prunable(model)
         anatomy = prunable.anatomy
         target = parse_target(config.target, anatomy, "target")
@@ -112,7 +115,7 @@ class Pruner(Callback):
         pruner = cls(
             prunable, target, pacing, config=config, ledger=place, source=source, seed=seed, rebuild=_no_rebuild
         )
-        return AttachedPruner(pruner, optimizer, place, state)
+        return AttachedPruner(pruner, optimizer, place, state, overwrite=overwrite)
 
     @property
     def end_count(self) -> int:
@@ -323,6 +326,8 @@ class AttachedPruner:
         optimizer: torch.optim.Optimizer,
         ledger: Path,
         state: Mapping[str, Any] | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         self.pruner = pruner
         self.optimizer = optimizer
@@ -341,7 +346,12 @@ class AttachedPruner:
         self._checked_optimizer = False
         if state is not None:
             self._load(state)
-        elif ledger.is_file():
+        elif ledger.is_file() and ledger.stat().st_size:
+            if not overwrite:
+                raise UserError(
+                    f"ledger {ledger}: holds the events of another run: continue that one from its state, name another "
+                    "file, or pass overwrite=True"
+                )
             truncate_to(ledger, 0)
         pruner.on_start(cast(Any, self))
 
@@ -435,18 +445,21 @@ class AttachedPruner:
         self.pruner.on_end(cast(Any, self))
 
 
-def _own_loop_config(model: nn.Module, settings: Mapping[str, Any]) -> PretrainPruneConfig:
+def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
     """The settings of a pruner in another loop; refuses what only our own loop does."""
     for name in ("compact_threshold", "compact_multiple", "compact_wait", "milestones", "enabled"):
         if name in settings:
             raise UserError(f"{name}: is for dwindle's own loop: leave it out, and call compact() or save() yourself")
     if not settings.get("target"):
         raise UserError('target: give the final size, such as target="60%"')
+    return from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+
+
+def _refuse_model(model: nn.Module) -> None:
     if num_processes() > 1:
         raise UserError("attach: your own loop is pruned in one process only; several run with dwindle pretrain")
     if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
         raise UserError(f"model: {frozen[0]} is frozen, but pruning needs the gradients of all weights: unfreeze it")
-    return from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:

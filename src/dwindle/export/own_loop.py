@@ -1,0 +1,35 @@
+"""``save``: the model of a pruner in a loop that is not ours, as ``dwindle pretrain`` writes its own."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from dwindle.anatomy.build import is_custom
+from dwindle.export.huggingface import write_model
+from dwindle.export.verification import fixed_prompts, verify_transformers
+from dwindle.pruning.pruner import AttachedPruner
+
+
+def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
+    """Write the model, cut to what is left, with structure, ledger and card; its logits are compared before.
+
+    The model that is trained stays as it is.
+    """
+    prunable = pruner.pruner.prunable
+    smaller: Any = prunable.compacted().eval()
+    prompts = fixed_prompts(tokenizer, smaller.config.vocab_size)
+    training = prunable.model.training
+    about: Any = {
+        "structure": prunable.alive,
+        "source": pruner.pruner.source,
+        "ledger": pruner.pruner.ledger.events,
+        "results": {"training tokens": pruner.tokens} if pruner.tokens else None,
+    }
+    with write_model(smaller, tokenizer, out, overwrite=overwrite, **about) as folder:
+        try:
+            verify_transformers(folder, prunable.model.eval(), prompts, remote_code=is_custom(smaller.config))
+        finally:
+            prunable.model.train(training)
+    return Path(out)
