@@ -71,6 +71,9 @@ def test_layout_and_parity_in_onnxruntime(kind: str, pruned: dict[str, Path], tm
     files = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     wanted = {"onnx/model.onnx", "onnx/model_quantized.onnx", "onnx/model_q4.onnx", "config.json", "tokenizer.json"}
     assert wanted | {"generation_config.json", "README.md", "ledger.jsonl"} <= files
+    for path in out.rglob("*"):
+        mode = path.stat().st_mode & 0o777
+        assert mode == 0o644 if path.is_file() else mode & 0o111, path
     sizes = [(out / "onnx" / f"{name}.onnx").stat().st_size for name in transformers_js.GRAPHS]
     assert sizes[0] > sizes[1] > sizes[2]
     graph = onnx.load(out / "onnx" / "model_q4.onnx").graph

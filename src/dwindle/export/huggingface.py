@@ -84,8 +84,9 @@ def write_model(
     with atomic_directory(Path(out), marker=STRUCTURE, overwrite=overwrite) as folder:
         _write_files(model, tokenizer, folder, Path(out), weights, layout, about)
         yield folder
-        for file in folder.iterdir():
-            file.chmod(0o644)  # safetensors creates files that only their owner can read
+        for file in folder.rglob("*"):
+            if file.is_file():
+                file.chmod(0o644)  # safetensors creates files that only their owner can read
 
 
 def try_save(
