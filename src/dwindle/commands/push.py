@@ -17,14 +17,17 @@ def push(
     gguf: Annotated[
         list[str] | None, typer.Option(help="A GGUF file to put beside it; those in the directory are found.")
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="Only you can see it, if it is new.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files and sizes; send nothing.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Only you can see it; refused if it is public.")] = False,
+    with_samples: Annotated[
+        bool, typer.Option("--with-samples", help="Also the samples, which quote the held-out text.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List files, sizes and deletions; send nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Publish a model on the Hugging Face Hub: weights, card, ledger, structure and GGUF files, in one commit."""
     from dwindle.export.publishing import push
 
-    found = push(model, repo, gguf=gguf or [], private=private, dry_run=dry_run)
+    found = push(model, repo, gguf=gguf or [], private=private, with_samples=with_samples, dry_run=dry_run)
     print_result(found.to_json() if as_json else found.render(), as_json)
     if as_json:
         return

@@ -50,6 +50,7 @@ _LIBRARIES: Mapping[Runtime, str] = {
 }
 _TRAINING_TOKENS = "training tokens"
 _VALIDATION = "validation loss"
+_SAMPLES_HEAD = "| beginning | source | this model |"
 
 
 @dataclass(slots=True)
@@ -293,8 +294,13 @@ def _samples(quality: Quality | None) -> str:
         f"| {_plain(sample.prompt)} | {_plain(sample.source or '')} | {_plain(sample.result or '')} |"
         for sample in shown
     )
-    table = f"| beginning | source | this model |\n|---|---|---|\n{rows}"
+    table = f"{_SAMPLES_HEAD}\n|---|---|---|\n{rows}"
     return f"The likeliest continuation of the same beginnings, token by token:\n\n{table}"
+
+
+def without_samples(card: str) -> str:
+    """The text of a card without its table of samples, and the sentence above it."""
+    return re.sub(r"(?m)^[^|\n]*\n\n" + re.escape(_SAMPLES_HEAD) + r"\n(?:\|.*(?:\n|$))*\n?", "", card)
 
 
 def _run_it(card: Card) -> str:

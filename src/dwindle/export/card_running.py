@@ -10,6 +10,7 @@ from dwindle.export.running import PROMPT
 Runtime = Literal["transformers", "onnxruntime", "transformers.js", "compressed-tensors", "vllm"]
 
 PLACE = "path/to/this/directory"
+_TOKENIZER = "from transformers import PreTrainedTokenizerFast"
 
 
 def how_to_run(
@@ -63,6 +64,8 @@ def as_published(card: str, repo: str, gguf: Sequence[str] = ()) -> str:
         )
         for padded in (False, True):
             card = card.replace(_export_first(padded), commands)
+    local, there = (f"{_TOKENIZER}\n\nfolder = {code}\n" for code in (f'"{PLACE}"', f'snapshot_download("{repo}")'))
+    card = card.replace(local, f"from huggingface_hub import snapshot_download\n{there}")
     return card.replace(PLACE, repo)
 
 
@@ -113,7 +116,7 @@ console.log(output[0].generated_text);"""
 def _onnxruntime(chat: bool) -> str:
     return f"""import numpy as np
 import onnxruntime
-from transformers import PreTrainedTokenizerFast
+{_TOKENIZER}
 
 folder = "{PLACE}"
 session = onnxruntime.InferenceSession(f"{{folder}}/model.onnx", providers=["CPUExecutionProvider"])

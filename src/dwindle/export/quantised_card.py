@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dwindle import __version__
 from dwindle.core.sizes import format_bytes
 from dwindle.export.card import Card, link_to, metadata, one_line
-from dwindle.export.card_running import how_to_run
+from dwindle.export.card_running import PLACE, how_to_run
 
 _ROWS = {"source": "source", "plain": "rounded only", "quantized": "this model"}
 
@@ -44,7 +44,7 @@ def quantised_card(
 
 ## What loads it
 
-vLLM (`vllm serve DIRECTORY{" --trust-remote-code" if custom_code else ""}`), transformers with the package
+vLLM (`vllm serve {PLACE}{" --trust-remote-code" if custom_code else ""}`), transformers with the package
 `compressed-tensors`, and `dwindle eval`. A quantised file for llama.cpp and Ollama is written from the unquantised
 model: `dwindle export MODEL --to gguf --type q4_k_m --out model.gguf`.
 
