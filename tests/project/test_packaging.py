@@ -58,13 +58,13 @@ def test_archives_are_complete(built: Path) -> None:
 
 @pytest.mark.slow
 def test_what_is_installed_runs(built: Path, tmp_path: Path) -> None:
-    """From the unpacked wheel alone: version, help, ready-made recipes, and completion of the shell."""
+    """From the wheel as pip installs it: version, help, ready-made recipes, and completion of the shell."""
+    pytest.importorskip("pip")
     (wheel,) = built.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    console = tmp_path / "dwindle"
-    console.write_text(f"#!{sys.executable}\nfrom dwindle.commands.main import main\nmain()\n")
-    console.chmod(0o755)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    done = subprocess.run([*pip, "--target", str(tmp_path / "site"), str(wheel)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    console = tmp_path / "site" / "bin" / "dwindle"
     base = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "COLUMNS": "100"}
 
     def run(*arguments: str, **extra: str) -> str:
@@ -80,6 +80,16 @@ def test_what_is_installed_runs(built: Path, tmp_path: Path) -> None:
     assert "_dwindle_completion" in run("--show-completion", "bash")
     recipes = {path.stem for path in (tmp_path / "site" / "dwindle" / "recipe" / "ready").glob("*.toml")}
     assert recipes == {path.stem for path in (ROOT / "src" / "dwindle" / "recipe" / "ready").glob("*.toml")} and recipes
+
+
+def test_the_papers_are_cited() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    for number, first in {"2502.06663": "Xing", "2502.03460": "Pan"}.items():
+        (paper,) = [found for found in citation["references"] if found["url"].endswith(number)]
+        assert paper["identifiers"] == [{"type": "other", "value": f"arXiv:{number}"}]
+        assert paper["authors"][0]["family-names"] == first and paper["title"] and paper["year"] == 2025
+        assert all({"family-names", "given-names"} == set(author) for author in paper["authors"])
 
 
 def test_one_version_everywhere() -> None:

@@ -95,6 +95,37 @@ def test_calls_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert steps[0][1]["parameters"] == 99 and not {"bad", "compacted"} & steps[0][1].keys()
 
 
+@pytest.mark.parametrize("online", [False, True])
+@pytest.mark.parametrize("name", ["trackio", "wandb", "mlflow"])
+def test_nothing_calls_home_unless_online(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, online: bool
+) -> None:
+    switches = {"wandb": ("WANDB_ERROR_REPORTING", "false"), "mlflow": ("MLFLOW_DISABLE_TELEMETRY", "true")}
+    places = {"TRACKIO_SPACE_ID": "me/space", "TRACKIO_SERVER_URL": "http://127.0.0.1:9"}
+    for key, value in places.items():
+        monkeypatch.setenv(key, value)
+    for key, _ in switches.values():
+        monkeypatch.setenv(key, "")  # so that it is as before afterwards
+        monkeypatch.delenv(key)
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(TRACKERS[name], "open", lambda self, step: seen.update(os.environ))
+    train(name, tmp_path, online=online)
+    if name in switches:
+        key, value = switches[name]
+        assert seen.get(key) == (None if online else value)
+    else:
+        assert places.keys() & seen.keys() == (places.keys() if online else set())
+    assert places.items() <= os.environ.items()
+
+
+def test_the_switches_are_those_of_the_packages() -> None:
+    mlflow = pytest.importorskip("mlflow.environment_variables")
+    env = pytest.importorskip("wandb.env")
+    assert mlflow.MLFLOW_DISABLE_TELEMETRY.name in trackers.MLflow.quiet
+    assert env.ERROR_REPORTING in trackers.WeightsAndBiases.quiet
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train("tensorboard", tmp_path)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +37,10 @@ class Tracker(Callback):
     """
 
     package = ""
+    quiet: Mapping[str, str] = {}
+    """Environment variables that keep the package itself from calling home."""
+    remote: tuple[str, ...] = ()
+    """Environment variables that would send the numbers elsewhere."""
 
     def __init__(self, folder: Path, config: LoggingConfig, title: str, settings: Mapping[str, Any]) -> None:
         require_installed([self.package])
@@ -60,9 +66,20 @@ class Tracker(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         def begin() -> None:
-            self._tool = self.open(trainer.step)
+            with nullcontext() if self.config.online else self._kept_here():
+                self._tool = self.open(trainer.step)
 
         self._try(begin)
+
+    @contextmanager
+    def _kept_here(self) -> Iterator[None]:
+        for name, value in self.quiet.items():
+            os.environ.setdefault(name, value)
+        hidden = {name: os.environ.pop(name) for name in self.remote if name in os.environ}
+        try:
+            yield
+        finally:
+            os.environ.update(hidden)
 
     def after_step(self, trainer: Trainer) -> None:
         if self._tool is not None:
@@ -118,6 +135,7 @@ class Trackio(Tracker):
     """trackio's own database on this machine (``trackio show``)."""
 
     package = "trackio"
+    remote = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 
     def open(self, step: int) -> Any:
         name = f"{self.title}-{self.run_id(step)[:6]}"
@@ -136,6 +154,7 @@ class WeightsAndBiases(Tracker):
     """Files in the run directory; ``wandb sync`` sends them, ``logging.online`` does so while the run trains."""
 
     package = "wandb"
+    quiet: Mapping[str, str] = {"WANDB_ERROR_REPORTING": "false"}
 
     def open(self, step: int) -> Any:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -162,6 +181,7 @@ class MLflow(Tracker):
     """A database in the run directory; with ``logging.online`` the server that ``MLFLOW_TRACKING_URI`` names."""
 
     package = "mlflow"
+    quiet: Mapping[str, str] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def open(self, step: int) -> Any:
         self.folder.mkdir(parents=True, exist_ok=True)
