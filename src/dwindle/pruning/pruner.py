@@ -446,7 +446,9 @@ def _own_loop_config(model: nn.Module, settings: Mapping[str, Any]) -> PretrainP
         raise UserError("attach: your own loop is pruned in one process only; several run with dwindle pretrain")
     if frozen := [name for name, parameter in model.named_parameters() if not parameter.requires_grad]:
         raise UserError(f"model: {frozen[0]} is frozen, but pruning needs the gradients of all weights: unfreeze it")
-    return from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+    config = from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+    config.smoothing = config.effective_smoothing(config.warmup_steps or 0)
+    return config
 
 
 def _check_moments(optimizer: torch.optim.Optimizer) -> None:
