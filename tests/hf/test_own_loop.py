@@ -87,6 +87,7 @@ def our_loop(place: Path, model: Any, settings: dict[str, Any]) -> tuple[list[fl
     optimizer = build_optimizer(model, config)
     prunable = Prunable(model)
     anatomy, prune = prunable.anatomy, PretrainPruneConfig(**settings, compact_threshold=1.0)
+    prune.smoothing = prune.effective_smoothing(settings["warmup_steps"])
     target = parse_target(prune.target, anatomy)
     pruner = Pruner(
         prunable,
@@ -366,6 +367,8 @@ def test_settings_and_optimizers_are_refused_in_a_line() -> None:
         Pruner.attach(model, adamw(model), num_steps=4)
     with pytest.raises(UserError, match="milestones: is for dwindle's own loop"):
         Pruner.attach(model, adamw(model), num_steps=4, target="80%", milestones=["90%"])
+    smoothed = Pruner.attach(model, adamw(model), num_steps=9, target="hidden=30,heads=6,ffn=33", warmup_steps=4)
+    assert smoothed.pruner.config.smoothing == 0.75, "the rule of recipes"
     optimizer = torch.optim.RMSprop(model.parameters())
     pruner = Pruner.attach(model, optimizer, num_steps=4, target="80%", horizon=1.0)
     with pytest.raises(UserError, match="optimizer: RMSprop keeps 'square_avg'"):

@@ -15,7 +15,10 @@ from rich.console import Console
 import dwindle
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
+from dwindle.recipe.recipe import Recipe
+from dwindle.run import compare as comparing
 from dwindle.run.compare import Cell, CompareConfig, Comparison, compare, removal_target
+from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
 
 SMALL: dict[str, Any] = {"sequences": 4, "seq_len": 24, "valid_tokens": 480}
@@ -73,9 +76,14 @@ def loss_of(model: Any, source: Path) -> float:
     return evaluate_loss(model, windows)
 
 
-def test_with_training(source: Path) -> None:
+def test_with_training(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells with and without training differ in the training alone."""
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(comparing, "pretrain", lambda recipe, out: recipes.append(recipe) or pretrain(recipe, out))
     config = CompareConfig(**SMALL, tokens=1200, tokens_per_step=240, lr=3e-3, second_order=True)
     result = compare(source, metrics=["taylor", "obc"], to=["20%"], config=config)
+    assert {recipe.prune.effective_selection for recipe in recipes} == {config.effective_selection} == {"coupled"}
+    assert {(recipe.teacher_weight, recipe.training.optimizer) for recipe in recipes} == {(0.0, "adamw")}
     assert len(result.cells) == 4 and result.training_tokens == 1200
     assert all(cell.trained_loss is not None and cell.trained_loss < cell.loss for cell in result.cells)
 

@@ -35,7 +35,7 @@ def test_with_enough_text_the_settings_are_the_measured_ones() -> None:
         assert chosen[f"training.{key}"] == getattr(recipe.training, key)
     for key in ("selection", "metric", "horizon"):
         assert chosen[f"prune.{key}"] == getattr(recipe.prune, key), key
-    assert recipe.smoothing == pytest.approx(
+    assert recipe.prune.effective_smoothing(recipe.num_warmup_steps) == pytest.approx(
         1 - 1 / recipe.num_warmup_steps, abs=1e-3
     )  # what is not set gives the same
     assert "prune.warmup_steps" not in chosen and recipe.prune.warmup_steps is None  # while the rate warms up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -18,6 +19,7 @@ import torch
 
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
+from dwindle.core.terminal import PlainConsole
 from dwindle.evaluation import judges
 from dwindle.evaluation.judges import AddressJudge, LocalJudge, Pair, verdict_in
 from dwindle.evaluation.preferences import agreement, combined, length_controlled, outcome, rates
@@ -118,6 +120,13 @@ class Longer:
         return None if not first else float(len(first) >= len(second))
 
 
+def shown(found: Any) -> str:
+    """What the command prints."""
+    out = io.StringIO()
+    PlainConsole(width=200, file=out).print(found.render())
+    return out.getvalue()
+
+
 def test_a_summary_counts_what_there_is() -> None:
     pairs = [Pair(n, "q", a, b) for n, (a, b) in enumerate([("xx", "x"), ("x", "xx"), ("x", "y"), ("", "")])]
     judge = Longer()
@@ -126,7 +135,9 @@ def test_a_summary_counts_what_there_is() -> None:
     found = summarise(pairs, verdicts, names=("a", "b"), judge=judge)
     assert (found.wins, found.ties, found.losses, found.num_without_verdict) == (1, 1, 1, 1)
     assert found.win_rate.value == 0.5 and found.first_share == pytest.approx(4 / 6)
-    assert found.consistency == pytest.approx(2 / 3)
+    assert found.consistency == pytest.approx(2 / 3) and "do not rely" not in shown(found)
+    equal = [Pair(0, "q", "x", "y")]
+    assert "do not rely on it" in shown(summarise(equal, judge_pairs(judge, equal), names=("a", "b"), judge=judge))
 
 
 def test_verdicts_of_people(tmp_path: Path) -> None:

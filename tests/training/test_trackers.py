@@ -154,14 +154,18 @@ def test_trackio(tmp_path: Path) -> None:
     """In a process of its own: trackio reads where its database is when it is imported."""
     pytest.importorskip("trackio")
     script = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
         "from pathlib import Path; from test_trackers import train\n"
         "train('trackio', Path('tool')); train('trackio', Path('tool'), steps=5, resumed=True)\n"
     )
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "db"), "HF_HUB_OFFLINE": "1"}
     here = Path(__file__).parent
     done = subprocess.run(
-        [sys.executable, "-c", script, str(here)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", script, str(here), str(here.parent)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-1500:]
     (database,) = (tmp_path / "db").glob("dwindle*.db")

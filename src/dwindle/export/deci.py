@@ -97,7 +97,8 @@ def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], rotary: An
     """Logits [length, vocabulary] of a sequence; ``rotary`` gives cosine and sine."""
     size, heads = config["head_dim"], config["num_attention_heads"]
     x = F.embedding(torch.tensor(ids), weights["model.embed_tokens.weight"])
-    cos, sin = (part[0] for part in rotary(x[None], torch.arange(len(ids))[None]))
+    turns: list[Tensor] = [part[0] for part in rotary(x[None], torch.arange(len(ids))[None])]
+    cos, sin = turns
 
     def norm(name: str, values: Tensor) -> Tensor:
         return F.rms_norm(values, values.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"])

@@ -327,8 +327,13 @@ class _Export:
         return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
     def _resized(self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False) -> Resized:
-        sizes = {"round_to": self.round_to, "min_hidden": min_hidden, "equal_queries": equal_queries}
-        found = resize(self.loaded.model, uniform=uniform, **sizes)
+        found = resize(
+            self.loaded.model,
+            uniform=uniform,
+            round_to=self.round_to,
+            min_hidden=min_hidden,
+            equal_queries=equal_queries,
+        )
         if self.verify and found.changed:
             verification.verify_resized(found.model, self.loaded.model, self._prompts())
         return found

@@ -140,7 +140,9 @@ class PruneConfig(Config):
             raise ValueError(str(error)) from None
         fields = type(self).model_fields
         for name, methods in _METHODS_OF.items():
-            if name in fields and method not in methods and getattr(self, name) != fields[name].default:
+            value = getattr(self, name, None)
+            is_old_default = name == "selection" and value == "coupled"  # runs of before it could be unset have it
+            if name in fields and method not in methods and value != fields[name].default and not is_old_default:
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         return self
@@ -186,6 +188,12 @@ class PretrainPruneConfig(PruneConfig):
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
         return self.metric or ("taylor1" if self.keeps_hidden_size else "group")
+
+    def effective_smoothing(self, steps_before: int) -> float:
+        """The factor in use: a group's derivative is noisy in one step, so it is averaged over those before events."""
+        if self.smoothing is not None:
+            return self.smoothing
+        return round(1 - 1 / steps_before, 3) if self.effective_metric == "group" and steps_before > 1 else 0.0
 
     @property
     def effective_horizon(self) -> float | None:

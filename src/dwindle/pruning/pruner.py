@@ -452,7 +452,9 @@ def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
             raise UserError(f"{name}: is for dwindle's own loop: leave it out, and call compact() or save() yourself")
     if not settings.get("target"):
         raise UserError('target: give the final size, such as target="60%"')
-    return from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+    config = from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+    config.smoothing = config.effective_smoothing(config.warmup_steps or 0)
+    return config
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -109,14 +109,6 @@ class Recipe(Config):
         return 0 if self.prune.keeps_hidden_size else self.num_warmup_steps
 
     @property
-    def smoothing(self) -> float:
-        """The factor in use: a group's derivative is noisy in a single step, so it is averaged over the warm-up."""
-        if self.prune.smoothing is not None:
-            return self.prune.smoothing
-        averaged = self.prune.effective_metric == "group" and self.num_steps_before_pruning > 1
-        return round(1 - 1 / self.num_steps_before_pruning, 3) if averaged else 0.0
-
-    @property
     def teacher_weight(self) -> float:
         """The share of the teacher in use: a run that does not prune has one only if it asks for it."""
         if self.distill.weight is not None:
@@ -143,6 +135,15 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe_from(read_toml(find_recipe(path)), overrides, str(path))
 
 
+def recipe_of_run(path: str | Path) -> Recipe:
+    """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
+    tables = read_toml(path)
+    prune = tables.get("prune")
+    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune:
+        prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
+    return recipe_from(tables, (), str(path))
+
+
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
     """A checked recipe from parsed TOML; ``where`` names the file in errors."""
     overrides = list(overrides)
@@ -167,7 +168,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         prune.metric = recipe.prune.effective_metric
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
-        prune.smoothing = recipe.smoothing
+        prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)
     for section in (resolved.task, resolved.data):
         section.make_paths_absolute(Path.cwd())
     validation = resolved.validation

@@ -48,7 +48,7 @@ from dwindle.run.config import NOT_COMPARED, CompareConfig
 from dwindle.run.pretrain import pretrain
 from dwindle.sources.config import ModelConfig
 from dwindle.sources.loading import Loaded, chosen_device, load, load_config, needed_tokenizer
-from dwindle.training.config import CheckpointConfig, TrainingConfig
+from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingConfig
 from dwindle.training.loss import evaluate_loss
 
 FILE = "compare.json"
@@ -371,6 +371,8 @@ class _Work:
         size = f"hidden={shape.hidden},heads={shape.heads},ffn={shape.ffn}" if shape else str(target.num_parameters)
         shared: dict[str, Any] = {name: getattr(config, name) for name in PruneConfig.model_fields}
         shared |= {"metric": metric, "second_order": second_order}
+        if config.method == "efficientllm":
+            shared["selection"] = config.effective_selection  # as in the cells without training
         with tempfile.TemporaryDirectory(prefix="dwindle-compare-") as folder:
             recipe = Recipe(
                 source=ModelConfig(model=self.loaded.source, device=self.device),  # type: ignore[arg-type]
@@ -382,9 +384,14 @@ class _Work:
                     valid_tokens=max(config.num_valid_tokens, config.num_tokens_per_sequence),
                 ),
                 training=TrainingConfig(
-                    tokens=config.tokens, tokens_per_step=config.tokens_per_step, lr=config.lr, seed=config.seed
+                    tokens=config.tokens,
+                    tokens_per_step=config.tokens_per_step,
+                    optimizer="adamw",
+                    lr=config.lr,
+                    seed=config.seed,
                 ),
                 prune=PretrainPruneConfig(**shared, target=size),
+                distill=DistillConfig(weight=0.0),
                 checkpoint=CheckpointConfig(every=0),
             )
             result = pretrain(recipe, Path(folder) / "run")

@@ -107,6 +107,8 @@ def accept_changes(
             continue
         if name not in saved["settings"] and wanted == _default_of(name):  # a key that is newer than the run
             continue
+        if name == "prune.metric" and was is None:  # an older run: recipe_of_run says which one that was
+            continue
         _check_change(name, was, wanted, run, anatomy, checkpoint)
         changes[name] = {"was": was, "is": wanted}
     if not changes:

@@ -38,7 +38,7 @@ from dwindle.export.huggingface import save_model, try_save
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
-from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.recipe.recipe import Recipe, recipe_of_run, resolve_recipe
 from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
 from dwindle.run.judging import QualityRecorder
 from dwindle.run.plan import (
@@ -120,7 +120,7 @@ def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> R
     directory = RunDirectory(Path(run))
     directory.restore_replaced()
     directory.check_is_run()
-    recipe = load_recipe(directory.recipe)
+    recipe = recipe_of_run(directory.recipe)
     with joined(device_of(recipe)) as world:
         return _continue(recipe, directory, world, callbacks)
 
@@ -160,7 +160,7 @@ def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
         write_toml(recipe, run.recipe)
 
     world.main_first("settle", choose)
-    return recipe if world.is_main else load_recipe(run.recipe)
+    return recipe if world.is_main else recipe_of_run(run.recipe)
 
 
 def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:

@@ -95,6 +95,8 @@ class WinRate:
                 f"the answer shown first is preferred in {100 * self.first_share:.0f} % (50 without a position bias); "
                 f"same verdict in both orders: {100 * self.consistency:.0f} %"
             )
+            if self.consistency < 0.5:
+                lines.append("this judge follows the position more than the answers: do not rely on it")
         if self.calibration is not None:
             lines.append(_calibration_line(self.calibration))
         return Stack(*lines)
