@@ -82,9 +82,8 @@ def test_a_quantised_folder_says_what_loads_it(tmp_path: Path) -> None:
     options: Any = {"sequences": 2, "seq_len": 16, "valid_seq_len": 16, "valid_tokens": 64}
     found = dwindle.quantize(tmp_path / "model", out=tmp_path / "out", data=text, valid=text, scheme="w8", **options)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert (
-        "## What loads it\n\nvLLM (`vllm serve DIRECTORY`), transformers" in card and "--to gguf --type q4_k_m" in card
-    )
+    assert "## What loads it\n\nvLLM (`vllm serve path/to/this/directory`), transformers" in card
+    assert "--to gguf --type q4_k_m" in card
     assert f"| {found.perplexity['quantized']:.3f} |" in card and f"| {found.perplexity['source']:.3f} |" in card
     pytest.importorskip("compressed_tensors")
     model, tokenizer = load_quantised(tmp_path / "out")  # in float32, the code of the card in the stored bfloat16

@@ -41,7 +41,7 @@ class Hub:
         self.commits: list[list[str]] = []
         self.seen: list[str] = []
         self.fail_uploads_after: int | None = None
-        self.fail_commit = False
+        self.fail_commit: str | None = None
         self.status = 200
         self.heads: dict[str, str] = {}
         """The last commit of each repository."""
@@ -99,8 +99,11 @@ class Hub:
             self.objects[oid] = body
             return 200, {}
         assert "/commit/" in path
-        if self.fail_commit:
+        if self.fail_commit == "before":
             return 400, {"error": "the line broke"}
+        if self.fail_commit == "after":
+            self.commit(repo, [json.loads(line) for line in body.splitlines()], host)
+            return 400, {"error": "the answer was lost"}
         return 200, self.commit(repo, [json.loads(line) for line in body.splitlines()], host)
 
     def commit(self, repo: str, lines: list[Any], host: str) -> Any:
@@ -219,7 +222,8 @@ def test_everything_in_one_commit(model: Path, hub: tuple[Hub, str]) -> None:
 def test_a_failure_leaves_nothing_and_a_retry_finishes(model: Path, hub: tuple[Hub, str], where: str) -> None:
     state, endpoint = hub
     gguf = [model.parent / "smaller-q8_0.gguf"]
-    state.fail_uploads_after, state.fail_commit = (1 if where == "upload" else None), where == "commit"
+    state.fail_uploads_after = 1 if where == "upload" else None
+    state.fail_commit = "before" if where == "commit" else None
     with pytest.raises(
         UserError, match=r"push me/x: the upload failed .*: the commit was not confirmed; run the same"
     ) as e:
@@ -227,11 +231,22 @@ def test_a_failure_leaves_nothing_and_a_retry_finishes(model: Path, hub: tuple[H
     assert "\n" not in str(e.value) and "signature" not in str(e.value) and TOKEN not in str(e.value)
     assert state.repos == {"me/x": {}} and not state.commits
     sent = len(state.objects)
-    state.fail_uploads_after, state.fail_commit = None, False
+    state.fail_uploads_after = state.fail_commit = None
     state.seen.clear()
     push(model, "me/x", gguf=gguf, endpoint=endpoint)
     assert len(state.commits) == 1 and "model.safetensors" in state.repos["me/x"]
     assert sum(line.startswith("PUT") for line in state.seen) == 2 - sent, "what has arrived is not sent again"
+
+
+def test_an_answer_that_is_lost(model: Path, hub: tuple[Hub, str]) -> None:
+    """The commit was made: everything is there, and the same command does not harm."""
+    state, endpoint = hub
+    state.fail_commit = "after"
+    with pytest.raises(UserError, match="the commit was not confirmed; run the same command again"):
+        push(model, "me/x", endpoint=endpoint)
+    there = dict(state.repos["me/x"])
+    state.fail_commit = None
+    assert set(push(model, "me/x", endpoint=endpoint).files) == set(there) and state.repos["me/x"] == there
 
 
 def test_only_files_of_an_earlier_push_are_deleted(model: Path, hub: tuple[Hub, str]) -> None:
@@ -336,6 +351,7 @@ def test_the_command(
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     code, out, err = dwindle_push(str(model), "me/z", "--dry-run")
     assert code == 0 and "model.safetensors" in out and " kB" in out and "nothing was sent" in err
+    assert "new or cannot be read" in err
     assert "stays here: notes.txt" in err and not state.repos and {line[:4] for line in state.seen} == {"GET "}
     code, out, err = dwindle_push(str(model), "me/z", "--json")
     assert code == 0 and json.loads(out)["url"].endswith("/me/z") and state.commits and TOKEN not in out + err

@@ -31,6 +31,8 @@ def push(
     print_result(found.to_json() if as_json else found.render(), as_json)
     if as_json:
         return
+    if found.deleted is None:
+        say("the repository is new or cannot be read: what would be deleted there is not known", error=True)
     for name in found.left_out:
         say(plain(f"stays here: {name}"), error=True)
     say("nothing was sent" if found.url is None else f"published: {found.url}", error=True)
