@@ -98,14 +98,14 @@ class ChatEncoder:
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
         """The examples of all conversations, in order."""
-        examples = (example for conversation in conversations for example in self.examples(conversation))
+        examples = (numbered for conversation in conversations for numbered in enumerate(self.examples(conversation)))
         while batch := list(islice(examples, _BATCH)):
-            texts = [example.text for example in batch]
+            texts = [example.text for _, example in batch]
             encoded = self.base.backend.encode_batch(texts, add_special_tokens=False)
-            for example, encoding in zip(batch, encoded, strict=True):
+            for (number, example), encoding in zip(batch, encoded, strict=True):
                 check_ids(max(encoding.ids, default=0), self.base.num_embeddings, "tokenizer: gives")
                 answers = _token_spans(np.array(encoding.offsets).reshape(-1, 2), example.answers)
-                yield EncodedPiece(np.array(encoding.ids, dtype=self.base.dtype), True, answers)
+                yield EncodedPiece(np.array(encoding.ids, dtype=self.base.dtype), True, answers, number == 0)
 
     def examples(self, conversation: Conversation) -> Iterator[Example]:
         """One example, or several where the template changes earlier turns."""

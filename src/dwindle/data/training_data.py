@@ -101,7 +101,7 @@ class _Opener:
         """Conversations, and text in the proportion that gives it its share of the tokens that are learned."""
         config = self.config
         stream = self._conversations(task.chat, encoder, "task.chat")
-        train, held = _hold_out_examples(len(stream.document_starts), config.holdout)
+        train, held = hold_out_conversations(stream.conversation_of_N, config.holdout)
         chat = self._packed("chat", stream, packed, train)
         valid = self._packed("held out", stream, packed, held) if len(held) else None
         if config.valid:
@@ -165,15 +165,19 @@ def _mixture(weighted: Sequence[tuple[Windows, float]]) -> Mixture:
     return Mixture([source for source, _ in weighted], [weight for _, weight in weighted])
 
 
-def _hold_out_examples(count: int, share: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(To train on, held out): evenly spread examples, at least one of each if a share is held out."""
+def hold_out_conversations(
+    conversation_of_N: npt.NDArray[np.int64], share: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(To train on, held out): the examples of evenly spread conversations, at least one if a share is held out."""
+    count = int(conversation_of_N[-1]) + 1
     numbers = np.arange(count)
     held = np.floor((numbers + 1) * share) > np.floor(numbers * share)
     if share and not held.any():
         held[-1:] = True
     if held.all():
         raise UserError(f"data.holdout: {count} conversations are too few to hold any out: give more")
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    is_held = held[conversation_of_N]
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 def _cuts(chat: PackedChat) -> str:
