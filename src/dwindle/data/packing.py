@@ -22,7 +22,7 @@ from dwindle.core.errors import UserError
 from dwindle.data.mixture import PackedDataset, Windows
 from dwindle.data.permutation import Permutation
 from dwindle.data.token_files import TokenFiles
-from dwindle.data.token_stream import TokenStream
+from dwindle.data.token_stream import MemoryTokens, TokenStream
 
 _IDS, _LEARNED, _POSITIONS = range(3)
 Ints = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def first_prompt(row: Tensor, most: int) -> list[int]:
 class ChatStream(TokenStream):
     """Conversations as one sequence of tokens, with their answers."""
 
-    def __init__(self, parts: Sequence[TokenFiles]) -> None:
+    def __init__(self, parts: Sequence[TokenFiles | MemoryTokens]) -> None:
         super().__init__(parts)
         spans, starts, at = [], [], 0
         for part in parts:

@@ -111,9 +111,8 @@ class _Opener:
         datasets: list[tuple[Windows, float]] = [(chat, 1.0)]
         if task.text_share:
             text = self._sources(TextRows, None)
-            rows = task.text_share / (1 - task.text_share) * chat.learned_per_row / config.seq_len
-            total = sum(weight for _, weight in text)
-            datasets += [(source, float(f"{rows * weight / total:.3g}")) for source, weight in text]
+            rows = text_rows(task, chat.learned_per_row / config.seq_len, [weight for _, weight in text])
+            datasets += [(source, count) for (source, _), count in zip(text, rows, strict=True)]
         windows = None if valid is None else valid.spread(parse_count(config.valid_tokens))
         return TrainingData(
             mixture=_mixture(datasets),
@@ -163,6 +162,12 @@ class _Opener:
 
 def _mixture(weighted: Sequence[tuple[Windows, float]]) -> Mixture:
     return Mixture([source for source, _ in weighted], [weight for _, weight in weighted])
+
+
+def text_rows(task: TaskConfig, learned: float, weights: Sequence[float]) -> list[float]:
+    """Rows of each text beside one row of conversations, of whose cells the share ``learned`` is answers."""
+    rows = task.text_share / (1 - task.text_share) * learned
+    return [float(f"{rows * weight / sum(weights):.3g}") for weight in weights]
 
 
 def hold_out_conversations(
