@@ -299,6 +299,25 @@ def test_bad_lines_are_one_line_with_their_number_and_nothing_is_written(tmp_pat
     assert not list((tmp_path / "cache").iterdir())
 
 
+NO_TOOL = (
+    "{% for m in messages %}{% if m.role != 'tool' and m.content %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("said", ["4", ""])
+def test_turns_that_a_template_drops_are_found_although_their_text_is_elsewhere(said: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = NO_TOOL
+    encoder = ChatEncoder(tokenizer)
+    plain = {"messages": [{"role": "system", "content": ""}, *turns("2+2=4?", "yes", "1+1?", "2")]}
+    assert list(encoder.encode([conversation_of(plain, "file:1")])), "an empty system text is no loss"
+    called = turns("2+2=4?", "look it up")
+    called += [{"role": "tool", "content": said}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(UserError, match=r"^file:2 turn 3: the chat template leaves out the role 'tool'"):
+        list(encoder.encode([conversation_of({"messages": called}, "file:2")]))
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
