@@ -88,10 +88,11 @@ def test_pruning_goes_on_and_a_killed_run_resumes_to_the_bit(place: Path) -> Non
 
 def test_two_ranks_equal_one_process(place: Path) -> None:
     """Five sequences on two ranks: slices and numbers of answers differ."""
-    pretrain(recipe(place, steps=4, distill={"weight": 0.5}), place / "alone")
+    distill = {"weight": 0.5, "teacher": str(place / "model")}
+    pretrain(recipe(place, steps=4, distill=distill), place / "alone")
     alone = metrics(place / "alone")
     for parallel in ("ddp", "fsdp"):
-        settings = recipe(place, steps=4, distill={"weight": 0.5}, training={"parallel": parallel})
+        settings = recipe(place, steps=4, distill=distill, training={"parallel": parallel})
         run = place / parallel
         run_ranks(2, lambda rank, s=settings, r=run: pretrain(s, r))  # type: ignore[misc]
         for key in ("loss", "distill_loss", "grad_norm", "learned_tokens"):
@@ -290,6 +291,19 @@ def test_what_is_refused_is_one_line_and_writes_nothing(place: Path, case: str) 
     with pytest.raises(UserError, match=message):
         pretrain(settings, place / "refused")
     assert not (place / "refused").exists()
+
+
+def test_a_tuning_names_its_teacher(place: Path) -> None:
+    """Without pruning, the default would be the model's own start; a run that prunes has its source."""
+    chats, weight = [str(place / "chat.jsonl")], "distill.weight=0.5"
+    with pytest.raises(UserError, match=r"^tune: distill.teacher: missing: .* name the model to learn from"):
+        tuning_recipe(place / "model", chats, overrides=[weight])
+    teacher = chat_directory(place / "teacher", seed=1)
+    named = tuning_recipe(place / "model", chats, overrides=[weight, f"distill.teacher={teacher}"])
+    assert make_plan(named).teacher == str(teacher)
+    pruned = tuning_recipe(place / "model", chats, overrides=[weight, "prune.enabled=true", "prune.target=80%"])
+    assert make_plan(pruned).teacher == str(place / "model")
+    assert make_plan(tuning_recipe(place / "model", chats)).teacher is None
 
 
 def test_a_bad_line_ends_a_run_before_it_begins(place: Path) -> None:
