@@ -28,8 +28,8 @@ _READ_FILES = 8
 _READ_CHARS = 4_000_000
 _ENCODED_CHARS = 200_000
 _READ_CONVERSATIONS = 1000
-_LEARNED_UNKNOWN = 0.5
-"""Share of answers that is assumed of streamed conversations."""
+_LEARNED_UNKNOWN, _PER_ROW_UNKNOWN = 0.5, 4.0
+"""Share of answers, and conversations in a packed row, that are assumed of streamed conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,10 @@ class Estimate:
     rows: dict[str, float]
     """Training samples; what is held out is none."""
     shares: dict[str, float]
+    learned: float = 1.0
+    """Share of learned tokens in the training samples: answers, and plain text between them."""
+    examples_per_row: float = 1.0
+    """Of packed conversations."""
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source after so many samples, like ``Mixture.epochs``."""
@@ -61,21 +65,25 @@ def estimate(
     tokens, weights = _texts(config, tokenizer), {n: s.weight for n, s in config.named_sources().items()}
     trained_share = 1.0 if task.kind == "chat" else 1 - config.holdout  # of chat, conversations alone are held out
     rows = {name: count * trained_share / config.seq_len for name, count in tokens.items()}
+    learned, per_row = 1.0, 1.0
     if task.kind == "chat":
-        learned = _LEARNED_UNKNOWN
+        learned, per_row = _LEARNED_UNKNOWN, _PER_ROW_UNKNOWN if packed else 1.0
         if not any(path.startswith(HUB_PREFIX) for path in task.chat):
-            tokens["chat"], rows["chat"], learned = _conversations(config, task, ChatEncoder(tokenizer()), packed)
+            tokens["chat"], rows["chat"], chat = _conversations(config, task, ChatEncoder(tokenizer()), packed)
+            learned = chat.learned_per_row / config.seq_len
+            per_row = np.count_nonzero(chat.sizes) / chat.num_windows
         beside = zip(weights, text_rows(task, learned, list(weights.values())), strict=True)
         weights = {"chat": 1.0} | {name: count for name, count in beside if count}
         tokens, rows = ({name: found[name] for name in weights if name in found} for found in (tokens, rows))
-    total = sum(weights.values())
-    return Estimate(tokens, rows, {name: weight / total for name, weight in weights.items()})
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    learned += (1 - learned) * (1 - shares.get("chat", 0.0))  # of text, every token
+    return Estimate(tokens, rows, shares, learned, per_row)
 
 
 def _conversations(
     config: DataConfig, task: TaskConfig, encoder: ChatEncoder, packed: bool
-) -> tuple[float, float, float]:
-    """(Tokens, rows to train on, share of their cells that is learned), from the first conversations of each file."""
+) -> tuple[float, float, PackedChat]:
+    """(Tokens, rows to train on, some of them), from the first conversations of each file."""
     pieces, tokens, examples = list[EncodedPiece](), 0.0, 0.0
     for name in expand_inputs(task.chat, "task.chat"):
         found, share = _first_files(name, encoder) if is_token_files(name) else _first_rows(name, encoder)
@@ -86,7 +94,7 @@ def _conversations(
     trained, _ = hold_out_conversations(stream.conversation_of_N, config.holdout)
     chat = PackedChat("chat", stream, config.seq_len, 0, filler=0, packed=packed, documents=trained)
     more = tokens / len(stream) if packed else examples / len(pieces)
-    return tokens, chat.num_windows * more, chat.learned_per_row / config.seq_len
+    return tokens, chat.num_windows * more, chat
 
 
 def _first_rows(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], float]:
