@@ -35,6 +35,7 @@ import dwindle
 from dwindle.core.files import write_text_atomic
 from dwindle.data.readers import open_input
 from dwindle.data.token_files import write_token_files
+from dwindle.pruning.config import PruneConfig
 from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.result import RunResult
@@ -151,17 +152,18 @@ def recovery(args: argparse.Namespace, start: str, seed: int) -> Recipe:
 
 
 def one_shot(args: argparse.Namespace, seed: int) -> Path:
-    """The source pruned to the same size after calibration on the same text."""
+    """The source pruned to the same size after calibration on the same text, with the recipe's way of choosing."""
     folder: Path = args.work / f"one-shot-{seed}.model"
     if not folder.is_dir():
         prune = load_recipe(RECOVERY).prune
+        chosen = prune.model_dump(include=set(PruneConfig.model_fields), exclude_defaults=True)
+        chosen |= {"selection": prune.effective_selection, "metric": prune.effective_metric}
         dwindle.prune(
             args.model,
             prune.target,
             out=folder,
             data=[str(path) for path in texts(args)],
-            selection=prune.selection,
-            round_to=1,
+            **{"round_to": prune.round_to} | chosen,
             sequences=args.sequences,
             seed=seed,
             device=DEVICE,

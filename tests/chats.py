@@ -87,14 +87,16 @@ def tiny_chats(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def chat_directory(path: Path, family: str | None = "chatml", **options: Any) -> Path:
-    """A tiny Llama with a chat template."""
+def chat_directory(path: Path, family: str | None = "chatml", *, model: str = "llama", **options: Any) -> Path:
+    """A tiny model, by default a Llama, with a chat template."""
     import torch
 
     from tiny import tiny_model
 
     tokenizer = chat_tokenizer(family)
-    sizes = {"vocab_size": len(tokenizer), "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 512}
-    tiny_model("llama", dtype=torch.float32, **sizes | options).save_pretrained(path)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": 512}
+    if model == "llama":
+        sizes |= {"attention_bias": False, "mlp_bias": False}
+    tiny_model(model, dtype=torch.float32, **sizes | options).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

@@ -215,6 +215,19 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path) -> None:
         opened(tmp_path, chat_tokenizer("chatml"), rows, valid=[valid], seq_len=199)
 
 
+def test_a_conversation_of_several_examples_is_held_out_whole(tmp_path: Path) -> None:
+    """This template moves the system text, so every answer is an example, and later ones repeat earlier ones."""
+    tokenizer, names = chat_tokenizer("mistral"), [f"<{n:02d}>" for n in range(30)]
+    rows = [{"messages": turns(name, "one", "go on", "two", "more", "three", system="be brief")} for name in names]
+    data = opened(tmp_path, tokenizer, rows, holdout=0.1, seq_len=199)
+    (chat,) = data.mixture.sources
+    assert isinstance(chat, PackedChat) and len(chat.sizes) == 3 * 27 and data.valid_windows is not None
+    trained = tokenizer.decode(np.concatenate([chat.window(n)[0] for n in range(chat.num_windows)]))
+    held = tokenizer.decode(data.valid_windows[:, 0].flatten())
+    assert [held.count(name) for name in names if name in held] == [3, 3, 3]
+    assert not [name for name in names if name in held and name in trained]
+
+
 def test_written_files_are_mapped_again_and_belong_to_one_template(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer("chatml")
     opened(tmp_path, tokenizer, tiny_chats(20))
@@ -284,6 +297,25 @@ def test_bad_lines_are_one_line_with_their_number_and_nothing_is_written(tmp_pat
         open_chat([str(path)], encoder, cache_dir=tmp_path / "cache")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "cache").iterdir())
+
+
+NO_TOOL = (
+    "{% for m in messages %}{% if m.role != 'tool' and m.content %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("said", ["4", ""])
+def test_turns_that_a_template_drops_are_found_although_their_text_is_elsewhere(said: str) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = NO_TOOL
+    encoder = ChatEncoder(tokenizer)
+    plain = {"messages": [{"role": "system", "content": ""}, *turns("2+2=4?", "yes", "1+1?", "2")]}
+    assert list(encoder.encode([conversation_of(plain, "file:1")])), "an empty system text is no loss"
+    called = turns("2+2=4?", "look it up")
+    called += [{"role": "tool", "content": said}, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(UserError, match=r"^file:2 turn 3: the chat template leaves out the role 'tool'"):
+        list(encoder.encode([conversation_of({"messages": called}, "file:2")]))
 
 
 @pytest.mark.parametrize(

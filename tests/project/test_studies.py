@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from multiprocessing import get_context
@@ -14,6 +15,8 @@ import torch
 import dwindle
 from dwindle.core.errors import UserError
 from dwindle.data.text_windows import validation_windows
+from dwindle.pruning.config import PruneConfig
+from dwindle.recipe.recipe import load_recipe
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
 
@@ -216,3 +219,18 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert last[4:] == ["--rows", "good", "--sizes", "30%", "--seeds", "1", "--budget", "100", "--jobs", "1"]
     assert jobs.run_jobs(places[1:], 2, lambda: 100.0, tmp_path / "logs") == jobs.Outcome()
     assert jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)
+
+
+def test_the_baseline_of_tuning_chooses_like_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-shot and pruned while it trains: the same settings, as the ledger of each would record them."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import tune
+
+    monkeypatch.setattr(tune, "texts", lambda args: ["pydoc:valid"])
+    monkeypatch.setattr(tune, "DEVICE", "cpu")
+    args = argparse.Namespace(model=str(tiny_directory(tmp_path / "model")), work=tmp_path, sequences=2)
+    settings = json.loads((tune.one_shot(args, 0) / "ledger.jsonl").read_text().splitlines()[0])["options"]
+    wanted = load_recipe(tune.RECOVERY).prune.record()
+    shared = set(PruneConfig.model_fields) & wanted.keys()
+    assert {"selection", "metric", "groups", "round_to"} <= shared
+    assert {name: settings[name] for name in shared} == {name: wanted[name] for name in shared}

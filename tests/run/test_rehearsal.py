@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from chats import chat_directory, tiny_chats, write_rows
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.positions import can_be_packed
 from dwindle.core.sizes import format_duration
+from dwindle.data.batches import BatchStream
+from dwindle.data.training_data import TrainingData, open_training_data
 from dwindle.recipe.recipe import Recipe
-from dwindle.run.rehearsal import Cost, Rehearsed, _predict, cut_evenly, planned
-from dwindle.sources.loading import load_config
+from dwindle.run.rehearsal import Cost, Rehearsed, _predict, _Rehearsal, cut_evenly, planned
+from dwindle.sources.loading import load_config, load_tokenizer
 from runs import tiny_recipe
 from tiny import tiny_directory
 
@@ -70,6 +74,44 @@ def test_a_plan_with_its_time_leaves_nothing_behind(
     assert sorted(place.rglob("*")) == before
     quick = planned(chosen, measure=False)
     assert quick.seconds is None and quick.text_tokens == plan.text_tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_a_tuning_is_rehearsed_on_rows_like_its_own(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many examples in a row and learned tokens as the run has, which is opened here for comparison."""
+    chat_directory(tmp_path / "model", model=family)
+    task = {"kind": "chat", "chat": [write_rows(tmp_path / "chat.jsonl", tiny_chats(60))]}
+    chosen = tiny_recipe(
+        tmp_path, steps=9, sequences=4, seq_len=199, task=task, data={"holdout": 0.1}, prune={"enabled": False}
+    )
+    made = list[TrainingData]()
+    rehearsed = _Rehearsal._data
+
+    def noted(self: _Rehearsal) -> tuple[TrainingData, BatchStream]:
+        found = rehearsed(self)
+        made.append(found[0])
+        return found
+
+    monkeypatch.setattr(_Rehearsal, "_data", noted)
+    plan = planned(chosen)
+    assert plan.seconds is not None and plan.seconds > 0
+    real = open_training_data(
+        chosen.data,
+        load_tokenizer(chosen.source.model),
+        seed=0,
+        cache_dir=tmp_path / "cache",
+        task=chosen.task,
+        packed=can_be_packed(load_config(chosen.source.model)),
+    ).mixture
+    (random,) = made
+    assert random.valid_windows is not None and random.valid_windows.shape[1:] == real.sample_shape == (3, 200)
+    count = 5 * real.period
+    learned = [mixture.num_predictions(0, count) / count for mixture in (random.mixture, real)]
+    assert learned[0] == pytest.approx(learned[1], rel=0.1) and learned[0] < 0.8 * 199
+    begins = [(random.mixture.sample(g)[2] == 0).sum() for g in range(5)]
+    assert all(n == 1 for n in begins) if family == "lfm2" else all(n > 1 for n in begins)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import CHATML, chat_directory, tiny_chats, turns, write_rows
 from distributed.processes import run_ranks
+from dwindle.anatomy.positions import can_be_packed
 from dwindle.core.errors import UserError
+from dwindle.data.training_data import open_training_data
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.tune import tuning_recipe
+from dwindle.sources.loading import load_config, load_tokenizer
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import latest_checkpoint
 from dwindle.training.loop import Trainer
@@ -85,10 +88,11 @@ def test_pruning_goes_on_and_a_killed_run_resumes_to_the_bit(place: Path) -> Non
 
 def test_two_ranks_equal_one_process(place: Path) -> None:
     """Five sequences on two ranks: slices and numbers of answers differ."""
-    pretrain(recipe(place, steps=4, distill={"weight": 0.5}), place / "alone")
+    distill = {"weight": 0.5, "teacher": str(place / "model")}
+    pretrain(recipe(place, steps=4, distill=distill), place / "alone")
     alone = metrics(place / "alone")
     for parallel in ("ddp", "fsdp"):
-        settings = recipe(place, steps=4, distill={"weight": 0.5}, training={"parallel": parallel})
+        settings = recipe(place, steps=4, distill=distill, training={"parallel": parallel})
         run = place / parallel
         run_ranks(2, lambda rank, s=settings, r=run: pretrain(s, r))  # type: ignore[misc]
         for key in ("loss", "distill_loss", "grad_norm", "learned_tokens"):
@@ -221,17 +225,41 @@ def test_lora_trains_adapters_and_merges_them(place: Path) -> None:
     assert all(torch.equal(after[name], weight) for name, weight in weights(run).items())
 
 
-def test_a_recipe_from_a_run_reads_the_conversations_three_times(place: Path) -> None:
+def test_a_recipe_from_a_run_tunes_its_model(place: Path) -> None:
     chats, texts = [str(place / "chat.jsonl")], ["pydoc:valid"]
     first = tuning_recipe(place / "model", chats, texts=texts, overrides=["training.tokens=2k", "source.device=cpu"])
     pretrain(first, place / "first")
     second = tuning_recipe(place / "first", chats, overrides=["source.device=cpu"])
     assert second.source.model == str(place / "first" / "model")
-    plan = make_plan(second)
-    assert plan.text_passes["chat"] == pytest.approx(3 / (1 - second.data.holdout), rel=0.1)
-    assert plan.warnings[0].startswith("data.train: no plain text between the conversations")
-    shares = make_plan(first).text_passes
-    assert set(shares) == {"chat", "train"}
+    assert make_plan(second).warnings[0].startswith("data.train: no plain text between the conversations")
+
+
+THREE_TIMES: dict[str, tuple[str, list[str]]] = {
+    "packed": ("llama", []),
+    "one conversation in a row": ("lfm2", []),
+    "another share of text": ("llama", ["task.text_share=0.6"]),
+    "another length": ("lfm2", ["data.seq_len=127"]),
+    "another part held out": ("llama", ["data.holdout=0.4"]),
+    "none held out": ("llama", ["data.holdout=0"]),
+}
+
+
+@pytest.mark.parametrize("case", THREE_TIMES)
+def test_conversations_are_read_three_times(place: Path, tmp_path: Path, case: str) -> None:
+    """By the rows that the run itself counts; the plan says the same."""
+    family, overrides = THREE_TIMES[case]
+    model = chat_directory(place / family, model=family)
+    chats = [write_rows(tmp_path / "chat.jsonl", tiny_chats(300))]
+    settings = tuning_recipe(model, chats, texts=["pydoc:valid"], overrides=overrides)
+    packed = can_be_packed(load_config(str(model)))
+    assert packed == (family == "llama")
+    data = open_training_data(
+        settings.data, load_tokenizer(str(model)), seed=0, cache_dir=tmp_path, task=settings.task, packed=packed
+    )
+    passes = data.mixture.epochs(settings.num_steps * settings.num_sequences_per_step)
+    assert passes["chat"] == pytest.approx(3, rel=0.03)
+    assert make_plan(settings).text_passes == pytest.approx(passes, rel=0.1)
+    assert (data.valid_windows is None) == (settings.data.holdout == 0)
 
 
 def test_a_model_without_a_template_gets_the_one_it_was_tuned_with(place: Path) -> None:
@@ -263,6 +291,19 @@ def test_what_is_refused_is_one_line_and_writes_nothing(place: Path, case: str) 
     with pytest.raises(UserError, match=message):
         pretrain(settings, place / "refused")
     assert not (place / "refused").exists()
+
+
+def test_a_tuning_names_its_teacher(place: Path) -> None:
+    """Without pruning, the default would be the model's own start; a run that prunes has its source."""
+    chats, weight = [str(place / "chat.jsonl")], "distill.weight=0.5"
+    with pytest.raises(UserError, match=r"^tune: distill.teacher: missing: .* name the model to learn from"):
+        tuning_recipe(place / "model", chats, overrides=[weight])
+    teacher = chat_directory(place / "teacher", seed=1)
+    named = tuning_recipe(place / "model", chats, overrides=[weight, f"distill.teacher={teacher}"])
+    assert make_plan(named).teacher == str(teacher)
+    pruned = tuning_recipe(place / "model", chats, overrides=[weight, "prune.enabled=true", "prune.target=80%"])
+    assert make_plan(pruned).teacher == str(place / "model")
+    assert make_plan(tuning_recipe(place / "model", chats)).teacher is None
 
 
 def test_a_bad_line_ends_a_run_before_it_begins(place: Path) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 512
+_MARK = "dwindle7mark"
 _ALPACA_INPUT = "\n\n### Input:\n"
 _ALPACA = """\
 {%- if messages[0].role == 'system' -%}
@@ -81,6 +82,8 @@ class ChatEncoder:
         self.input_joint = _ALPACA_INPUT if self.template.endswith(_ALPACA) else "\n\n"
         """What stands between an instruction and its input."""
         self._tokenizer = tokenizer
+        self._kept: set[tuple[str | None, ...]] = set()
+        """Roles between their neighbours' that the template is known to keep."""
         self._special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
 
     def end_of_turn(self, last: int) -> int | None:
@@ -98,14 +101,14 @@ class ChatEncoder:
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
         """The examples of all conversations, in order."""
-        examples = (example for conversation in conversations for example in self.examples(conversation))
+        examples = (numbered for conversation in conversations for numbered in enumerate(self.examples(conversation)))
         while batch := list(islice(examples, _BATCH)):
-            texts = [example.text for example in batch]
+            texts = [example.text for _, example in batch]
             encoded = self.base.backend.encode_batch(texts, add_special_tokens=False)
-            for example, encoding in zip(batch, encoded, strict=True):
+            for (number, example), encoding in zip(batch, encoded, strict=True):
                 check_ids(max(encoding.ids, default=0), self.base.num_embeddings, "tokenizer: gives")
                 answers = _token_spans(np.array(encoding.offsets).reshape(-1, 2), example.answers)
-                yield EncodedPiece(np.array(encoding.ids, dtype=self.base.dtype), True, answers)
+                yield EncodedPiece(np.array(encoding.ids, dtype=self.base.dtype), True, answers, number == 0)
 
     def examples(self, conversation: Conversation) -> Iterator[Example]:
         """One example, or several where the template changes earlier turns."""
@@ -148,18 +151,23 @@ class ChatEncoder:
             problem = f"the chat template refuses it ({first_line(error)}): change its turns or remove the line"
             raise conversation.error(problem) from error
         for number, message in enumerate(messages):
-            if message["content"].strip() not in text and self._leaves_out(messages, number, text, prompt):
+            around = tuple(messages[n]["role"] if 0 <= n < count else None for n in range(number - 1, number + 2))
+            if message["content"].strip() in text and around in self._kept:
+                continue
+            if self._leaves_out(messages, number, prompt):
                 raise conversation.error(
                     f"turn {number + 1}: the chat template leaves out the role {message['role']!r}: "
                     "remove the turn or use another template"
                 )
+            self._kept.add(around)
         return text
 
-    def _leaves_out(self, messages: list[Message], number: int, text: str, prompt: bool) -> bool:
-        others = [message for place, message in enumerate(messages) if place != number]
+    def _leaves_out(self, messages: list[Message], number: int, prompt: bool) -> bool:
+        """Whether a mark in place of a turn's content disappears; the content itself may also stand elsewhere."""
+        marked = [*messages[:number], messages[number] | {"content": _MARK}, *messages[number + 1 :]]
         try:
-            return render(self._tokenizer, self.template, others, prompt=prompt) == text
-        except Exception:  # turns that cannot be without this one
+            return _MARK not in render(self._tokenizer, self.template, marked, prompt=prompt)
+        except Exception:  # a template may refuse the mark, which says nothing about the turn
             return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +14,12 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.conversations import open_conversations
+from dwindle.data.packing import ChatStream, PackedChat
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
 from dwindle.data.token_files import is_token_files, open_token_files
-from dwindle.data.tokenizing import DocumentEncoder
-from dwindle.data.training_data import open_chat
+from dwindle.data.token_stream import MemoryTokens
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
+from dwindle.data.training_data import hold_out_conversations, open_chat, text_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,23 +28,26 @@ _READ_FILES = 8
 _READ_CHARS = 4_000_000
 _ENCODED_CHARS = 200_000
 _READ_CONVERSATIONS = 1000
-_LEARNED_UNKNOWN = 0.5
-"""Share of answers that is assumed of streamed conversations."""
+_LEARNED_UNKNOWN, _PER_ROW_UNKNOWN = 0.5, 4.0
+"""Share of answers, and conversations in a packed row, that are assumed of streamed conversations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Tokens of each source, and its share of the training samples; streamed ones, whose size is unknown, have none."""
+    """How much there is of each source that is not streamed, and the share of each in the training samples."""
 
     tokens: dict[str, float]
+    rows: dict[str, float]
+    """Training samples; what is held out is none."""
     shares: dict[str, float]
-    holdout: float = 0.0
-    seq_len: int = 1
+    learned: float = 1.0
+    """Share of learned tokens in the training samples: answers, and plain text between them."""
+    examples_per_row: float = 1.0
+    """Of packed conversations."""
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source after so many samples, like ``Mixture.epochs``."""
-        seen = {name: samples * self.seq_len * self.shares[name] for name in self.tokens}
-        return {name: seen[name] / max(self.tokens[name] * (1 - self.holdout), 1) for name in self.tokens}
+        return {name: samples * self.shares[name] / max(rows, 1) for name, rows in self.rows.items()}
 
 
 def streamed_inputs(config: DataConfig, task: TaskConfig) -> list[str]:
@@ -50,37 +55,68 @@ def streamed_inputs(config: DataConfig, task: TaskConfig) -> list[str]:
     return [name for name in [*task.chat, *config.trained_on(), *config.valid] if name.startswith(HUB_PREFIX)]
 
 
-def estimate(config: DataConfig, task: TaskConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> Estimate:
-    """How much data there is, from the beginning of each source; ``tokenizer`` is called if one is not streamed."""
+def estimate(
+    config: DataConfig, task: TaskConfig, tokenizer: Callable[[], PreTrainedTokenizerBase], *, packed: bool = True
+) -> Estimate:
+    """How much data there is, from the beginning of each source; ``tokenizer`` is called if one is not streamed.
+
+    ``packed`` puts several conversations into one row, as in ``open_training_data``.
+    """
     tokens, weights = _texts(config, tokenizer), {n: s.weight for n, s in config.named_sources().items()}
+    trained_share = 1.0 if task.kind == "chat" else 1 - config.holdout  # of chat, conversations alone are held out
+    rows = {name: count * trained_share / config.seq_len for name, count in tokens.items()}
+    learned, per_row = 1.0, 1.0
     if task.kind == "chat":
-        learned = _LEARNED_UNKNOWN
+        learned, per_row = _LEARNED_UNKNOWN, _PER_ROW_UNKNOWN if packed else 1.0
         if not any(path.startswith(HUB_PREFIX) for path in task.chat):
-            tokens["chat"], learned = _conversations(task.chat, ChatEncoder(tokenizer()))
-        rows, total = task.text_share / (1 - task.text_share) * learned, sum(weights.values())
-        weights = {"chat": 1.0} | {name: rows * weight / total for name, weight in weights.items() if rows}
-        tokens = {name: count for name, count in tokens.items() if name in weights}
-    total = sum(weights.values())
-    shares = {name: weight / total for name, weight in weights.items()}
-    return Estimate(tokens, shares, config.holdout, config.seq_len)
+            tokens["chat"], rows["chat"], chat = _conversations(config, task, ChatEncoder(tokenizer()), packed)
+            learned = chat.learned_per_row / config.seq_len
+            per_row = np.count_nonzero(chat.sizes) / chat.num_windows
+        beside = zip(weights, text_rows(task, learned, list(weights.values())), strict=True)
+        weights = {"chat": 1.0} | {name: count for name, count in beside if count}
+        tokens, rows = ({name: found[name] for name in weights if name in found} for found in (tokens, rows))
+    shares = {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    learned += (1 - learned) * (1 - shares.get("chat", 0.0))  # of text, every token
+    return Estimate(tokens, rows, shares, learned, per_row)
 
 
-def _conversations(paths: list[str], encoder: ChatEncoder) -> tuple[float, float]:
-    """(Tokens, share of those that are learned), from the first conversations of each file."""
-    tokens, learned = 0.0, 0.0
-    for name in expand_inputs(paths, "task.chat"):
-        if is_token_files(name):
-            files = open_chat([name], encoder, cache_dir=Path())
-            tokens, learned = tokens + len(files), learned + float(np.diff(files.answers_K2).sum())
-            continue
-        source = open_conversations(name, option="task.chat", input_joint=encoder.input_joint)
-        rows = list(islice(source.documents(), _READ_CONVERSATIONS + 1))
-        share = min(max(source.position, 1) / max(source.total, 1), 1.0) if len(rows) > _READ_CONVERSATIONS else 1.0
-        for piece in encoder.encode(rows):
-            assert piece.answers is not None
-            tokens += len(piece.ids) / share
-            learned += int(np.diff(piece.answers).sum()) / share
-    return tokens, learned / tokens
+def _conversations(
+    config: DataConfig, task: TaskConfig, encoder: ChatEncoder, packed: bool
+) -> tuple[float, float, PackedChat]:
+    """(Tokens, rows to train on, some of them), from the first conversations of each file."""
+    pieces, tokens, examples = list[EncodedPiece](), 0.0, 0.0
+    for name in expand_inputs(task.chat, "task.chat"):
+        found, share = _first_files(name, encoder) if is_token_files(name) else _first_rows(name, encoder)
+        tokens += sum(len(piece.ids) for piece in found) / share
+        examples += len(found) / share
+        pieces += found
+    stream = ChatStream([MemoryTokens.of_examples("task.chat", pieces)])
+    trained, _ = hold_out_conversations(stream.conversation_of_N, config.holdout)
+    chat = PackedChat("chat", stream, config.seq_len, 0, filler=0, packed=packed, documents=trained)
+    more = tokens / len(stream) if packed else examples / len(pieces)
+    return tokens, chat.num_windows * more, chat
+
+
+def _first_rows(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], float]:
+    """(The first examples of a file, their share of it)."""
+    source = open_conversations(name, option="task.chat", input_joint=encoder.input_joint)
+    rows = list(islice(source.documents(), _READ_CONVERSATIONS + 1))
+    share = min(max(source.position, 1) / max(source.total, 1), 1.0) if len(rows) > _READ_CONVERSATIONS else 1.0
+    return list(encoder.encode(rows)), share
+
+
+def _first_files(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], float]:
+    """The same of token files."""
+    files = open_chat([name], encoder, cache_dir=Path())
+    starts, conversation_of_N = files.document_starts, files.conversation_of_N
+    edges = np.append(starts, len(files))[: _READ_CONVERSATIONS + 1]
+    pieces = []
+    for number, (start, stop) in enumerate(pairwise(edges.tolist())):
+        first, last = np.searchsorted(files.answers_K2[:, 0], [start, stop])
+        answers = (files.answers_K2[first:last] - start).astype(np.uint64)
+        is_first = number == 0 or bool(conversation_of_N[number] != conversation_of_N[number - 1])
+        pieces.append(EncodedPiece(files.read(start, stop), True, answers, is_first))
+    return pieces, len(pieces) / len(starts)
 
 
 def _texts(config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase]) -> dict[str, float]:

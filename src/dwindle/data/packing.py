@@ -22,7 +22,7 @@ from dwindle.core.errors import UserError
 from dwindle.data.mixture import PackedDataset, Windows
 from dwindle.data.permutation import Permutation
 from dwindle.data.token_files import TokenFiles
-from dwindle.data.token_stream import TokenStream
+from dwindle.data.token_stream import MemoryTokens, TokenStream
 
 _IDS, _LEARNED, _POSITIONS = range(3)
 Ints = npt.NDArray[np.int64]
@@ -62,14 +62,17 @@ def first_prompt(row: Tensor, most: int) -> list[int]:
 class ChatStream(TokenStream):
     """Conversations as one sequence of tokens, with their answers."""
 
-    def __init__(self, parts: Sequence[TokenFiles]) -> None:
+    def __init__(self, parts: Sequence[TokenFiles | MemoryTokens]) -> None:
         super().__init__(parts)
-        spans, at = [], 0
+        spans, starts, at = [], [], 0
         for part in parts:
-            assert part.answers is not None
+            assert part.answers is not None and part.conversation_starts is not None
             spans.append(part.answers.astype(np.int64) + at)
+            starts.append(part.conversation_starts.astype(np.int64) + at)
             at += part.num_tokens
         self.answers_K2: Ints = np.concatenate(spans)
+        self.conversation_of_N: Ints = np.searchsorted(np.concatenate(starts), self.document_starts, side="right") - 1
+        """Number of the conversation that each example is of."""
         flat = self.answers_K2.reshape(-1)
         if (np.diff(flat) < 0).any() or flat[0] < 0 or flat[-1] > len(self):
             raise UserError(f"{parts[0].label} is damaged (its answers are not in order): render it again")

@@ -4,8 +4,10 @@
     tokens-00000.bin    little-endian uint16 (vocabulary up to 65536) or uint32, documents concatenated
     documents.bin       little-endian uint64, start of each document
     answers.bin         of conversations: little-endian uint64 pairs, tokens [start, stop) that are learned
+    conversations.bin   of conversations: little-endian uint64, start of each
 
-The shards form one sequence; a document may cross a shard boundary. Of conversations, a document is one example.
+The shards form one sequence; a document may cross a shard boundary. Of conversations, a document is one example; a
+conversation has several where the chat template changes earlier turns.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ _KIND = "dwindle-tokens"
 _CHAT_KIND = "dwindle-chat-tokens"
 _DOCUMENTS_NAME = "documents.bin"
 _ANSWERS_NAME = "answers.bin"
+_CONVERSATIONS_NAME = "conversations.bin"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _HASH_BLOCK_BYTES = 1 << 20
 
@@ -83,7 +86,10 @@ class TokenFiles:
         self._starts = np.memmap(directory / _DOCUMENTS_NAME, dtype="<u8", mode="r")
         self.answers: npt.NDArray[np.uint64] | None = None
         """Of conversations: tokens [start, stop) that are learned, in order, as rows."""
+        self.conversation_starts: npt.NDArray[np.uint64] | None = None
+        """Of conversations: position of the first token of each."""
         if self.template_fingerprint is not None:
+            self.conversation_starts = np.memmap(directory / _CONVERSATIONS_NAME, dtype="<u8", mode="r")
             self.answers = np.memmap(directory / _ANSWERS_NAME, dtype="<u8", mode="r").reshape(-1, 2)
             learned = self.template_fingerprint + index["answers"]["sha256"]
             self.fingerprint = hashlib.sha256((self.fingerprint + learned).encode()).hexdigest()
@@ -110,6 +116,7 @@ class TokenFiles:
         entries = [*self.index["shards"], {"file": _DOCUMENTS_NAME, **self.index["documents"]}]
         if "answers" in self.index:
             entries.append({"file": _ANSWERS_NAME, **self.index["answers"]})
+            entries.append({"file": _CONVERSATIONS_NAME, **self.index["conversations"]})
         total = sum((self.directory / entry["file"]).stat().st_size for entry in entries)
         with Bar(f"checking {self.directory.name} (kB)", max(total // 1000, 1)) as bar:
             for entry in entries:
@@ -247,7 +254,7 @@ def write_inputs(
             "inputs": entries,
         }
         if isinstance(encoder, ChatEncoder):
-            index |= {"kind": _CHAT_KIND, "answers": writer.write_answers(), "template": encoder.template_fingerprint}
+            index |= {"kind": _CHAT_KIND, "template": encoder.template_fingerprint, **writer.write_answers()}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_token_files(out_dir)
 
@@ -266,6 +273,7 @@ class _ShardWriter:
         self._starts: list[npt.NDArray[np.uint64]] = []
         self._new_starts: list[int] = []
         self._answers: list[npt.NDArray[np.uint64]] = []
+        self._conversations: list[int] = []
         self._file: BinaryIO | None = None
         self._shard_hash = hashlib.sha256()
         self._in_shard = 0
@@ -294,6 +302,8 @@ class _ShardWriter:
                 self._fold_starts()
         if piece.answers is not None:
             self._answers.append(piece.answers + np.uint64(self.num_tokens))
+            if piece.starts_conversation:
+                self._conversations.append(self.num_tokens)
         room = None if self._max_tokens is None else self._max_tokens - self.num_tokens
         ids = piece.ids[:room]
         self.num_tokens += len(ids)
@@ -304,16 +314,18 @@ class _ShardWriter:
 
     def write_document_starts(self) -> dict[str, Any]:
         self._fold_starts()
-        starts = np.concatenate(self._starts)
-        content = starts.astype("<u8").tobytes()
-        (self._folder / _DOCUMENTS_NAME).write_bytes(content)
-        return {"count": len(starts), "sha256": hashlib.sha256(content).hexdigest()}
+        return self._write_numbers(_DOCUMENTS_NAME, np.concatenate(self._starts))
 
     def write_answers(self) -> dict[str, Any]:
-        answers = np.concatenate(self._answers)
-        content = answers.astype("<u8").tobytes()
-        (self._folder / _ANSWERS_NAME).write_bytes(content)
-        return {"count": len(answers), "sha256": hashlib.sha256(content).hexdigest()}
+        return {
+            "answers": self._write_numbers(_ANSWERS_NAME, np.concatenate(self._answers)),
+            "conversations": self._write_numbers(_CONVERSATIONS_NAME, np.array(self._conversations)),
+        }
+
+    def _write_numbers(self, name: str, numbers: npt.NDArray[Any]) -> dict[str, Any]:
+        content = numbers.astype("<u8").tobytes()
+        (self._folder / name).write_bytes(content)
+        return {"count": len(numbers), "sha256": hashlib.sha256(content).hexdigest()}
 
     def _fold_starts(self) -> None:
         self._starts.append(np.array(self._new_starts, dtype=np.uint64))
@@ -377,8 +389,8 @@ def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
     texts = [index["tokenizer"], index["sha256"], *(e["sha256"] for e in (*index["shards"], index["documents"]))]
     counts = [index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
     if "answers" in index:
-        texts += [index["template"], index["answers"]["sha256"]]
-        counts.append(index["answers"]["count"])
+        texts += [index["template"], index["answers"]["sha256"], index["conversations"]["sha256"]]
+        counts += [index["answers"]["count"], index["conversations"]["count"]]
     if not all(type(text) is str for text in texts) or not all(type(n) is int and n > 0 for n in counts):
         raise ValueError("a checksum or a count is not one")
     item_bytes = np.dtype(_DTYPES[index["dtype"]]).itemsize
@@ -386,6 +398,7 @@ def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
     expected[_DOCUMENTS_NAME] = index["documents"]["count"] * 8
     if "answers" in index:
         expected[_ANSWERS_NAME] = index["answers"]["count"] * 16
+        expected[_CONVERSATIONS_NAME] = index["conversations"]["count"] * 8
     for name, size in expected.items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is not a plain file name")

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dwindle.core.errors import UserError
-from dwindle.data.tokenizing import DocumentEncoder, Tokens
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 
 _MAX_COMPARED_DOCUMENTS = 200_000
 _MAX_HELD_OUT_PIECES = 32
@@ -44,13 +44,26 @@ class TokenPart(Protocol):
 
 
 class MemoryTokens:
-    """Tokens of a text in memory, for calibration and for the evaluation of a single model."""
+    """Tokens in memory: of a text, for calibration and evaluation; of some conversations, to estimate their rows."""
 
     def __init__(self, label: str, ids: Tokens, document_starts: npt.NDArray[np.uint64]) -> None:
         self.label = label
         self.document_starts = document_starts
         self.fingerprint = hashlib.sha256(np.ascontiguousarray(ids).tobytes()).hexdigest()
         self._ids = ids
+        self.answers: npt.NDArray[np.uint64] | None = None
+        self.conversation_starts: npt.NDArray[np.uint64] | None = None
+        """Of conversations; like those of token files."""
+
+    @classmethod
+    def of_examples(cls, label: str, pieces: Sequence[EncodedPiece]) -> MemoryTokens:
+        """Encoded conversations, each example one piece."""
+        starts = np.cumsum([0, *(len(piece.ids) for piece in pieces)])[:-1].astype(np.uint64)
+        found = cls(label, np.concatenate([piece.ids for piece in pieces]), starts)
+        found.conversation_starts = starts[[piece.starts_conversation for piece in pieces]]
+        answers = [p.answers + start for p, start in zip(pieces, starts, strict=True) if p.answers is not None]
+        found.answers = np.concatenate(answers)
+        return found
 
     @classmethod
     def encode(

@@ -30,6 +30,8 @@ class EncodedPiece(NamedTuple):
     starts_document: bool
     answers: npt.NDArray[np.uint64] | None = None
     """Of a conversation: tokens [start, stop) that are learned, as rows."""
+    starts_conversation: bool = True
+    """False for a further example of the same conversation."""
 
 
 class DocumentEncoder:

@@ -101,7 +101,7 @@ class _Opener:
         """Conversations, and text in the proportion that gives it its share of the tokens that are learned."""
         config = self.config
         stream = self._conversations(task.chat, encoder, "task.chat")
-        train, held = _hold_out_examples(len(stream.document_starts), config.holdout)
+        train, held = hold_out_conversations(stream.conversation_of_N, config.holdout)
         chat = self._packed("chat", stream, packed, train)
         valid = self._packed("held out", stream, packed, held) if len(held) else None
         if config.valid:
@@ -111,9 +111,8 @@ class _Opener:
         datasets: list[tuple[Windows, float]] = [(chat, 1.0)]
         if task.text_share:
             text = self._sources(TextRows, None)
-            rows = task.text_share / (1 - task.text_share) * chat.learned_per_row / config.seq_len
-            total = sum(weight for _, weight in text)
-            datasets += [(source, float(f"{rows * weight / total:.3g}")) for source, weight in text]
+            rows = text_rows(task, chat.learned_per_row / config.seq_len, [weight for _, weight in text])
+            datasets += [(source, count) for (source, _), count in zip(text, rows, strict=True)]
         windows = None if valid is None else valid.spread(parse_count(config.valid_tokens))
         return TrainingData(
             mixture=_mixture(datasets),
@@ -165,15 +164,25 @@ def _mixture(weighted: Sequence[tuple[Windows, float]]) -> Mixture:
     return Mixture([source for source, _ in weighted], [weight for _, weight in weighted])
 
 
-def _hold_out_examples(count: int, share: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(To train on, held out): evenly spread examples, at least one of each if a share is held out."""
+def text_rows(task: TaskConfig, learned: float, weights: Sequence[float]) -> list[float]:
+    """Rows of each text beside one row of conversations, of whose cells the share ``learned`` is answers."""
+    rows = task.text_share / (1 - task.text_share) * learned
+    return [float(f"{rows * weight / sum(weights):.3g}") for weight in weights]
+
+
+def hold_out_conversations(
+    conversation_of_N: npt.NDArray[np.int64], share: float
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(To train on, held out): the examples of evenly spread conversations, at least one if a share is held out."""
+    count = int(conversation_of_N[-1]) + 1
     numbers = np.arange(count)
     held = np.floor((numbers + 1) * share) > np.floor(numbers * share)
     if share and not held.any():
         held[-1:] = True
     if held.all():
         raise UserError(f"data.holdout: {count} conversations are too few to hold any out: give more")
-    return np.flatnonzero(~held), np.flatnonzero(held)
+    is_held = held[conversation_of_N]
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
 def _cuts(chat: PackedChat) -> str:

@@ -22,6 +22,13 @@ def check_recipe(recipe: Recipe) -> None:
     _require(
         has_teacher, "distill.weight", "is 0, so there is no teacher: set a weight such as 0.5, or remove [distill]"
     )
+    own_start = recipe.task.kind == "chat" and not recipe.prune.enabled and recipe.teacher_weight > 0
+    _require(
+        bool(distill.teacher) or not own_start,
+        "distill.teacher",
+        "missing: a tuning that does not prune would have its own start as teacher: name the model to learn from, "
+        "such as the one that was pruned, or set distill.weight = 0",
+    )
     if recipe.prune.metric is not None:
         check_metric(recipe.prune.metric, "prune.metric: ")
     if recipe.prune.enabled:

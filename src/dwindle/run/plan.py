@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.positions import beyond_positions
+from dwindle.anatomy.positions import beyond_positions, can_be_packed
 from dwindle.core.config import in_section
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
@@ -271,7 +271,8 @@ def make_plan(recipe: Recipe) -> Plan:
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model))
+    packed = can_be_packed(config)
+    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model), packed=packed)
     often = repetition(found.epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,

@@ -19,14 +19,17 @@ import numpy as np
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data.batches import BatchStream
-from dwindle.data.mixture import Mixture, PackedDataset
+from dwindle.data.estimate import estimate
+from dwindle.data.mixture import Mixture, PackedDataset, Windows
+from dwindle.data.packing import ChatStream, PackedChat
 from dwindle.data.pydoc_text import pydoc_documents
 from dwindle.data.token_stream import MemoryTokens, TokenStream
-from dwindle.data.tokenizing import DocumentEncoder
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.data.training_data import TrainingData
 from dwindle.distributed.world import joined
 from dwindle.export.process import peak_memory_bytes
@@ -165,14 +168,32 @@ class _Rehearsal(Job):
     def _data(self) -> tuple[TrainingData, BatchStream]:
         recipe, micro_batch = self.recipe, self.recipe.training.micro_batch
         seq_len = recipe.data.seq_len
-        vocabulary = load_config(recipe.source.model).vocab_size
-        count = (max(micro_batch, _WINDOWS) * 2 + 1) * seq_len + 1
-        ids = np.random.default_rng(0).integers(vocabulary, size=count, dtype=np.uint32)
-        stream = TokenStream([MemoryTokens("rehearsal", ids, np.zeros(1, dtype=np.uint64))])
-        mixture = Mixture([PackedDataset("rehearsal", stream, seq_len, 0)], [1.0])
-        windows = torch.from_numpy(stream.read(0, _WINDOWS * (seq_len + 1)).reshape(_WINDOWS, seq_len + 1))
+        rows: Windows
+        if recipe.task.kind == "chat":
+            rows = chat = self._chat_rows(2 * max(micro_batch, _WINDOWS) + 1)
+            windows = chat.spread(_WINDOWS * seq_len)
+        else:
+            vocabulary = load_config(recipe.source.model).vocab_size
+            count = (max(micro_batch, _WINDOWS) * 2 + 1) * seq_len + 1
+            ids = np.random.default_rng(0).integers(vocabulary, size=count, dtype=np.uint32)
+            stream = TokenStream([MemoryTokens("rehearsal", ids, np.zeros(1, dtype=np.uint64))])
+            rows = PackedDataset("rehearsal", stream, seq_len, 0)
+            windows = torch.from_numpy(stream.read(0, _WINDOWS * (seq_len + 1)).reshape(_WINDOWS, seq_len + 1))
+        mixture = Mixture([rows], [1.0])
         batches = BatchStream(mixture, tokens_per_step=micro_batch * seq_len, micro_batch=micro_batch)
         return TrainingData(mixture=mixture, valid_windows=windows), batches
+
+    def _chat_rows(self, count: int) -> PackedChat:
+        """Rows of as many examples, with as many learned tokens at their ends, as those of the run have on average."""
+        data, config = self.recipe.data, load_config(self.recipe.source.model)
+        packed = can_be_packed(config)
+        found = estimate(data, self.recipe.task, lambda: self.tokenizer, packed=packed)
+        in_row = min(max(round(found.examples_per_row), 1), (data.seq_len + 1) // 2)
+        size, rng = (data.seq_len + 1) // in_row, np.random.default_rng(0)
+        answers = np.array([[size - min(max(round(found.learned * size), 1), size - 1), size]], dtype=np.uint64)
+        ids = rng.integers(config.vocab_size, size=(count * in_row, size), dtype=np.uint32)
+        stream = ChatStream([MemoryTokens.of_examples("rehearsal", [EncodedPiece(row, True, answers) for row in ids])])
+        return PackedChat("rehearsal", stream, data.seq_len, 0, filler=0, packed=packed)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
         """Events from the first step on, as many in each as the run will have."""

@@ -8,10 +8,12 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+from dwindle.anatomy.positions import can_be_packed
+from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.estimate import estimate
+from dwindle.data.estimate import Estimate, estimate
 from dwindle.recipe.recipe import Recipe, recipe_from
 from dwindle.recipe.recommended import HIDDEN, TOKENS_PER_STEP, TUNING, TUNING_PASSES, TUNING_STEPS
 from dwindle.run.new import power_below, two_digits
@@ -33,30 +35,38 @@ def tuning_recipe(
     """The recipe that tunes a model, or the model of a run, on the answers of conversations.
 
     ``texts`` are mixed in, ``valid`` are conversations to validate on (else some are held out), ``overrides`` are
-    ``section.key=value``. Without ``tokens`` the conversations are read three times.
+    ``section.key=value``. Without ``tokens`` the conversations that are not held out are read three times.
     """
     if not chats:
         raise UserError("chats: none given: name the conversations to learn from, such as answers.jsonl")
     source = fspath(model)
     source = str(model_of_run(Path(source)) or source)
-    task, data = TaskConfig(kind="chat", chat=list(chats)), DataConfig(train=list(texts), valid=list(valid))
-    data.check(task)
     config: Any = load_config(source)
     seq_len = min(DataConfig.model_fields["seq_len"].default, getattr(config, "max_position_embeddings", None) or 1024)
-    found = estimate(data, task, lambda: load_tokenizer(source))
-    if tokens is None and "chat" not in found.tokens:
-        raise UserError("tokens: how many conversations are streamed is unknown: say how many tokens to train on")
-    length = found.tokens.get("chat", math.inf)
-    amount = parse_count(tokens, "tokens") if tokens is not None else int(TUNING_PASSES * length / found.shares["chat"])
-    holdout = two_digits(min(max(_HELD_OUT / length, _LEAST_HELD_OUT), _MOST_HELD_OUT))
-    per_step = min(TOKENS_PER_STEP, max(power_below(amount / TUNING_STEPS), seq_len))
+    overrides = list(overrides)
+    given = apply_overrides(
+        {
+            "task": {"kind": "chat", "chat": list(chats)},
+            "data": {"train": list(texts), "valid": list(valid), "seq_len": seq_len},
+            "training": {} if tokens is None else {"tokens": parse_count(tokens, "tokens")},
+        },
+        overrides,
+        Recipe,
+    )
+    task, data, training = from_dict(TaskConfig, given["task"]), from_dict(DataConfig, given["data"]), given["training"]
+    data.check(task)
+    found = estimate(data, task, lambda: load_tokenizer(source), packed=can_be_packed(config))
+    is_chosen = not data.valid and "holdout" not in given["data"]
+    holdout = _share_to_hold_out(found.tokens.get("chat", math.inf)) if is_chosen else 0.0
+    wanted = training["tokens"] if "tokens" in training else _amount(found, data.seq_len, 1 - holdout)
+    amount = parse_count(wanted, "training.tokens")
+    per_step = min(TOKENS_PER_STEP, max(power_below(amount / TUNING_STEPS), data.seq_len))
+    per_step = parse_count(training.get("tokens_per_step", per_step), "training.tokens_per_step")
     rate = TUNING["training.lr"].value * min(max(HIDDEN / config.hidden_size, 1 / 8), 8.0)
-    steps = max(amount // per_step, 1)
     tables: dict[str, dict[str, Any]] = {
         "source": {"model": source},
-        "task": {"kind": "chat", "chat": list(chats)},
-        "data": {"train": list(texts), "seq_len": seq_len, "valid_tokens": max(4 * _HELD_OUT, seq_len)}
-        | ({"valid": list(valid)} if valid else {"holdout": holdout}),
+        "task": given["task"],
+        "data": {"holdout": holdout, "valid_tokens": max(4 * _HELD_OUT, data.seq_len)} | given["data"],
         "training": {
             "tokens": max(amount, per_step),
             "tokens_per_step": per_step,
@@ -64,6 +74,17 @@ def tuning_recipe(
             "lr": two_digits(rate * math.sqrt(per_step / TOKENS_PER_STEP)),
         },
         "prune": {"enabled": False},
-        "validation": {"every": max(steps // 5, 1)},
+        "validation": {"every": max(amount // per_step // 5, 1) if holdout or data.validated_on(task) else 0},
     }
     return recipe_from(tables, overrides, "tune")
+
+
+def _share_to_hold_out(num_tokens: float) -> float:
+    return two_digits(min(max(_HELD_OUT / num_tokens, _LEAST_HELD_OUT), _MOST_HELD_OUT))
+
+
+def _amount(found: Estimate, seq_len: int, trained: float) -> int:
+    """Tokens that read the conversations often enough, of which the share ``trained`` is not held out."""
+    if "chat" not in found.rows:
+        raise UserError("tokens: how many conversations are streamed is unknown: say how many tokens to train on")
+    return math.ceil(TUNING_PASSES * trained * found.rows["chat"] / found.shares["chat"]) * seq_len

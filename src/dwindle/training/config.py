@@ -91,7 +91,7 @@ class DistillConfig(Config):
     top_k: Annotated[int, Field(ge=0)] = 0
     """Match only the teacher's k most likely tokens and the rest as one bucket; 0 matches the whole vocabulary."""
     teacher: str = ""
-    """Teacher model, with the same vocabulary; empty is the unpruned source.model."""
+    """Teacher model, with the same vocabulary; empty is the unpruned source.model. Tuning without pruning needs one."""
 
 
 class ValidationConfig(Config):
