@@ -171,7 +171,6 @@ def test_transformers_and_its_package_compute_the_same(scheme: str, kind: str, t
     expected = logits(found.model, batch)
     tolerance = 1e-2 if SCHEMES[scheme].rounds else 1e-5
     difference = (logits(theirs, batch) - expected).abs()
-    print(scheme, kind, float(difference.max() / expected.abs().max()), float(difference.mean()))
     assert float(difference.max()) <= tolerance * float(expected.abs().max())
     assert float(difference.mean()) <= tolerance / 10 * float(expected.abs().mean())
     assert float((expected - logits(model, batch)).abs().mean()) > 1e-3 * float(expected.abs().mean())  # it was rounded
