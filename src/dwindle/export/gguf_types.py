@@ -141,10 +141,9 @@ def describe_fallbacks(type_: str, fallbacks: Sequence[Fallback], odd: Sequence[
     if padding < more:
         fixes.insert(0, f"--round {block} pads widths with zeros")
     fix = "" if all(size.startswith("heads") for size in odd) else f"; {', '.join(fixes)}"
-    return (
-        f"{type_} stores {rows} in blocks of {block}{because}: {len(fallbacks)} "
-        f"{'tensors are' if len(fallbacks) > 1 else 'tensor is'} stored as {kinds} ({format_bytes(round(more))} more){fix}"
-    )
+    tensors = "1 tensor is" if len(fallbacks) == 1 else f"{len(fallbacks)} tensors are"
+    cost = f"{tensors} stored as {kinds} ({format_bytes(round(more))} more)"
+    return f"{type_} stores {rows} in blocks of {block}{because}: {cost}{fix}"
 
 
 def quantize(gguf: Any, values: Matrix, kind: Any, threads: int = 1) -> npt.NDArray[Any]:
