@@ -172,10 +172,12 @@ def _config_class(family: str) -> type[Any]:
     def attention(self: Any) -> str | None:
         """That of the whole model, which may change later; cluster attention where groups are irregular."""
         whole = vars(self).get("_whole")
+        implementation: str | None
         if whole is None:
-            implementation: str | None = vars(self).get("_attn_implementation_internal")
-            return implementation
-        return ATTENTION if self.queries_per_kv else whole._attn_implementation
+            implementation = vars(self).get("_attn_implementation_internal")
+        else:
+            implementation = ATTENTION if self.queries_per_kv else whole._attn_implementation
+        return implementation
 
     made: type[Any] = type(
         f"Dwindle{_title(family)}Config",

@@ -129,15 +129,16 @@ def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[
 def frequencies(config: dict[str, Any]) -> Tensor:
     """Radians per position of each pair of a head's values, from ``rope_theta`` and ``rope_scaling`` as written."""
     size, scaling = config["head_dim"], config["rope_scaling"] or {}
-    plain = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    plain: Tensor = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
     if scaling.get("rope_type") == "linear":
-        return plain / scaling["factor"]
+        return plain / float(scaling["factor"])
     if scaling.get("rope_type") != "llama3":
         return plain
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = plain * scaling["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns: Tensor = plain * scaling["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)  # fast pairs as they are, slow ones slower
-    return kept * plain + (1 - kept) * plain / scaling["factor"]
+    slower: Tensor = plain / scaling["factor"]
+    return kept * plain + (1 - kept) * slower
 
 
 def ffn_width(ffn: dict[str, Any], hidden: int) -> int:
