@@ -222,7 +222,7 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, see
 
 
 def shrunk(family: str, kind: str, **options: Any) -> tuple[Any, Structure]:
-    """``stock``, ``unequal`` (every layer regular, with heads and widths of its own) or ``cluster`` (irregular)."""
+    """``stock``, ``ffn`` (widths differ), ``unequal`` (and heads, every layer regular) or ``cluster`` (irregular)."""
     from dwindle.anatomy.anatomy import Anatomy, cut
 
     model = tiny_model(family, dtype=torch.float32, **options)

@@ -14,6 +14,8 @@ from transformers import AutoConfig
 
 import dwindle
 from dwindle.core.errors import UserError
+from dwindle.export import deci
+from dwindle.export.verification import Mismatch
 from dwindle.sources.loading import Loaded
 from tiny import shrunk, tiny_tokenizer, tokens
 
@@ -32,10 +34,26 @@ def logits_of_files(folder: Path, ids: list[int]) -> torch.Tensor:
     def norm(x: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * gain
 
+    def speed(i: int) -> float:
+        plain, scaling = config["rope_theta"] ** (-2 * i / size), config["rope_scaling"]
+        if scaling is None:
+            return plain
+        if scaling["rope_type"] == "linear":
+            return plain / scaling["factor"]
+        length, long = scaling["original_max_position_embeddings"], 2 * math.pi / plain
+        if long < length / scaling["high_freq_factor"]:
+            return plain
+        if long > length / scaling["low_freq_factor"]:
+            return plain / scaling["factor"]
+        share = (length / long - scaling["low_freq_factor"]) / (
+            scaling["high_freq_factor"] - scaling["low_freq_factor"]
+        )
+        return (1 - share) * plain / scaling["factor"] + share * plain
+
     def rotate(x: torch.Tensor, place: int) -> torch.Tensor:
         turned = torch.empty_like(x)
         for i in range(size // 2):
-            angle = place / config["rope_theta"] ** (2 * i / size)
+            angle = place * speed(i)
             a, b = x[i], x[i + size // 2]
             turned[i] = a * math.cos(angle) - b * math.sin(angle)
             turned[i + size // 2] = b * math.cos(angle) + a * math.sin(angle)
@@ -97,11 +115,34 @@ def test_widths_of_256_are_stored_as_factors(tmp_path: Path) -> None:
     assert "intermediate_size" not in block["ffn"]
 
 
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "llama3", **LLAMA3}, {"rope_type": "linear", "factor": 4.0}], ids=["llama3", "linear"]
+)
+def test_rotations_come_from_the_written_configuration(scaling: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_theta": 100.0, **scaling}
+    source = loaded("llama", "unequal", attention_bias=False, mlp_bias=False, rope_parameters=rope, head_dim=16)
+    dwindle.export_model(source, "hf", tmp_path / "out", layout="deci")
+    ids = tokens(24).tolist()
+    with torch.no_grad():
+        expected = source.model(input_ids=torch.tensor([ids])).logits[0].double()
+    torch.testing.assert_close(logits_of_files(tmp_path / "out", ids), expected, atol=2e-5, rtol=1e-4)
+    path = tmp_path / "out" / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"rope_scaling": written["rope_scaling"] | {"factor": 1.0}}))
+    with pytest.raises(Mismatch):  # a wrong scaling in the file is found
+        deci.verify(tmp_path / "out", source.model, [ids])
+
+
 def test_other_models_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layout deci: the layout computes Llama layers, and this is a qwen3"):
         dwindle.export_model(loaded("qwen3", "unequal"), "hf", tmp_path / "out", layout="deci")
     with pytest.raises(UserError, match="no sliding window"):
         dwindle.export_model(loaded("mistral", "stock", sliding_window=4), "hf", tmp_path / "out", layout="deci")
+    with pytest.raises(UserError, match="computes silu, and this model gelu"):
+        dwindle.export_model(loaded("llama", "stock", hidden_act="gelu"), "hf", tmp_path / "out", layout="deci")
     for to, layout, stock in (("gguf", "deci", False), ("hf", "deci", True), ("hf", "nas", False)):
         with pytest.raises(UserError, match=f"layout {layout}: the layouts are deci"):
             dwindle.export_model(loaded("llama", "stock"), to, tmp_path / "out.gguf", layout=layout, stock=stock)

@@ -82,6 +82,17 @@ def test_rows_that_do_not_fit_and_what_they_cost(tmp_path: Path) -> None:
     assert not rounded.warnings and rounded.num_bytes < found.num_bytes
 
 
+def test_a_file_with_two_block_sizes_names_the_larger(tmp_path: Path) -> None:
+    """IQ4_NL has blocks of 32, but its head is Q6_K, which hidden 64 has no block of 256 for."""
+    loaded = tiny_loaded("llama", hidden_size=64, intermediate_size=256, head_dim=32)
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="iq4_nl", verify=False)
+    types = types_of(tmp_path / "m.gguf")
+    assert types["blk.0.attn_q.weight"] == "IQ4_NL" and types["output.weight"] == "Q8_0"
+    assert len(found.warnings) == 1 and "stores some rows in blocks of 256, and hidden 64 is not" in found.warnings[0]
+    fallback = gguf_types.Fallback("a", "f16", 32, 1.0, 2.0)
+    assert "1 tensor is stored as f16" in gguf_types.describe_fallbacks("q8_0", [fallback], [])
+
+
 def test_the_cost_is_the_difference_in_bytes(tmp_path: Path) -> None:
     choice: Any = gguf_types.TypeChoice(gguf, "q4_k_m", ["blk.0.attn_q.weight"], 1)
     values = np.zeros((8, 96), np.float32)

@@ -1,8 +1,15 @@
-"""The contract of servers: a saved model is built, fed and run as vLLM's Transformers backend does it."""
+"""The contract of servers: a saved model is built, fed and run as vLLM's Transformers backend does it.
+
+Read in vllm/model_executor/models/transformers (``base.py``, ``vllm_attention_forward``), vllm/config/model_arch.py and
+vllm/transformers_utils/model_arch_config_convertor.py. v0.28.0rc2 gives every layer's attention object the head counts
+of ``per_layer_config[layer]`` if ``is_heterogeneous``; v0.27.1 gives all layers the configuration's own counts.
+"""
 
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dwindle
+from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.structure import Structure
 from dwindle.export.huggingface import save_model
 from tiny import shrunk, tokens
@@ -29,13 +37,13 @@ def saved(family: str, kind: str, out: Path, **options: Any) -> tuple[Any, Struc
 
 
 class ServerAttention:
-    """One layer's attention of a server: it knows only the head counts of ``per_layer_config``, and is causal.
+    """One layer's attention of a server: it knows only the head counts that it is told, and is causal.
 
     Independent of transformers' own functions: flattened tokens in, flattened tokens out.
     """
 
     def __init__(self, config: Any) -> None:
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.heads, self.kv_heads = getattr(config, "num_attention_heads", 0), config.num_key_value_heads
         self.size = config.head_dim
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -80,7 +88,14 @@ def replace_linears(module: nn.Module) -> None:
             replace_linears(child)
 
 
-def served_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
+def attention_instances(config: Any, version: str) -> dict[int, ServerAttention]:
+    """``create_attention_instances``: per layer from 0.28 on, with one number of heads for all before."""
+    if version == "0.28" and config.is_heterogeneous:
+        return {number: ServerAttention(config.per_layer_config[number]) for number in range(config.num_hidden_layers)}
+    return {number: ServerAttention(config) for number in range(config.num_hidden_layers)}
+
+
+def served_logits(folder: Path, ids: torch.Tensor, version: str = "0.28") -> torch.Tensor:
     """Configuration → per-layer attention objects → model on meta → own linears → weights by name → one forward."""
     ALL_ATTENTION_FUNCTIONS.register(SERVER, server_attention)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -98,7 +113,7 @@ def served_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         model.embed_tokens.embed_scale = torch.tensor(model.embed_tokens.scalar_embed_scale)
     with torch.device("cpu"):  # a server keeps buffers off meta
         model.rotary_emb = type(model.rotary_emb)(config)
-    instances = {number: ServerAttention(own) for number, own in enumerate(config.per_layer_config)}
+    instances = attention_instances(config, version)
     positions = torch.arange(ids.shape[0])
     hidden = model(
         input_ids=ids[None],
@@ -110,7 +125,7 @@ def served_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(hidden[0], head)
 
 
-@pytest.mark.parametrize("kind", ["stock", "unequal", "cluster"])
+@pytest.mark.parametrize("kind", ["stock", "ffn", "unequal", "cluster"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_server_builds_and_runs_it_with_its_own_attention(family: str, kind: str, tmp_path: Path) -> None:
     options = {"sliding_window": 64, "num_key_value_heads": 2} if family == "gemma3_text" else {}
@@ -123,6 +138,30 @@ def test_a_server_builds_and_runs_it_with_its_own_attention(family: str, kind: s
         found, expected = served_logits(tmp_path / "out", ids), model(input_ids=ids[None]).logits[0]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert kind != "cluster" or any(not layer.is_regular for layer in structure.layers)
+
+
+def test_a_server_with_one_number_of_heads_runs_or_refuses_it(tmp_path: Path) -> None:
+    """vLLM up to 0.27: FFN widths may differ; heads that differ are an error that says what to do, never wrong text."""
+    model, _ = saved("llama", "ffn", tmp_path / "ffn")
+    ids = tokens(9)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None]).logits[0]
+        for version in ("0.27", "0.28"):
+            found = served_logits(tmp_path / "ffn", ids, version)
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    for kind in ("unequal", "cluster"):
+        saved("llama", kind, tmp_path / kind)
+        with pytest.raises(RuntimeError, match=r"layers differ: .* vLLM .* 0\.28 .*`dwindle export --to hf --as deci`"):
+            served_logits(tmp_path / kind, ids, "0.27")
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.14.1"])
+def test_an_older_transformers_is_told_in_one_line(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", version)
+    if version.startswith("4."):
+        monkeypatch.setitem(sys.modules, "transformers.integrations.heterogeneity.configuration_utils", None)
+    with pytest.raises(ImportError, match=f"needs transformers 5.15 or newer, and this is {version}: pip install"):
+        runpy.run_path(str(modeling_dwindle.__file__))
 
 
 @pytest.mark.parametrize("kind", ["unequal", "cluster"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 import dwindle
 from dwindle.anatomy.shrink import Float64Throughout
@@ -171,10 +172,38 @@ def test_transformers_and_its_package_compute_the_same(scheme: str, kind: str, t
     expected = logits(found.model, batch)
     tolerance = 1e-2 if SCHEMES[scheme].rounds else 1e-5
     difference = (logits(theirs, batch) - expected).abs()
-    print(scheme, kind, float(difference.max() / expected.abs().max()), float(difference.mean()))
     assert float(difference.max()) <= tolerance * float(expected.abs().max())
     assert float(difference.mean()) <= tolerance / 10 * float(expected.abs().mean())
     assert float((expected - logits(model, batch)).abs().mean()) > 1e-3 * float(expected.abs().mean())  # it was rounded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_and_tokens_of_zeros_stay_zeros(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Pruned channels and padding are such rows; float16 has no number near 1e-12 to divide by."""
+    source = tiny_source()
+    source.model.to(dtype)
+    with torch.no_grad():
+        source.model.model.layers[0].mlp.up_proj.weight[3] = 0
+        source.model.model.layers[0].self_attn.q_proj.weight[0] = 1e-7
+    found = quantize(source, scheme=scheme, out=tmp_path / "q", sequences=2, seq_len=16, group=8)
+    layer = found.model.model.layers[0].mlp.up_proj
+    assert torch.equal(dequantize(layer.weight, layer.scale, layer.zero)[3], torch.zeros(layer.weight.shape[1]))
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert all(tensor.float().isfinite().all() for tensor in stored.values())
+    assert all((tensor.float() > 0).all() for name, tensor in stored.items() if name.endswith("_scale"))
+    assert logits(load(tmp_path / "q").model, tokens(1, 6)).isfinite().all()
+    for rounding in ("int8", "fp8"):
+        assert torch.equal(quantize_tokens(torch.zeros(2, 4, dtype=dtype), rounding), torch.zeros(2, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", ["model.layers.9.mlp.gate.weight", "model.norm.bias", "model.norm.weight"])
+def test_tensors_that_do_not_fit_are_one_line(name: str, tmp_path: Path) -> None:
+    quantize(tiny_source(), scheme="w8", out=tmp_path / "q", sequences=2, seq_len=16)
+    file = tmp_path / "q" / "model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(3)}, file)
+    with pytest.raises(UserError, match=r"^[^\n]* fit [^\n]*again$"):
+        load(tmp_path / "q")
 
 
 def test_perplexities_are_reported(tmp_path: Path) -> None:

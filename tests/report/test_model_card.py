@@ -137,11 +137,13 @@ def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
     assert (
         "The model has layers with different numbers of FFN channels, so its code is in `modeling_dwindle.py`" in card
     )
+    assert "(transformers 5.15 or newer).\n" in card and "vLLM" not in card
     assert "| key/value heads per layer | 1 | 1 |" in card
     for key, value in settings.items():
         assert f"- {key}: {value}" in card
     card = adapted([layer([0], [0, 0, 1]), layer([0])], **PostTrainingConfig(method="uniform").record())
     assert "has query groups of different sizes within a layer and layers with different numbers of heads, so" in card
+    assert "vLLM serves it from version 0.28 on; `dwindle export --to hf --as deci` or `--stock`" in card
     assert "- balance: score" in card and "amplitude" not in card
 
 

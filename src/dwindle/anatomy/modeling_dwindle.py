@@ -22,15 +22,27 @@ from functools import cache
 from typing import Any
 
 import torch
-from huggingface_hub.dataclasses import strict
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
-from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+try:
+    from huggingface_hub.dataclasses import strict
+    from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
+    from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if transformers.__version__.startswith("5.14."):
+        raise ImportError("per_layer_config is None for models whose layers are equal")
+except ImportError as error:
+    raise ImportError(
+        f"modeling_dwindle.py needs transformers 5.15 or newer, and this is {transformers.__version__}: "
+        "pip install -U 'transformers>=5.15'"
+    ) from error
 
 PREFIX = "dwindle_"
 ATTENTION = "dwindle_cluster"
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 _SPEC = "_heterogeneity_spec"
 """Where transformers keeps ``per_layer_config``; without it, a configuration has only the largest sizes."""
 
@@ -125,12 +137,20 @@ def _title(family: str) -> str:
 
 
 class _LargestSizes:
-    """transformers refuses to read what differs between layers; here it is the largest size of any layer."""
+    """transformers refuses to read what differs between layers; here it is the largest size of any layer.
+
+    Not for heads: a server that gives every layer the same number would read another layer's keys without an error.
+    """
 
     def __getattribute__(self, key: str) -> Any:
         try:
             return super().__getattribute__(key)
-        except AmbiguousGlobalPerLayerAttributeError:
+        except AmbiguousGlobalPerLayerAttributeError as error:
+            if key in _HEADS:
+                raise AmbiguousGlobalPerLayerAttributeError(
+                    f"{key} is not one number, layers differ: read it from per_layer_config, as vLLM does from version "
+                    "0.28 on; for other programs write the model with `dwindle export --to hf --as deci` or `--stock`"
+                ) from error
             return vars(self)[key]
 
 
@@ -152,10 +172,12 @@ def _config_class(family: str) -> type[Any]:
     def attention(self: Any) -> str | None:
         """That of the whole model, which may change later; cluster attention where groups are irregular."""
         whole = vars(self).get("_whole")
+        implementation: str | None
         if whole is None:
-            implementation: str | None = vars(self).get("_attn_implementation_internal")
-            return implementation
-        return ATTENTION if self.queries_per_kv else whole._attn_implementation
+            implementation = vars(self).get("_attn_implementation_internal")
+        else:
+            implementation = ATTENTION if self.queries_per_kv else whole._attn_implementation
+        return implementation
 
     made: type[Any] = type(
         f"Dwindle{_title(family)}Config",

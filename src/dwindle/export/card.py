@@ -320,7 +320,17 @@ def _run_it(card: Card) -> str:
     )
     if not custom:
         return code
-    return f"{_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory.\n\n{code}"
+    why = f"{_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory"
+    return f"{why} (transformers 5.15 or newer).{_served(card.structure)}\n\n{code}"
+
+
+def _served(structure: Mapping[str, Any]) -> str:
+    """What vLLM needs if not all layers give attention the same numbers of heads."""
+    groups = [tuple(sorted(found.values())) for found in _kv_groups(structure) if found]  # a convolution has none
+    if len(set(groups)) < 2 and all(len(set(found)) == 1 for found in groups):
+        return ""
+    other = "`dwindle export --to hf --as deci` or `--stock` write a directory for earlier versions"
+    return f" vLLM serves it from version 0.28 on; {other}."
 
 
 def _kv_groups(structure: Mapping[str, Any]) -> list[Counter[int]]:

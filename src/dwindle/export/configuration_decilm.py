@@ -22,7 +22,7 @@ class Block(dict[str, Any]):
 
 
 @strict
-class DeciLMConfig(LlamaConfig):  # type: ignore[misc]
+class DeciLMConfig(LlamaConfig):
     model_type = "nemotron-nas"
     block_configs: list | None = None  # type: ignore[type-arg]
 

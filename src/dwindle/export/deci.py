@@ -39,6 +39,8 @@ def refuse_other_models(model: Any) -> None:
         why = "has no sliding window, and this model has one"
     elif config.rope_parameters.get("rope_type", "default") not in ("default", "linear", "llama3"):
         why = f"has no rotation of type {config.rope_parameters['rope_type']}"
+    elif config.hidden_act not in ("silu", "swish"):
+        why = f"computes silu, and this model {config.hidden_act}"
     if why is not None:
         raise UserError(f"--as deci: the layout {why}: export without --as")
 
@@ -85,23 +87,22 @@ def verify(folder: Path, model: Any, prompts: list[list[int]]) -> Verified:
     reference, config = as_float32(model), read_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
-    rotary: Any = reference.model.rotary_emb
-    worst = max(
-        relative_error(layout_logits(config, weights, rotary, ids), logits_of(reference, ids)) for ids in prompts
-    )
+    worst = max(relative_error(layout_logits(config, weights, ids), logits_of(reference, ids)) for ids in prompts)
     return check(Verified("torch, by the layout", worst, HF_TOLERANCE, "largest relative difference of a logit"))
 
 
 @torch.inference_mode()
-def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], rotary: Any, ids: list[int]) -> Tensor:
-    """Logits [length, vocabulary] of a sequence; ``rotary`` gives cosine and sine."""
+def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """Logits [length, vocabulary] of a sequence."""
     size, heads = config["head_dim"], config["num_attention_heads"]
     x = F.embedding(torch.tensor(ids), weights["model.embed_tokens.weight"])
-    turns: list[Tensor] = [part[0] for part in rotary(x[None], torch.arange(len(ids))[None])]
-    cos, sin = turns
+    angles = torch.arange(len(ids))[:, None] * frequencies(config).repeat(2)
+    cos, sin = angles.cos(), angles.sin()
 
     def norm(name: str, values: Tensor) -> Tensor:
-        return F.rms_norm(values, values.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"])
+        gain, epsilon = weights[f"{name}.weight"], float(config["rms_norm_eps"])
+        normed: Tensor = F.rms_norm(values, [values.shape[-1]], gain, epsilon)
+        return normed
 
     def linear(name: str, values: Tensor) -> Tensor:
         return F.linear(values, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
@@ -123,6 +124,21 @@ def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], rotary: An
         x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(norm("model.norm", x), head)
+
+
+def frequencies(config: dict[str, Any]) -> Tensor:
+    """Radians per position of each pair of a head's values, from ``rope_theta`` and ``rope_scaling`` as written."""
+    size, scaling = config["head_dim"], config["rope_scaling"] or {}
+    plain: Tensor = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
+    if scaling.get("rope_type") == "linear":
+        return plain / float(scaling["factor"])
+    if scaling.get("rope_type") != "llama3":
+        return plain
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns: Tensor = plain * scaling["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
+    kept = ((turns - low) / (high - low)).clamp(0, 1)  # fast pairs as they are, slow ones slower
+    slower: Tensor = plain / scaling["factor"]
+    return kept * plain + (1 - kept) * slower
 
 
 def ffn_width(ffn: dict[str, Any], hidden: int) -> int:

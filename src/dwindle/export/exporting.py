@@ -222,15 +222,15 @@ class _Export:
                 reference = verification.with_tensors(model, written.stored) if written.stored else model
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
+            result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
+            if vocabulary.warning:
+                result.warnings.append(vocabulary.warning)
+            if written.fallbacks:
+                odd = odd_sizes(Anatomy.of(model), gguf_types.largest_block(written.fallbacks))
+                result.warnings.append(gguf_types.describe_fallbacks(self.type, written.fallbacks, odd))
         generation = getattr(self.loaded.model, "generation_config", None)
         with atomic_file(ollama.place_of(self.target)) as path:
             path.write_text(ollama.modelfile(self.target.name, self.loaded.tokenizer, generation), encoding="utf-8")
-        result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
-        if vocabulary.warning:
-            result.warnings.append(vocabulary.warning)
-        if written.fallbacks:
-            odd = odd_sizes(Anatomy.of(model), gguf_types.block_of(self.type))
-            result.warnings.append(gguf_types.describe_fallbacks(self.type, written.fallbacks, odd))
         return result
 
     def _verified_gguf(self, path: Path, reference: Any) -> Verified:

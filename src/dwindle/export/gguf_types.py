@@ -44,6 +44,8 @@ class Fallback:
 
     name: str
     kind: str
+    block: int
+    """Of the type that it should have had."""
     more_bytes: float
     padding_bytes: float
     """What padding its rows to whole blocks would cost instead."""
@@ -106,7 +108,7 @@ class TypeChoice:
             block, bytes_each = self._sizes[self._kinds[wanted]][0], self._bytes_each(wanted)
             more = values.size * (self._bytes_each(kind) - bytes_each)
             padding = -width % block / width * values.size * bytes_each
-            self.fallbacks.append(Fallback(name, kind.lower(), more, padding))
+            self.fallbacks.append(Fallback(name, kind.lower(), block, more, padding))
         return self._kinds[kind]
 
     def _bytes_each(self, kind: str) -> float:
@@ -119,20 +121,29 @@ def more_bits(place: int, count: int) -> bool:
     return place < count // 8 or place >= 7 * count // 8 or (place - count // 8) % 3 == 2
 
 
+def largest_block(fallbacks: Sequence[Fallback]) -> int:
+    """The block that would fit all of them: blocks are powers of two."""
+    return max(fallback.block for fallback in fallbacks)
+
+
 def describe_fallbacks(type_: str, fallbacks: Sequence[Fallback], odd: Sequence[str]) -> str:
-    """One line: what is stored with more bits and why, what that costs, and what avoids it."""
-    block = block_of(type_)
-    are = "are not multiples" if len(odd) > 1 or " to " in odd[0] else "is not a multiple"
+    """One line: what is stored with more bits and why, what that costs, and what avoids it.
+
+    ``odd`` names the sizes that are not multiples of the largest block.
+    """
+    block = largest_block(fallbacks)
+    rows = "rows" if block == block_of(type_) else "some rows"
+    are = "are not multiples" if len(odd) > 1 or " to " in "".join(odd) else "is not a multiple"
+    because = f", and {' and '.join(odd)} {are} of it" if odd else ""
     kinds = " and ".join(sorted({fallback.kind for fallback in fallbacks}))
     more, padding = (sum(getattr(one, key) for one in fallbacks) for key in ("more_bytes", "padding_bytes"))
     fixes = [f"`dwindle prune --round-to {block}` avoids it"]
     if padding < more:
         fixes.insert(0, f"--round {block} pads widths with zeros")
     fix = "" if all(size.startswith("heads") for size in odd) else f"; {', '.join(fixes)}"
-    return (
-        f"{type_} stores rows in blocks of {block}, and {' and '.join(odd)} {are} of it: {len(fallbacks)} tensors are "
-        f"stored as {kinds} ({format_bytes(round(more))} more){fix}"
-    )
+    tensors = "1 tensor is" if len(fallbacks) == 1 else f"{len(fallbacks)} tensors are"
+    cost = f"{tensors} stored as {kinds} ({format_bytes(round(more))} more)"
+    return f"{type_} stores {rows} in blocks of {block}{because}: {cost}{fix}"
 
 
 def quantize(gguf: Any, values: Matrix, kind: Any, threads: int = 1) -> npt.NDArray[Any]:

@@ -13,7 +13,9 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
     place, prompt = quote(str(out)), quote(PROMPT)
     ours = f"dwindle generate {place} {prompt}"
     if to == "gguf":
-        modelfile, name = quote(str(Path(out).with_suffix(".Modelfile"))), quote(Path(out).stem.lower())
+        from dwindle.export.ollama import place_of  # which imports torch
+
+        modelfile, name = quote(str(place_of(Path(out)))), quote(Path(out).stem.lower())
         create = f"ollama create {name} -f {modelfile}"
         return {
             "llama.cpp through xllamacpp": ours,

@@ -18,28 +18,32 @@ Rounding = Literal["int8", "fp8"]
 LEVELS_8 = 127
 LOW_4, HIGH_4 = -8, 7
 FP8_MAX = 448.0
-_TINY = 1e-12
+
+
+def _usable(scale: Tensor) -> Tensor:
+    """1 where all values are zero, or so small that the scale's dtype has no number for them."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def quantize_tokens(x: Tensor, rounding: Rounding = "int8") -> Tensor:
     """x̂ = s·round(x / s), one scale per token: s = max|x| / 127.5 (int8, −128 … 127) or max|x| / 448 (8-bit float)."""
     peak = x.abs().amax(-1, keepdim=True)
     if rounding == "fp8":
-        scale = (peak / FP8_MAX).clamp(min=_TINY)
+        scale = _usable(peak / FP8_MAX)
         return (x / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(x.dtype) * scale
-    scale = (peak / 127.5).clamp(min=_TINY)
+    scale = _usable(peak / 127.5)
     return (x / scale).round().clamp(-128, 127) * scale
 
 
 def quantize_rows(w_OI: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """int8 weights [O, I] and a scale per row [O, 1], rounded to the dtype in which it is stored."""
-    scale_O1 = (w_OI.abs().amax(1, keepdim=True) / LEVELS_8).clamp(min=_TINY).to(scale_dtype)
+    scale_O1 = _usable((w_OI.abs().amax(1, keepdim=True) / LEVELS_8).to(scale_dtype))
     return (w_OI / scale_O1.float()).round().clamp(-LEVELS_8, LEVELS_8).to(torch.int8), scale_O1
 
 
 def quantize_rows_fp8(w_OI: Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """The same with 8-bit floats (e4m3)."""
-    scale_O1 = (w_OI.abs().amax(1, keepdim=True) / FP8_MAX).clamp(min=_TINY).to(scale_dtype)
+    scale_O1 = _usable((w_OI.abs().amax(1, keepdim=True) / FP8_MAX).to(scale_dtype))
     return (w_OI / scale_O1.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale_O1
 
 
@@ -53,7 +57,7 @@ def quantize_groups(
     blocks = grouped(w_OI, group)
     low = blocks.amin(-1).clamp(max=0) * clip
     high = blocks.amax(-1).clamp(min=0) * clip
-    scale = ((high - low) / (HIGH_4 - LOW_4)).clamp(min=_TINY).to(scale_dtype)
+    scale = _usable(((high - low) / (HIGH_4 - LOW_4)).to(scale_dtype))
     step = scale.float()
     zero = (LOW_4 - low / step).round().clamp(LOW_4, HIGH_4)
     values = (blocks / step[..., None] + zero[..., None]).round().clamp(LOW_4, HIGH_4)

@@ -24,7 +24,7 @@ from dwindle.anatomy.families import outside_family, register_beside
 from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.limits import check_sizes
 from dwindle.core.notebook import Shown
@@ -288,7 +288,8 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
         (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
         for file in folder.iterdir():
-            file.chmod(0o644)
+            if file.is_file():
+                file.chmod(0o644)
 
 
 def _card(result: Quantized, out: Path) -> str:
@@ -327,10 +328,11 @@ def load(source: str | PathLike[str]) -> Loaded:
         raise UserError(f"source {folder}: {MARKER} was written by another version: quantize the model again")
     try:
         model = _rebuilt(folder, SCHEMES[description["scheme"]], tensors)
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise UserError(f"source {folder}: {WEIGHTS} does not fit ({error}): quantize the model again") from error
-    floats = {name: tensor.float() for name, tensor in tensors.items() if not _is_quantized(name, model)}
-    missing, unexpected = model.load_state_dict(floats, strict=False, assign=True)
+        floats = {name: tensor.float() for name, tensor in tensors.items() if not _is_quantized(name, model)}
+        missing, unexpected = model.load_state_dict(floats, strict=False, assign=True)
+    except (AttributeError, KeyError, RuntimeError, ValueError) as error:
+        why = first_line(error)
+        raise UserError(f"source {folder}: {WEIGHTS} does not fit ({why}): quantize the model again") from error
     model.tie_weights()
     quantized = {f"{name}." for name in quantized_layers(model)}
     missing = [n for n in missing if "rotary_emb" not in n and not any(map(n.startswith, quantized))]

@@ -115,7 +115,8 @@ def read_config(folder: Path, where: str) -> PreTrainedConfig:
     Dropout is switched off: with it, a masked model and a compacted one would train differently.
     """
     config = text_config(_read_config(folder, where))
-    check_sizes({name: getattr(config, name, None) for name in LIMITS}, where)
+    own = vars(config)  # where heads of different layers may be read, too
+    check_sizes({name: own[name] if name in own else getattr(config, name, None) for name in LIMITS}, where)
     # "org/name" would make transformers fetch and run a kernel from the hub
     config._attn_implementation = config._experts_implementation = None
     for name in _DROPOUTS:
