@@ -77,9 +77,7 @@ def generate_answers(
     """
     target, file = Path(out), Path(prompts)
     refuse_file(target, overwrite=overwrite, sources=[file])
-    source = str(model_of_run(Path(model)) or fspath(model))
-    check_source(source)
-    found = read_prompts(file, limit=limit)
+    source, found = _asked(model, file, limit)
     header = _header(source, found, config, chat, device)
     journal = Journal(target.with_name(target.name + ".partial"), header, overwrite=overwrite)
     written = {(row["turn"], row["group"]): [Answer(*one) for one in row["answers"]] for row in journal.rows}
@@ -89,6 +87,26 @@ def generate_answers(
     write_text_atomic(target, "".join(map(json_line, work.rows())), option="--out")
     journal.remove()
     return summary
+
+
+def _asked(model: str | PathLike[str], prompts: Path, limit: int | None) -> tuple[str, list[Prompt]]:
+    """Where the model is, and what it is asked."""
+    source = str(model_of_run(Path(model)) or fspath(model))
+    check_source(source)
+    return source, read_prompts(prompts, limit=limit)
+
+
+def answers_header(
+    model: str | PathLike[str],
+    prompts: str | PathLike[str],
+    config: GenerateConfig,
+    *,
+    chat: bool,
+    limit: int | None,
+    device: str,
+) -> dict[str, Any]:
+    """What decides the answers of ``generate_answers`` with these arguments."""
+    return _header(*_asked(model, Path(prompts), limit), config, chat, device)
 
 
 def _header(source: str, prompts: Sequence[Prompt], config: GenerateConfig, chat: bool, device: str) -> dict[str, Any]:
