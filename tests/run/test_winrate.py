@@ -321,6 +321,10 @@ class Stub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append((self.path, self.headers.get("Authorization", ""), body))
+        if self.mode == "garbled":
+            self.wfile.write(b"nonsense\r\n\r\n")
+            self.close_connection = True
+            return
         if self.mode == "redirect":
             self.send_response(302)
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
@@ -394,6 +398,14 @@ def test_an_address_judges_only_when_it_is_allowed(
         Stub.mode = mode
         code, _, error = run("--judge-model", "m", "--allow-network")
         assert code == 2 and message in error and error.count("\n") == 1 and "secret-key" not in error, mode
+
+
+def test_a_server_that_does_not_speak_http_is_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
+    Stub.mode = "garbled"
+    with pytest.raises(UserError, match=r"cannot be asked \(nonsense\): check the address") as error:
+        AddressJudge(address, "m").judge(Pair(1, "q", "a", "b"), a_first=True)
+    assert "\n" not in str(error.value)
 
 
 def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

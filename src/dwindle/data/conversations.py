@@ -108,7 +108,8 @@ def _turns(record: dict[str, Any], place: str, input_joint: str) -> tuple[list[A
         parts = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{place} has an instruction or input that is not text")
-        return [*_as_turns(instruction_text(*parts, input_joint), "user"), *_as_turns(record["output"], "assistant")], 0
+        question = instruction_text(parts[0], parts[1], input_joint)
+        return [*_as_turns(question, "user"), *_as_turns(record["output"], "assistant")], 0
     known = ", ".join(map(str, record)) or "none"
     raise UserError(f"{place} is not a conversation (it has: {known}): each row needs {_FORMS}")
 

@@ -170,7 +170,7 @@ class AddressJudge:
                 wait = error.headers.get("Retry-After", "")
                 time.sleep(min(float(wait) if wait.isdigit() else 2.0**number, 60.0))
             except (OSError, http.client.HTTPException) as error:
-                reason = str(getattr(error, "reason", error))
+                reason = " ".join(str(getattr(error, "reason", error)).split())
                 time.sleep(min(2.0**number, 60.0) / 4)
             except (ValueError, LookupError, TypeError):
                 reason = "not an answer of an OpenAI-compatible server"

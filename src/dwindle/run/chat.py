@@ -15,7 +15,7 @@ from typing import Protocol
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import parse_json
@@ -156,7 +156,9 @@ class LlamaCppChat:
             if not is_last:
                 raise http.client.HTTPException("its answer broke off")  # which reading by lines takes for the end
         except (OSError, http.client.HTTPException, RuntimeFailure) as error:
-            raise UserError(f"{self.facts.name}: llama.cpp stopped ({error}): start the command again") from error
+            raise UserError(
+                f"{self.facts.name}: llama.cpp stopped ({first_line(error)}): start the command again"
+            ) from error
 
     def close(self) -> None:
         self._process.close()
