@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("lm_eval", reason="needs the eval extra (lm_eval)")
 pytest.importorskip("immutabledict", reason="needs the eval extra (immutabledict)")
@@ -16,6 +17,7 @@ from dwindle.evaluation import ifeval
 from dwindle.evaluation.evaluate import evaluate, evaluate_model, load_data
 from dwindle.evaluation.generation_tasks import GENERATION_TASKS, load_generation, score_answers
 from dwindle.evaluation.harness import import_harness, stock_tasks
+from dwindle.evaluation.prompts import read_chats
 from dwindle.evaluation.results import read_result
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
@@ -91,7 +93,22 @@ def test_ifeval_scores_are_those_of_the_harness(shared_data: Path, tmp_path: Pat
 
 
 def test_what_cannot_be_checked_is_left_out_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without langdetect and NLTK's data; nothing is downloaded."""
+    """Nothing is downloaded either."""
+    without_packages(monkeypatch)
+    write_lines(tmp_path / "ifeval.prompts.jsonl", SOME)
+    data = load_data(["ifeval"], [str(tmp_path)]).generated[0]
+    result, records = score_answers(data, {row["key"]: text for row, text in zip(SOME, ANSWERS, strict=True)})
+    assert [record["strict"] for record in records] == [[True], [True, True], [], [False]]
+    assert [record["whole"] for record in records] == [True, True, False, False]
+    assert result.values == {"prompt_strict": 1.0, "inst_strict": 0.75, "prompt_loose": 1.0, "inst_loose": 0.75}
+    assert {reason.split(" needs ")[0]: count for reason, count in result.left_out.items()} == {
+        "language:response_language": 1,
+        "length_constraints:number_sentences": 1,
+    }
+
+
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if langdetect and NLTK's data were not there."""
     import nltk
 
     def missing(*args: Any) -> None:
@@ -103,16 +120,60 @@ def test_what_cannot_be_checked_is_left_out_and_counted(tmp_path: Path, monkeypa
     )
     monkeypatch.setattr(nltk.data, "find", missing)
     monkeypatch.setattr(nltk, "download", lambda *args: pytest.fail("a download"))
-    write_lines(tmp_path / "ifeval.prompts.jsonl", SOME)
-    data = load_data(["ifeval"], [str(tmp_path)]).generated[0]
-    result, records = score_answers(data, {row["key"]: text for row, text in zip(SOME, ANSWERS, strict=True)})
-    assert [record["strict"] for record in records] == [[True], [True, True], [], [False]]
-    assert [record["whole"] for record in records] == [True, True, False, False]
-    assert result.values == {"prompt_strict": 1.0, "inst_strict": 0.75, "prompt_loose": 1.0, "inst_loose": 0.75}
-    assert {reason.split(" needs ")[0]: count for reason, count in result.left_out.items()} == {
-        "language:response_language": 1,
-        "length_constraints:number_sentences": 1,
-    }
+
+
+def test_a_level_that_nothing_has_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_packages(monkeypatch)
+    write_lines(tmp_path / "ifeval.prompts.jsonl", SOME[2:])  # no prompt can be checked whole
+    result, _ = score_answers(load_data(["ifeval"], [str(tmp_path)]).generated[0], list(ANSWERS[2:]))
+    assert result.values == {"inst_strict": 0.0, "inst_loose": 0.0} and result.value == 0 and result.num_items == 2
+    write_lines(tmp_path / "ifeval.prompts.jsonl", SOME[2:3])
+    with pytest.raises(UserError, match="no instruction can be checked here"):
+        score_answers(load_data(["ifeval"], [str(tmp_path)]).generated[0], list(ANSWERS[2:3]))
+
+
+def test_ids_name_one_item_each(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": name, "question": "Q?", "answer": "x"} for name in (3, "a", [1], True, None)]
+    write_lines(tmp_path / "exact_match.dev.jsonl", rows)
+    write_lines(tmp_path / "exact_match.test.jsonl", rows)
+    data = load_generation(GENERATION_TASKS["exact_match"], [str(tmp_path)])
+    assert [item.id for item in data.items] == [3, "a", 4] and data.num_skipped == 2
+    assert "line 3: a field has the wrong form (the id [1] is neither" in data.skipped[0]
+    write_lines(tmp_path / "exact_match.test.jsonl", [*rows, rows[1]])
+    with pytest.raises(UserError, match=r"line 6: the id 'a' is also that of line 2: give each its own"):
+        load_generation(GENERATION_TASKS["exact_match"], [str(tmp_path)])
+    bad = write_lines(tmp_path / "bad.jsonl", [{"id": [1], "messages": [{"role": "assistant", "content": "x"}]}])
+    with pytest.raises(UserError, match=r"bad.jsonl, line 1: is not an answer"):
+        read_chats(bad)
+
+
+def test_length_and_precision_reach_generated_answers(tmp_path: Path) -> None:
+    """No sequence is longer than --max-length, autocast is on, and a long prompt does not cut its neighbours."""
+    seen: list[tuple[int, bool]] = []
+    model, tokenizer = tiny_model("llama", vocab_size=257, max_position_embeddings=256), tiny_tokenizer()
+    model.float()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id = None
+    model.register_forward_pre_hook(
+        lambda module, args, options: seen.append((options["input_ids"].shape[1], torch.is_autocast_enabled("cpu"))),
+        with_kwargs=True,
+    )
+    rows = [{"question": f"Capital {n}?", "answer": f"City {n}"} for n in range(6)]
+    write_lines(tmp_path / "exact_match.dev.jsonl", rows)
+    write_lines(tmp_path / "exact_match.test.jsonl", rows[:2])
+    data = load_data(["exact_match"], [str(tmp_path)])
+    evaluate_model(model, tokenizer, data, tokens=4, max_length=60, precision="bf16")
+    assert max(length for length, _ in seen) == 56 and all(is_on for _, is_on in seen)
+    evaluate_model(model, tokenizer, data, tokens=4)
+    assert not seen[-1][1]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    short, long = SOME[0], {**SOME[0], "key": 7, "prompt": "x" * 240}
+    answers = []
+    for given in ([short], [short, long]):
+        write_lines(tmp_path / "ifeval.prompts.jsonl", given)
+        items = tmp_path / f"{len(given)}.jsonl"
+        evaluate_model(model, tokenizer, load_data(["ifeval"], [str(tmp_path)]), tokens=40, items=items)
+        answers.append(json.loads(items.read_text().splitlines()[0])["answer"])
+    assert answers[0] == answers[1]
 
 
 def test_a_model_is_asked_and_its_answers_scored(tmp_path: Path) -> None:

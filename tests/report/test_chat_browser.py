@@ -89,6 +89,34 @@ def test_words_appear_as_they_come_and_escape_stops_them(browser: Browser) -> No
         browser.wait_for(DONE)
 
 
+def test_a_new_chat_during_an_answer_is_empty(browser: Browser) -> None:
+    """What the old chat still brings goes nowhere; a question that was stopped before an answer is dropped too."""
+    parrot = Parrot(words=10_000, pause_s=0.03)
+    with serving(parrot) as server:
+        browser.open(server.url)
+        for restart in ('document.querySelectorAll(".under button")[0].click()',
+                        'inputs.system.value = ""; inputs.system.dispatchEvent(new Event("change"))'):  # fmt: skip
+            parrot.words, parrot.pause_s = 10_000, 0.03
+            press(browser, *"go", ENTER)
+            browser.wait_for('return (document.querySelector(".said .text")?.textContent.length || 0) > 10')
+            browser.run(restart)
+            assert browser.run('return document.querySelector("button.main").textContent') == "Send"
+            parrot.words, parrot.pause_s = 2, 0
+            press(browser, *"on", ENTER)
+            browser.wait_for(DONE)
+            assert browser.run("return chats[0].map((one) => [one.role, one.content.trim()])") == [
+                ["user", "on"],
+                ["assistant", "on on"],
+            ]
+            browser.run('document.querySelectorAll(".under button")[0].click()')
+        parrot.words, parrot.pause_s = 5, 2.0
+        press(browser, *"slow", ENTER)
+        browser.wait_for('return document.querySelectorAll(".said.running").length === 1')
+        press(browser, ESCAPE)
+        browser.wait_for(DONE)
+        assert browser.run("return chats[0].length") == 0
+
+
 def test_a_closed_tab_stops_its_answers(browser: Browser) -> None:
     parrots = Parrot("a", words=10_000, pause_s=0.03), Parrot("b", words=10_000, pause_s=0.03)
     with serving(*parrots) as server:

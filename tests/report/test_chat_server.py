@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
+import resource
 import socket
 import threading
 import time
@@ -116,6 +118,37 @@ def test_a_client_that_does_not_read_cannot_hold_a_model(monkeypatch: pytest.Mon
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         until(lambda: parrot.num_ended == 1)
         connection.close()
+
+
+def test_a_body_that_never_comes_can_be_closed_in_favour_of_others() -> None:
+    with serving(Parrot()) as server:
+        connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+        head = f"POST /answer HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n".encode())
+        until(lambda: len(server._open) == 1)
+        time.sleep(0.2)
+        assert len(server._open) == 1  # it is one of those that wait, not one that is answered
+        connection.close()
+
+
+def test_descriptors_above_1023_are_watched() -> None:
+    """As with hundreds of files open: select() would take them for clients that are gone."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit[0] < 1200:
+        if limit[1] != resource.RLIM_INFINITY and limit[1] < 1200:
+            pytest.skip("this machine allows fewer descriptors")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1200, limit[1]))
+    held = []
+    try:
+        with serving(Parrot(words=3)) as server:
+            while not held or held[-1] < 1030:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+            status, _, content = ask(server, body())
+            assert status == 200 and len(content.splitlines()) == 4 and server.num_stopped == 0
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_models_answer_side_by_side() -> None:

@@ -13,9 +13,11 @@ import torch
 
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
+from dwindle.data.chat import ChatEncoder
+from dwindle.data.conversations import conversation_of
 from dwindle.evaluation import sampling
-from dwindle.evaluation.config import SamplingConfig
-from dwindle.evaluation.generation import TransformersAnswerer
+from dwindle.evaluation.config import GenerateConfig, SamplingConfig
+from dwindle.evaluation.generation import LlamaCppAnswerer, TransformersAnswerer
 from dwindle.evaluation.sampling import stream, uniforms
 from dwindle.run import answers
 from dwindle.run.answers import generate_answers
@@ -121,6 +123,20 @@ def test_rows_that_end_leave_the_batch(model: Path, monkeypatch: pytest.MonkeyPa
     assert answerer.answer(rows, [(index,) for index in range(12)], 30) == alone
     assert together == alone and len({answer.num_tokens for answer in alone}) > 3
     assert all(answer.is_finished for answer in alone)
+
+
+def test_an_instruction_is_asked_as_it_was_trained(tmp_path: Path) -> None:
+    """A tuned model without a template of its own has Alpaca's, which has a heading for inputs."""
+    place, tokenizer = tiny_directory(tmp_path / "model", max_position_embeddings=512), tiny_tokenizer()
+    encoder = ChatEncoder(tokenizer)
+    tokenizer.chat_template = encoder.template
+    tokenizer.save_pretrained(place)
+    rows = [{"instruction": "Add.", "input": "1 2", "output": "3"}, {"instruction": "Hi", "input": "", "output": "x"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    generate_answers(place, tmp_path / "p.jsonl", tmp_path / "a.jsonl", tokens=2, device="cpu")
+    asked = [json.loads(line)["messages"][:-1] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    trained = [conversation_of(row, "row", encoder.input_joint).messages[:-1] for row in rows]
+    assert asked == trained and asked[0][0]["content"] == "Add.\n\n### Input:\n1 2"
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED])
@@ -271,6 +287,71 @@ def test_llama_cpp_answers_like_transformers(tmp_path: Path) -> None:
         assert done.runtime == runtime
         found[runtime] = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert found["llama.cpp"] == found["transformers"]
+
+
+def test_the_second_turn_fits_into_llama_cpp(tmp_path: Path) -> None:
+    """Its prompt has the first question and answer in it; a resumed file has the same answers."""
+    pytest.importorskip("xllamacpp")
+    from dwindle.export.exporting import export
+
+    file = tmp_path / "model.gguf"
+    export(tiny_loaded(vocab_size=300), "gguf", file, type="f32")
+    turns = {"turns": ["Hi", "What about these words, and many more of them than before?"]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(turns) + '\n{"prompt": "Tell"}\n')
+    found = {}
+    for runtime in ("llama.cpp", "transformers"):
+        out = tmp_path / f"{runtime}.jsonl"
+        generate_answers(file, tmp_path / "p.jsonl", out, tokens=12, runtime=runtime, device="cpu")
+        found[runtime] = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    assert found["llama.cpp"] == found["transformers"] and len(found["llama.cpp"][0]) == 4
+    contexts, asked = [], []
+    real = LlamaCppAnswerer._call
+
+    def call(self: LlamaCppAnswerer, method: str, context: int, **arguments: Any) -> Any:
+        contexts.append(context)
+        asked.append(len(arguments["request"]["prompt"]) + arguments["request"]["max_tokens"])
+        if len(asked) == stop:
+            raise KeyboardInterrupt
+        return real(self, method, context, **arguments)
+
+    def again() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LlamaCppAnswerer, "_call", call)
+            generate_answers(file, tmp_path / "p.jsonl", broken, tokens=12, runtime="llama.cpp", device="cpu")
+
+    stop, broken = 3, tmp_path / "broken.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        again()
+    again()
+    assert len(contexts) == 4 and contexts[2] == contexts[3]  # of the second turn, after what came before and alone
+    assert all(tokens < context for tokens, context in zip(asked, contexts, strict=True))
+    assert broken.read_bytes() == (tmp_path / "llama.cpp.jsonl").read_bytes()
+
+
+def test_a_context_that_is_too_small_grows_by_the_prompt_alone(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    from dwindle.export.exporting import export
+
+    file = tmp_path / "model.gguf"
+    loaded = tiny_loaded(vocab_size=300)
+    export(loaded, "gguf", file, type="f32")
+    rows = [[5, 9, 12], [7] * 60, [5, 9, 12]]
+    config = GenerateConfig()
+    with LlamaCppAnswerer(str(file), config) as answerer:
+        answerer.reserve(16)
+        assert answerer.groups([9, 99]) == [[0], [1]] and answerer._context_for(11) == 24
+        found = [answerer.answer([row], [(0,)], 8)[0] for row in rows]
+    assert found[0] == found[2]
+    plain = TransformersAnswerer(loaded.model, loaded.tokenizer, config)
+    assert [one.text for one in found] == [plain.answer([row], [(0,)], 8)[0].text for row in rows]
+
+
+def test_llama_cpp_samples_by_the_seed(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    from dwindle.export.exporting import export
+
+    file = tmp_path / "model.gguf"
+    export(tiny_loaded(vocab_size=300), "gguf", file, type="f32")
     sampled = [
         generate(file, "Tell", tokens=8, temperature=1.0, seed=seed, device="cpu", runtime="llama.cpp")
         for seed in (1, 1, 2)

@@ -14,9 +14,9 @@ import pytest
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.evaluation.config import GenerateConfig, SamplingConfig
-from dwindle.evaluation.generation import TransformersAnswerer
+from dwindle.evaluation.generation import TransformersAnswerer, is_for_llamacpp
 from dwindle.evaluation.prompts import chat_ids
-from dwindle.run.chat import Conversation, Piece, open_chat_models
+from dwindle.run.chat import Conversation, Facts, Piece, open_chat_models
 from dwindle.sources.loading import load
 from edge_models import tiny_loaded
 from tiny import tiny_directory, tiny_tokenizer
@@ -92,6 +92,40 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(model: Path) -> None:
         assert " [stopped]" in said and whole.startswith(talk.chats[0][-1]["content"])
 
 
+class Said:
+    """A stand-in: says what it is told to, or raises it."""
+
+    def __init__(self, *pieces: str | BaseException) -> None:
+        self.facts, self.pieces = Facts("said", 1, 1, "transformers", True, "weights and cache"), pieces
+
+    def stream(self, messages: Any, config: Any) -> Any:
+        for piece in self.pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield Piece(piece, 1, 0.1, 1)
+
+
+def test_a_model_that_fails_keeps_no_other_from_answering() -> None:
+    """And a question without an answer is no part of a chat."""
+    talk = Conversation([Said("a"), Said(UserError("broken")), Said(KeyboardInterrupt()), Said("b")], SamplingConfig())
+    said: list[str] = []
+    with pytest.raises(UserError, match="broken"):
+        talk.ask("Hi", said.append)
+    assert [[one["content"] for one in chat] for chat in talk.chats] == [["Hi", "a"], [], [], ["Hi", "b"]]
+    assert "[failed: broken]\n" in said and " [stopped]" in said
+
+
+def test_a_gguf_file_has_one_runtime_for_chats_and_answers(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    found = [
+        is_for_llamacpp(str(file), GenerateConfig(runtime=runtime), device)  # type: ignore[arg-type]
+        for runtime in ("auto", "llama.cpp", "transformers")
+        for device in ("cpu", "cuda")
+    ]
+    assert found == [True, False, True, True, False, False]
+
+
 def test_commands_in_the_terminal(model: Path, tmp_path: Path, terminal: Callable[..., Any]) -> None:
     file = tmp_path / "chat.jsonl"
     lines = ["Hello", "/set tokens=3", "/system Be kind.", "Hi", f"/save {file}", f"/save {file}", "/nonsense",
@@ -143,6 +177,13 @@ def test_a_gguf_file_streams_from_llama_cpp(tmp_path: Path, terminal: Callable[.
         next(half)
         half.close()  # llama.cpp is told to stop, and answers the next
         assert "".join(piece.text for piece in chat.stream(message, config)) == want.text
+        half = chat.stream(message, SamplingConfig(tokens=100))
+        next(half)
+        chat._process._child.kill()  # type: ignore[attr-defined]
+        chat._process._child.wait()  # type: ignore[attr-defined]
+        for pieces_left in (half, chat.stream(message, config)):  # while it answers, and before
+            with pytest.raises(UserError, match=r"llama\.cpp stopped \(.*\): start the command again"):
+                list(pieces_left)
 
 
 def test_a_model_without_a_template_continues_text(tmp_path: Path, terminal: Callable[..., Any]) -> None:

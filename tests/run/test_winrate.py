@@ -6,6 +6,7 @@ import io
 import json
 import math
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
@@ -74,7 +76,11 @@ def test_rates_equal_a_slow_computation(seed: int) -> None:
     found = length_controlled(np.array([values]), np.array([differences]))[0]
     assert found == pytest.approx(slow_length_controlled(values, differences), abs=1e-6)
     plain, controlled = rates(values, differences, seed=seed)
-    assert plain.value == pytest.approx(sum(values) / 60) and controlled.value == pytest.approx(found)
+    assert (
+        controlled is not None
+        and plain.value == pytest.approx(sum(values) / 60)
+        and controlled.value == pytest.approx(found)
+    )
     assert controlled.value < plain.value  # longer answers won: part of the rate was length
     generator, resampled = np.random.default_rng(seed), []
     for row in generator.integers(60, size=(1000, 60)):
@@ -85,16 +91,36 @@ def test_rates_equal_a_slow_computation(seed: int) -> None:
 
 def test_extremes_stay_finite() -> None:
     plain, controlled = rates([1.0] * 10, list(range(10)))
-    assert (plain.value, plain.low) == (1, 1) and 0.9 < controlled.value < 1
+    assert plain.value == 1 and controlled is not None and 0.9 < controlled.value < 1
     same, equal = rates([1.0, 0.0, 0.5, 0.5], [0, 0, 0, 0])
-    assert same.value == equal.value == pytest.approx(0.5)
+    assert equal is not None and same.value == equal.value == pytest.approx(0.5)
     assert rates([1.0], [5.0])[0].value == 1
+
+
+def test_what_the_pairs_do_not_say_is_not_reported() -> None:
+    """20 wins of 20 are no proof of 100 %; a length that always differs by the same explains what it likes."""
+    sure, _ = rates([1.0] * 20, list(range(20)))
+    z = 1.959964
+    assert sure.high == 1 and sure.low == pytest.approx(20 / (20 + z**2))  # Wilson's, for p = 1
+    never, controlled = rates([0.0] * 20, list(range(20)))
+    assert never.low == 0 and never.high == pytest.approx(z**2 / (20 + z**2))
+    assert controlled is not None and controlled.low <= controlled.value <= controlled.high
+    values = [1.0, 0.0, 1.0, 1.0]
+    assert rates(values, [30] * 4)[1] is None and rates([1.0] * 4, [30] * 4)[1] is None
+    few = rates(values, [30, 30, 30, -5])[1]  # some resamples have one length alone
+    assert few is not None and 0 < few.low <= few.high < 1
+    pairs = [Pair(number, "q", "xxx", "x") for number in range(3)]
+    found = summarise(pairs, judge_pairs(Longer(), pairs), names=("a", "b"), judge=Longer())
+    assert found.length_controlled is None and found.to_json()["length_controlled"] is None
+    out = io.StringIO()
+    Console(file=out, width=120).print(found.render())
+    assert "not identifiable" in out.getvalue()
 
 
 def test_orders_are_combined() -> None:
     assert combined(1.0, 0.0) == pytest.approx(1, abs=1e-5) and combined(0.0, 1.0) == pytest.approx(0, abs=1e-5)
     assert combined(1.0, 1.0) == pytest.approx(0.5) and combined(None, None) is None
-    assert combined(None, 0.2) == pytest.approx(0.8)
+    assert combined(None, 0.2) is None and combined(0.9, None) is None  # one order alone has the favour in it
     # a judge that favours the first by a factor: cancelled
     sigmoid = lambda z: 1 / (1 + math.exp(-z))  # noqa: E731
     assert combined(sigmoid(3 + 0.4), sigmoid(3 - 0.4)) == pytest.approx(sigmoid(0.4))
@@ -113,7 +139,7 @@ def test_agreement_is_cohens() -> None:
 class Longer:
     """A stand-in: prefers the longer answer, and the first one if they are equal."""
 
-    name, sees_order = "longer", True
+    name, sees_order, identity = "longer", True, None
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
         first, second = (pair.a, pair.b) if a_first else (pair.b, pair.a)
@@ -240,6 +266,57 @@ def test_models_answer_first_and_an_interrupted_command_continues(
     assert found.calibration.agreement == sum(same) / 2
 
 
+def test_answers_and_verdicts_of_another_command_are_refused_by_name(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.0)
+    (tmp_path / "p.txt").write_text("One\nTwo\nThree\n")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}>"
+    models = [tmp_path / name for name in ("first", "second")]
+    for number, model in enumerate(models):
+        tiny_directory(model, max_position_embeddings=2048, seed=number + 1)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(model)
+    settings: dict[str, Any] = {"prompts": tmp_path / "p.txt", "tokens": 4, "device": "cpu", "out": tmp_path / "out"}
+    first = win_rate(models[0], models[1], models[0], **settings)
+    assert win_rate(models[0], models[1], models[0], **settings) == first
+    for arguments, changed, name in (
+        ((models[1], models[1], models[0]), {}, r"a\.answers\.jsonl: was begun with another model"),
+        ((models[0], models[0], models[0]), {}, r"b\.answers\.jsonl: was begun with another model"),
+        ((models[0], models[1], models[0]), {"temperature": 1.0, "seed": 3}, "another temperature, seed"),
+        ((models[0], models[1], models[0]), {"limit": 2}, "another prompts"),
+        ((models[0], models[1], models[1]), {}, r"verdicts\.jsonl: was begun with another judge"),
+        ((models[0], models[1], models[0]), {"dtype": "float64"}, "another dtype"),
+    ):
+        with pytest.raises(UserError, match=name):
+            win_rate(*arguments, **(settings | changed))
+    (tmp_path / "out" / "a.answers.jsonl.header").unlink()
+    with pytest.raises(UserError, match="is missing, which says what gave it: pass --overwrite"):
+        win_rate(models[0], models[1], models[0], **settings)
+    again = win_rate(models[1], models[1], models[0], overwrite=True, **settings)
+    assert again.win_rate.value == 0.5 and win_rate(models[1], models[1], models[0], **settings) == again
+
+
+def test_the_same_path_with_another_judge_in_it_is_another_judge(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.0)
+    a = write_answers(tmp_path / "a.jsonl", {1: "a long answer", 2: "x"})
+    b = write_answers(tmp_path / "b.jsonl", {1: "short", 2: "longer"})
+    judge = tmp_path / "judge"
+    tiny_directory(judge, max_position_embeddings=2048, seed=1)
+    win_rate(a, b, judge, out=tmp_path / "out", device="cpu")
+    shutil.rmtree(judge)
+    tiny_directory(judge, max_position_embeddings=2048, seed=2)
+    with pytest.raises(UserError, match="another judge"):
+        win_rate(a, b, judge, out=tmp_path / "out", device="cpu")
+    assert AddressJudge("https://h.example/v1", "m").identity != AddressJudge("https://h.example/v2", "m").identity
+    for verdicts, wins in (({1: "A", 2: "B"}, 1), ({1: "A", 2: "A"}, 2)):  # people change their minds: nothing is kept
+        file = write_verdicts(tmp_path / "people.jsonl", verdicts)
+        assert win_rate(a, b, file, out=tmp_path / "people").wins == wins
+
+
 def judge_again(folder: Path) -> list[Verdict]:
     """The verdicts that were written."""
     return [Verdict(**json.loads(line)) for line in (folder / "verdicts.jsonl").read_text().splitlines()[1:]]
@@ -254,6 +331,10 @@ class Stub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.seen.append((self.path, self.headers.get("Authorization", ""), body))
+        if self.mode == "garbled":
+            self.wfile.write(b"nonsense\r\n\r\n")
+            self.close_connection = True
+            return
         if self.mode == "redirect":
             self.send_response(302)
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
@@ -329,6 +410,14 @@ def test_an_address_judges_only_when_it_is_allowed(
         assert code == 2 and message in error and error.count("\n") == 1 and "secret-key" not in error, mode
 
 
+def test_a_server_that_does_not_speak_http_is_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
+    Stub.mode = "garbled"
+    with pytest.raises(UserError, match=r"cannot be asked \(nonsense\): check the address") as error:
+        AddressJudge(address, "m").judge(Pair(1, "q", "a", "b"), a_first=True)
+    assert "\n" not in str(error.value)
+
+
 def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
     with pytest.raises(UserError, match="sent by https alone"):
@@ -342,7 +431,13 @@ def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: 
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [("A", 1.0), ("B.", 0.0), (" **A** is better", 1.0), ("Answer: B", 0.0), ("The better answer is A", 1.0),
-     ("tie", 0.5), ("Both", 0.5), ("I prefer A", None), ("", None), ("Apples", None)],
+     ("tie", 0.5), ("Both", 0.5), ("I prefer A", 1.0), ("", None), ("Apples", None),
+     ("A close call, but B is better.", 0.0), ("A and B are equal", 0.5), ("The better answer is answer B", 0.0),
+     ("Both answers are fine, but B is better", 0.0), ("a", None), ("A lot of text", None), ("[[B]]", 0.0),
+     ("B is better than A.", 0.0), ("A: it is right, in contrast to answer B.", 1.0),
+     ("Neither A nor B is better", None), ("A is better in style, B is better in content", None),
+     ("B is not better", None), ("I don't think A is better", None),
+     ("As for A, it is wrong. Verdict: B", None), ("**Answer A** is clearly better", 1.0)],
 )  # fmt: skip
 def test_verdicts_in_words(answer: str, verdict: float | None) -> None:
     assert verdict_in(answer) == verdict

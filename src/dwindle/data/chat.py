@@ -63,6 +63,12 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, encoder: DocumentEncode
     return ("" if encoder.beginning_of_text is None else "{{- bos_token -}}") + _ALPACA
 
 
+def input_joint(template: Any) -> str:
+    """What stands between an instruction and its input: Alpaca's heading in its prompt, an empty line in others."""
+    is_alpaca = isinstance(template, str) and template.rstrip().endswith(_ALPACA.rstrip())
+    return _ALPACA_INPUT if is_alpaca else "\n\n"
+
+
 @dataclass(slots=True)
 class Example:
     """A rendered text and the characters [start, stop) of its answers."""
@@ -79,7 +85,7 @@ class ChatEncoder:
         if self.base.backend is None:
             raise UserError(f"tokenizer: {type(tokenizer).__name__} does not say where its tokens are in the text")
         self.template = chat_template_of(tokenizer, self.base)
-        self.input_joint = _ALPACA_INPUT if self.template.endswith(_ALPACA) else "\n\n"
+        self.input_joint = input_joint(self.template)
         """What stands between an instruction and its input."""
         self._tokenizer = tokenizer
         self._kept: set[tuple[str | None, ...]] = set()

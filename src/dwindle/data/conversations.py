@@ -108,10 +108,15 @@ def _turns(record: dict[str, Any], place: str, input_joint: str) -> tuple[list[A
         parts = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(part, str) for part in parts):
             raise UserError(f"{place} has an instruction or input that is not text")
-        question = input_joint.join(part for part in parts if part.strip())
+        question = instruction_text(parts[0], parts[1], input_joint)
         return [*_as_turns(question, "user"), *_as_turns(record["output"], "assistant")], 0
     known = ", ".join(map(str, record)) or "none"
     raise UserError(f"{place} is not a conversation (it has: {known}): each row needs {_FORMS}")
+
+
+def instruction_text(instruction: str, extra: str, input_joint: str) -> str:
+    """The question of an ``instruction`` with its ``input``, which may be empty."""
+    return input_joint.join(part for part in (instruction, extra) if part.strip())
 
 
 def _as_turns(value: Any, role: str) -> list[Any]:

@@ -22,10 +22,11 @@ from dwindle.core.jsonl import json_line
 from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import RunDirectory
 from dwindle.distributed.precision import Precision
-from dwindle.evaluation.config import EngineName, EvalConfig
+from dwindle.evaluation.config import EngineName, EvalConfig, SamplingConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
 from dwindle.evaluation.engines import EvalEngine, OwnEngine
+from dwindle.evaluation.generation import TransformersAnswerer
 from dwindle.evaluation.generation_tasks import (
     GENERATION_TASKS,
     GenerationData,
@@ -191,8 +192,11 @@ def evaluate_model(
         lines += _item_lines(usable, scored.loglikelihoods) if items is not None else []
     result.texts = [_measure_text(worker, encoder, text, length) for text in data.texts]
     for generated in data.generated:
-        answers = answer_items(model, tokenizer, generated, tokens=config.tokens, batch=config.batch, quiet=quiet)
-        scores, records = score_answers(generated, dict(zip(_ids(generated), answers, strict=True)))
+        answerer = TransformersAnswerer(
+            model, tokenizer, SamplingConfig(), batch=config.batch, max_length=length, precision=precision
+        )
+        answers = answer_items(answerer, generated, tokens=config.tokens, quiet=quiet)
+        scores, records = score_answers(generated, answers)
         result.generated.append(scores)
         lines += map(json_line, records)
     result.seconds = time.perf_counter() - started
@@ -220,10 +224,6 @@ def evaluate_answers(
     if items is not None:
         write_text_atomic(Path(items), "".join(lines), option="--items")
     return result
-
-
-def _ids(data: GenerationData) -> list[int | str]:
-    return [item.id for item in data.items]
 
 
 def _engine(

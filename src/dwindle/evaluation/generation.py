@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dwindle.core.errors import UserError
-from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SamplingConfig
+from dwindle.distributed.precision import Precision, autocast_for
+from dwindle.evaluation.config import GenerateConfig, SamplingConfig
 from dwindle.evaluation.encoding import max_length_of
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.sampling import decode, end_tokens, uniforms
@@ -20,6 +21,8 @@ from dwindle.sources.loading import chosen_device, load_config, load_tokenizer
 from dwindle.training.sampling import continuation_text
 
 _BATCH_CPU, _BATCH_GPU = 16, 128
+_SPARE = 8
+"""Tokens that llama.cpp's context has beyond prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Answerer(Protocol):
     max_length: int
     runtime: str
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for prompts with their answers of this length; before the first answer."""
+
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """Prompts (by number) that are answered together: a function of their lengths alone."""
 
@@ -49,12 +55,26 @@ class TransformersAnswerer:
 
     runtime = "transformers"
 
-    def __init__(self, model: Any, tokenizer: Any, config: SamplingConfig, *, batch: int = 0) -> None:
-        self.model, self.tokenizer, self._config = model, tokenizer, config
-        self.max_length = max_length_of(model.config, tokenizer)
-        self._batch = batch or (_BATCH_CPU if next(model.parameters()).device.type == "cpu" else _BATCH_GPU)
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        config: SamplingConfig,
+        *,
+        batch: int = 0,
+        max_length: int | None = None,
+        precision: Precision = "fp32",
+    ) -> None:
+        """``max_length`` of prompt and answer, not set: the model's; ``precision="bf16"`` computes under autocast."""
+        self.model, self.tokenizer, self._config, self._precision = model, tokenizer, config, precision
+        self.max_length = max_length or max_length_of(model.config, tokenizer)
+        self._device = next(model.parameters()).device
+        self._batch = batch or (_BATCH_CPU if self._device.type == "cpu" else _BATCH_GPU)
         self._padded = is_known_decoder(model)
         """Attention layers alone ignore padding exactly; other models get batches of equal lengths."""
+
+    def reserve(self, tokens: int) -> None:
+        """A cache grows as it is needed."""
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The longest prompts first, so that running out of memory happens at once."""
@@ -70,7 +90,8 @@ class TransformersAnswerer:
 
     def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
         ends = end_tokens(self.model, self.tokenizer)
-        found = decode(self.model, rows, self._config, count=count, ends=ends, keys=keys, droppable=self._padded)
+        with autocast_for(self._precision, self._device):
+            found = decode(self.model, rows, self._config, count=count, ends=ends, keys=keys, droppable=self._padded)
         return [
             Answer(continuation_text(self.tokenizer, row, one.ids), len(one.ids), one.is_finished)
             for row, one in zip(rows, found, strict=True)
@@ -88,24 +109,37 @@ class LlamaCppAnswerer:
         self.tokenizer = load_tokenizer(path)
         self.max_length = max_length_of(load_config(path), self.tokenizer)
         self._process: RuntimeProcess | None = None
-        self._context = 0
+        self._reserved = self._context = 0
+
+    def reserve(self, tokens: int) -> None:
+        self._reserved = min(self.max_length, tokens + _SPARE)
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        self._context = max(self._context, max(lengths, default=0))
         return [[index] for index in range(len(lengths))]
 
     def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
         answers = []
         for row, key in zip(rows, keys, strict=True):
             request = sampling_request(self._config, key) | {"prompt": row, "max_tokens": count}
-            found = self._call("complete", request=request)
+            found = self._call("complete", self._context_for(len(row) + count), request=request)
             answers.append(Answer(found["text"], found["tokens"], found["finished"]))
         return answers
 
-    def _call(self, method: str, **arguments: Any) -> Any:
+    def _context_for(self, tokens: int) -> int:
+        """Of the prompt alone, never of what was asked before: a resumed file equals an uninterrupted one.
+
+        A prompt that does not fit in what was reserved (an answer may have more tokens when it is read again) gets a
+        process of its own.
+        """
+        needed = tokens + _SPARE
+        return self._reserved if needed <= self._reserved else min(self.max_length, 1 << (needed - 1).bit_length())
+
+    def _call(self, method: str, context: int, **arguments: Any) -> Any:
         try:
+            if self._context != context:
+                self.close()
             if self._process is None:
-                context = min(self.max_length, self._context + (self._config.tokens or LONG_ANSWER) + 8)
+                self._context = context
                 self._process = RuntimeProcess("llamacpp-default", self._path, threads=self._threads, context=context)
             return self._process.call(method, **arguments)
         except RuntimeFailure as error:
@@ -137,18 +171,35 @@ def sampling_request(config: SamplingConfig, key: Sequence[int]) -> dict[str, An
     }
 
 
+def is_for_llamacpp(source: str, config: GenerateConfig, device: str) -> bool:
+    """Whether ``config`` asks for llama.cpp; by itself it is for .gguf files on a CPU."""
+    is_file = Path(source).suffix == ".gguf" and Path(source).is_file()
+    if config.runtime == "llama.cpp" and not is_file:
+        raise UserError(f"runtime llama.cpp: {source} is not a .gguf file: export one, or use transformers")
+    return is_file and (config.runtime == "llama.cpp" or (config.runtime == "auto" and device == "cpu"))
+
+
 def open_answerer(
     source: str, config: GenerateConfig, *, device: str, threads: int = 1
 ) -> AbstractContextManager[Answerer]:
     """The model in the runtime that ``config`` asks for; a context manager, which ends llama.cpp's process."""
-    is_file = Path(source).suffix == ".gguf" and Path(source).is_file()
     place = chosen_device(device)
-    if config.runtime == "llama.cpp" and not is_file:
-        raise UserError(f"runtime llama.cpp: {source} is not a .gguf file: export one, or use transformers")
-    if is_file and config.runtime != "transformers" and (config.runtime == "llama.cpp" or place == "cpu"):
+    if is_for_llamacpp(source, config, place):
         return LlamaCppAnswerer(source, config, threads=threads)
     model, tokenizer = load_with_tokenizer(source, config.dtype or "float32", place)
     return nullcontext(TransformersAnswerer(model, tokenizer, config, batch=config.batch))
+
+
+def plan_groups(answerer: Answerer, lengths: Sequence[int], wanted: int) -> list[tuple[list[int], int]]:
+    """Prompts (by number) that are answered together, and how many tokens their answers may have.
+
+    Answers that the context cuts are given one by one, so that they cut no others.
+    """
+    roomy = [place for place, length in enumerate(lengths) if length + wanted <= answerer.max_length]
+    narrow = [place for place, length in enumerate(lengths) if length + wanted > answerer.max_length]
+    together = answerer.groups([lengths[place] for place in roomy])
+    found = [([roomy[one] for one in group], wanted) for group in together]
+    return found + [([place], answerer.max_length - lengths[place]) for place in narrow]
 
 
 def room_for(prompt: int, wanted: int, max_length: int, where: str) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.evaluation.config import SamplingConfig
 from dwindle.evaluation.data import open_dataset, shot_dataset
-from dwindle.evaluation.generation import Answerer, TransformersAnswerer, room_for
-from dwindle.evaluation.ifeval import LEVELS, Checkers, levels
+from dwindle.evaluation.generation import Answerer, plan_groups, room_for
+from dwindle.evaluation.ifeval import Checkers, levels
 from dwindle.evaluation.metrics import standard_error
-from dwindle.evaluation.prompts import prompt_ids
+from dwindle.evaluation.prompts import is_id, prompt_ids
 from dwindle.evaluation.results import GenerationResult
 from dwindle.evaluation.tasks import BrokenItem, Dataset
 
@@ -148,6 +147,7 @@ def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int |
     where, split, rows = open_dataset(task.dataset, task.name, places)
     data = GenerationData(task, where, split)
     before = "".join(_shots(task, places))
+    seen: dict[int | str, str] = {}
     checkers = Checkers() if task.name == "ifeval" else None
     for number, (label, row) in enumerate(rows):
         if limit is not None and number >= limit:
@@ -155,9 +155,16 @@ def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int |
         try:
             if isinstance(row, BrokenItem):
                 raise row
-            data.items.append(_item(number, row, before, checkers))
+            item = _item(number, row, before, checkers)
         except BrokenItem as problem:
             data.skip(f"{label}: {problem}")
+            continue
+        if item.id in seen:
+            raise UserError(
+                f"--data: {where}, {label}: the id {item.id!r} is also that of {seen[item.id]}: give each its own"
+            )
+        seen[item.id] = label
+        data.items.append(item)
     if not data.items:
         reason = f" ({data.skipped[0]})" if data.skipped else ""
         raise UserError(f"--data: {where} has no usable {task.name} item{reason}: check the file")
@@ -168,13 +175,21 @@ def _item(number: int, row: Mapping[str, Any], before: str, checkers: Checkers |
     try:
         if checkers is not None:
             checkers.check_document(row)
-            return GenerationItem(number, row["key"], row["prompt"], row)
+            return GenerationItem(number, _id(row["key"]), row["prompt"], row)
         question, _ = _solved(row)
-        return GenerationItem(number, row.get("id", number), before + question, row)
+        name = number if row.get("id") is None else row["id"]
+        return GenerationItem(number, _id(name), before + question, row)
     except KeyError as error:
         raise BrokenItem(f"field {error} is missing") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise BrokenItem(f"a field has the wrong form ({error})") from error
+
+
+def _id(value: Any) -> int | str:
+    if not is_id(value):
+        raise ValueError(f"the id {value!r:.60} is neither a number nor a text")
+    name: int | str = value
+    return name
 
 
 def _solved(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -206,11 +221,10 @@ def _shots(task: GenerationTask, places: Sequence[str]) -> Iterator[str]:
 
 
 def answer_items(
-    model: Any, tokenizer: Any, data: GenerationData, *, tokens: int | None, batch: int, quiet: bool
+    answerer: Answerer, data: GenerationData, *, tokens: int | None = None, quiet: bool = False
 ) -> list[str]:
-    """The model's greedy answers, each cut where the task says that it ends."""
-    task = data.task
-    answerer: Answerer = TransformersAnswerer(model, tokenizer, SamplingConfig(), batch=batch)
+    """Answers, each cut where the task says that it ends."""
+    task, tokenizer = data.task, answerer.tokenizer
     is_chat = task.chat and bool(getattr(tokenizer, "chat_template", None))
     wanted = tokens or task.max_tokens
     rows = []
@@ -223,8 +237,7 @@ def answer_items(
     answers = [""] * len(rows)
     started, done = time.perf_counter(), 0
     with nullcontext() if quiet else Bar(task.title, len(rows)) as bar:
-        for group in answerer.groups([len(row) for row in rows]):
-            room = min(wanted, answerer.max_length - max(len(rows[index]) for index in group))
+        for group, room in plan_groups(answerer, [len(row) for row in rows], wanted):
             found = answerer.answer([rows[index] for index in group], [(index,) for index in group], room)
             for index, answer in zip(group, found, strict=True):
                 answers[index] = _cut(answer.text, task.until)
@@ -244,9 +257,12 @@ def _cut(text: str, until: Sequence[str]) -> str:
 
 
 def score_answers(
-    data: GenerationData, answers: Mapping[int | str, str]
+    data: GenerationData, answers: Mapping[int | str, str] | Sequence[str]
 ) -> tuple[GenerationResult, list[dict[str, Any]]]:
-    """The task's result, and a record per item; items without an answer are skipped and counted."""
+    """The task's result, and a record per item; items without an answer are skipped and counted.
+
+    ``answers`` are by id (of a file), or those of all items in order (of a model).
+    """
     task = data.task
     result = GenerationResult(
         task=task.name,
@@ -263,9 +279,10 @@ def score_answers(
         prompt=task.prompt,
     )
     given = []
-    for item in data.items:
-        if item.id in answers:
-            given.append((item, answers[item.id]))
+    found = [answers.get(item.id) for item in data.items] if isinstance(answers, Mapping) else answers
+    for item, answer in zip(data.items, found, strict=True):
+        if answer is not None:
+            given.append((item, answer))
         else:
             result.num_skipped += 1
             result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:_NUM_REASONS_KEPT]
@@ -285,11 +302,12 @@ def _ifeval(result: GenerationResult, given: Sequence[tuple[GenerationItem, str]
             result.left_out[reason] = result.left_out.get(reason, 0) + 1
         found.append(checkers.check(item.document, answer) | {"whole": not missing})
     for level, values in levels(found).items():
+        if not values and level.startswith("prompt"):
+            continue  # every prompt lost an instruction: there is no such value
         if not values:
             raise UserError("ifeval: no instruction can be checked here: " + "; ".join(result.left_out))
         result.values[level] = sum(values) / len(values)
         result.stderrs[level] = standard_error(values) if level.startswith("prompt") else None
-    assert tuple(result.values) == LEVELS
     return [
         {"task": "ifeval", "item": item.index, "id": item.id, "answer": answer, **one}
         for (item, answer), one in zip(given, found, strict=True)

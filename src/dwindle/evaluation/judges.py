@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -24,7 +25,16 @@ from dwindle.evaluation.preferences import Outcome
 from dwindle.evaluation.prompts import Message, chat_ids
 from dwindle.evaluation.sampling import BatchDecoder, evaluating
 from dwindle.evaluation.tasks import BrokenItem
+from dwindle.sources.fingerprint import source_fingerprint
 
+_MARKS = " \t\r\n*_`\"'.,:;!()[]{}"
+_LETTER = re.compile(r"\b([AB])\b(?=[*_`\"')\]}]*\s*(?:$|[.,;:!\n–—]|is (?:the )?(?:(?!not\b)\w+ )?better\b))")
+_COMPARED = re.compile(r"\b(?:than|over|to) (?:answer )?[AB]\b")
+"""The answer that another one is better than."""
+_TIE = re.compile(r"\b(?:tie|tied|equal|equally)\b", re.IGNORECASE)
+_UNDECIDED = re.compile(
+    r"\b(?:neither|nor|cannot|can't)\b|(?:\bnot|n't) (?:a tie|think|sure|clear|say)\b", re.IGNORECASE
+)
 KEY_VARIABLE = "DWINDLE_JUDGE_KEY"
 _QUESTION = """Two assistants answered the same request. Decide which answer is better: correct, helpful, and to the \
 point. A longer answer is not better for its length.
@@ -66,6 +76,9 @@ class Judge(Protocol):
     name: str
     sees_order: bool
     """Whether both orders are asked; verdicts of people are taken as they are."""
+    identity: dict[str, str] | None
+    """What decides its verdicts: with another one, those of an interrupted command are not continued. None: asking it
+    again costs nothing."""
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
         """Probability that the answer shown first is better; None without a verdict."""
@@ -76,8 +89,14 @@ class LocalJudge:
 
     sees_order = True
 
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, fingerprint: str = "") -> None:
         self.name, self._model, self._tokenizer = name, model, tokenizer
+        first = next(model.parameters())
+        self.identity: dict[str, str] | None = {
+            "model": fingerprint,
+            "dtype": str(first.dtype),
+            "device": first.device.type,
+        }
         self._max_length = max_length_of(model.config, tokenizer)
         letters = [self._first_tokens(letter) for letter in "AB"]
         self._a, self._b = (sorted(own - other) for own, other in (letters, letters[::-1]))
@@ -124,6 +143,7 @@ class AddressJudge:
             raise UserError(f"--judge {address}: the key of {KEY_VARIABLE} is sent by https alone: use https")
         self.name = f"{model} at {parts.netloc}"
         self._url, self._model = address.rstrip("/") + "/chat/completions", model
+        self.identity: dict[str, str] | None = {"address": self._url, "model": model}
         self._open = urllib.request.build_opener(_NoRedirects).open
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
@@ -149,8 +169,8 @@ class AddressJudge:
                     break
                 wait = error.headers.get("Retry-After", "")
                 time.sleep(min(float(wait) if wait.isdigit() else 2.0**number, 60.0))
-            except (OSError, TimeoutError) as error:
-                reason = str(getattr(error, "reason", error))
+            except (OSError, http.client.HTTPException) as error:
+                reason = " ".join(str(getattr(error, "reason", error)).split())
                 time.sleep(min(2.0**number, 60.0) / 4)
             except (ValueError, LookupError, TypeError):
                 reason = "not an answer of an OpenAI-compatible server"
@@ -159,15 +179,26 @@ class AddressJudge:
 
 
 def verdict_in(answer: str) -> float | None:
-    """1 for A, 0 for B, 0.5 for a tie, at the beginning of an answer; None if it begins with something else."""
-    found = re.match(r"\W*(?:(?:the )?(?:better )?answer(?: is)?\W*)?(a|b|tie|both)\b", answer.strip(), re.IGNORECASE)
-    return None if found is None else {"a": 1.0, "b": 0.0}.get(found[1].lower(), 0.5)
+    """1 for A, 0 for B, 0.5 for a tie; None if an answer says none of them, or several.
+
+    A letter counts in upper case and before punctuation, the end or "is better": "A close call" is no verdict.
+    """
+    whole = answer.strip(_MARKS)
+    if whole in ("A", "B") or whole.lower() in ("tie", "both"):
+        return {"A": 1.0, "B": 0.0}.get(whole, 0.5)
+    if _UNDECIDED.search(answer):
+        return None
+    rest = _COMPARED.sub("", answer)
+    found = {1.0 if letter == "A" else 0.0 for letter in _LETTER.findall(rest)}
+    found |= {0.5} if _TIE.search(rest) else set()
+    return found.pop() if len(found) == 1 else None
 
 
 class FileJudge:
     """Verdicts of people: ``{"id": 81, "verdict": "A"}``, also ``B`` and ``tie``."""
 
     sees_order = False
+    identity: dict[str, str] | None = None
 
     def __init__(self, path: Path) -> None:
         self.name, self.verdicts = str(path), read_verdicts(path)
@@ -206,7 +237,7 @@ def open_judge(spec: str, *, model: str | None, allow_network: bool, device: str
             raise UserError(f"--judge {spec}: does not exist: give a file of verdicts, a model or an address")
         return FileJudge(Path(spec))
     loaded, tokenizer = load_with_tokenizer(spec, dtype, device)
-    return LocalJudge(loaded, tokenizer, spec)
+    return LocalJudge(loaded, tokenizer, spec, source_fingerprint(spec))
 
 
 def request_text(messages: Sequence[Message]) -> str:

@@ -24,11 +24,11 @@ _MOST_LOGIT = 14.0
 def combined(a_first: float | None, b_first: float | None) -> float | None:
     """The preference for A from both orders: the mean of log-odds, in which a constant favour for a position cancels.
 
-    Verdicts that contradict each other give 0.5; one that is missing is left to the other.
+    Verdicts that contradict each other give 0.5. None if one is missing: the other has the favour for its position.
     """
-    logits = [_logit(a_first)] if a_first is not None else []
-    logits += [-_logit(b_first)] if b_first is not None else []
-    return 1 / (1 + math.exp(-sum(logits) / len(logits))) if logits else None
+    if a_first is None or b_first is None:
+        return None
+    return 1 / (1 + math.exp(-(_logit(a_first) - _logit(b_first)) / 2))
 
 
 def _logit(p: float) -> float:
@@ -52,8 +52,10 @@ def length_controlled(values_RN: Array, differences_RN: Array) -> Array:
     """The rate at which A would win at equal lengths, as AlpacaEval 2 controls for it.
 
     logit P(A wins) = θ + φ·tanh(Δ/σ), with Δ the length of A's answer minus that of B's and σ the standard deviation
-    of Δ; fitted by Newton's method with a ridge of 0.01, evaluated at Δ = 0: sigmoid(θ).
+    of Δ; fitted by Newton's method with a ridge of 0.01, evaluated at Δ = 0: sigmoid(θ). NaN where Δ is the same
+    for all pairs and not 0: what is length and what is not cannot be told apart then.
     """
+    is_same_R = (differences_RN == differences_RN[:, :1]).all(axis=1) & (differences_RN[:, 0] != 0)
     spread_R1 = differences_RN.std(axis=1, keepdims=True)
     x_RN = np.tanh(differences_RN / np.where(spread_R1 > 0, spread_R1, 1.0))
     theta_R, phi_R = np.zeros(len(values_RN)), np.zeros(len(values_RN))
@@ -68,12 +70,12 @@ def length_controlled(values_RN: Array, differences_RN: Array) -> Array:
         theta_R, phi_R = theta_R + step_theta.clip(-2, 2), phi_R + step_phi.clip(-2, 2)
         if max(abs(step_theta).max(), abs(step_phi).max()) < 1e-10:
             break
-    return np.asarray(1 / (1 + np.exp(-theta_R)))
+    return np.where(is_same_R, np.nan, 1 / (1 + np.exp(-theta_R)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A rate with its 95 % bootstrap interval over prompts."""
+    """A rate with its 95 % bootstrap interval over prompts; Wilson's where all outcomes are the same."""
 
     value: float
     low: float
@@ -82,8 +84,8 @@ class Rate:
 
 def rates(
     values: Sequence[float], differences: Sequence[float], *, seed: int = 0, resamples: int = 1000
-) -> tuple[Rate, Rate]:
-    """The plain win rate (ties count half) and the length-controlled one."""
+) -> tuple[Rate, Rate | None]:
+    """The plain win rate (ties count half) and the length-controlled one, None where it is not identifiable."""
     values_N, differences_N = np.array(values, float), np.array(differences, float)
     plain, controlled = float(values_N.mean()), float(length_controlled(values_N[None], differences_N[None])[0])
     index_RN = np.random.default_rng(seed).integers(len(values_N), size=(resamples, len(values_N)))
@@ -91,12 +93,25 @@ def rates(
     controlled_R = np.concatenate(
         [length_controlled(values_N[part], differences_N[part]) for part in np.array_split(index_RN, 10) if len(part)]
     )
-    return _rate(plain, plain_R), _rate(controlled, controlled_R)
+    if (values_N == values_N[0]).all():  # resamples are all alike, which says nothing about other prompts
+        low, high = _wilson(plain, len(values_N))
+        found = [Rate(value, min(low, value), max(high, value)) for value in (plain, controlled)]
+    else:
+        found = [_rate(plain, plain_R), _rate(controlled, controlled_R)]
+    return found[0], None if math.isnan(controlled) else found[1]
 
 
 def _rate(value: float, samples_R: Array) -> Rate:
-    low, high = np.quantile(samples_R, [0.025, 0.975])
+    low, high = np.nanquantile(samples_R, [0.025, 0.975]) if not np.isnan(value) else (value, value)
     return Rate(value, float(low), float(high))
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of ``count`` independent outcomes."""
+    z = 1.959964
+    middle, scale = share + z**2 / (2 * count), 1 + z**2 / count
+    half = z * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError, first_line
+from dwindle.data.conversations import instruction_text
 from dwindle.evaluation.data import json_lines, read_text
 from dwindle.evaluation.tasks import BrokenItem
 
@@ -35,8 +36,11 @@ class Prompt:
         return self.messages[-1]["content"]
 
 
-def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a ``.jsonl`` file (also compressed), or of a ``.txt`` file with one per line."""
+def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -> list[Prompt]:
+    """The prompts of a ``.jsonl`` file (also compressed), or of a ``.txt`` file with one per line.
+
+    ``joint`` stands between an instruction and its input: what the model's template was trained with.
+    """
     if not path.is_file():
         raise UserError(f"--prompts {path}: does not exist: give a .jsonl or .txt file")
     if path.suffix == ".txt":
@@ -44,7 +48,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
         found = [(label, row) for label, row in rows if row["prompt"].strip()]
     else:
         found = list(json_lines(path))
-    prompts = [make_prompt(row, number, f"{path}, {label}") for number, (label, row) in enumerate(found[:limit])]
+    prompts = [make_prompt(row, number, f"{path}, {label}", joint) for number, (label, row) in enumerate(found[:limit])]
     if not prompts:
         raise UserError(f"--prompts {path}: has no prompt: give one per line")
     seen: dict[int | str, str] = {}
@@ -57,12 +61,12 @@ def read_prompts(path: Path, *, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def make_prompt(row: Any, number: int, where: str) -> Prompt:
+def make_prompt(row: Any, number: int, where: str, joint: str = "\n\n") -> Prompt:
     """The prompt of a record; without an id its number is taken."""
     if isinstance(row, BrokenItem) or not isinstance(row, Mapping):
         raise UserError(f"{where}: is not a JSON object: correct or remove the line")
     name = next((row[key] for key in _IDS if row.get(key) is not None), number)
-    if isinstance(name, bool) or not isinstance(name, (int, str)):
+    if not is_id(name):
         raise UserError(f"{where}: the id {name!r:.60} is neither a number nor a text: correct it")
     chat = row.get("messages", row.get("prompt"))
     if isinstance(chat, list):
@@ -70,12 +74,16 @@ def make_prompt(row: Any, number: int, where: str) -> Prompt:
     turns = row.get("turns")
     if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
         return Prompt(name, where, (_user(turns[0]),), tuple(turns[1:]))
-    text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), "")
-    extra = row.get("input")
-    text = f"{text}\n\n{extra}" if isinstance(extra, str) and extra.strip() and "instruction" in row else text
+    key = next((key for key in _TEXTS if isinstance(row.get(key), str)), "")
+    text, extra = row.get(key, ""), row.get("input")
+    text = instruction_text(text, extra, joint) if key == "instruction" and isinstance(extra, str) else text
     if not text.strip():
         raise UserError(f"{where}: has no text to answer: give {_FORMS}")
     return Prompt(name, where, (_user(text),))
+
+
+def is_id(value: Any) -> bool:
+    return isinstance(value, (int, str)) and not isinstance(value, bool)
 
 
 def checked_messages(chat: Sequence[Any], where: str) -> tuple[Message, ...]:
@@ -95,7 +103,7 @@ def read_chats(path: Path) -> Chats:
     chats: Chats = {}
     for label, row in json_lines(path):
         where = f"{path}, {label}"
-        if isinstance(row, BrokenItem) or not isinstance(row.get("messages"), list) or "id" not in row:
+        if isinstance(row, BrokenItem) or not isinstance(row.get("messages"), list) or not is_id(row.get("id")):
             raise UserError(f"{where}: is not an answer: give a file of `dwindle generate --prompts`")
         messages = checked_messages(row["messages"], where)
         if not messages or messages[-1]["role"] != "assistant":

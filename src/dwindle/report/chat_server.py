@@ -126,8 +126,7 @@ class _Handler(LoopbackHandler):
         elif path != "/answer":
             self.not_found()
         else:
-            with self.server.busy(self.connection):
-                self._respond()
+            self._respond()
 
     def _is_own_page(self) -> bool:
         """Not a form or script of another site: these cannot send JSON without asking first, and name their origin."""
@@ -138,8 +137,12 @@ class _Handler(LoopbackHandler):
 
     def _respond(self) -> None:
         try:
-            desk, messages, config = self._request()
-            with desk.turn(self._is_gone), closing(desk.model.stream(messages, config)) as pieces:
+            desk, messages, config = self._request()  # a body that never comes may be closed in favour of others
+            with (
+                self.server.busy(self.connection),
+                desk.turn(self._is_gone),
+                closing(desk.model.stream(messages, config)) as pieces,
+            ):
                 self._stream(pieces)
         except UserError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
@@ -206,8 +209,9 @@ class _Handler(LoopbackHandler):
     def _is_gone(self) -> bool:
         """Whether the client has closed its side: then reading would return nothing at once."""
         try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and self.connection.recv(1, socket.MSG_PEEK) == b""
+            watched = select.poll()  # select() takes no descriptor above 1023
+            watched.register(self.connection, select.POLLIN)
+            return bool(watched.poll(0)) and self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):
             return True
 

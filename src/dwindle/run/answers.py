@@ -21,12 +21,13 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
+from dwindle.data.chat import input_joint
 from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig
-from dwindle.evaluation.generation import Answer, Answerer, open_answerer, room_for
+from dwindle.evaluation.generation import Answer, Answerer, open_answerer, plan_groups, room_for
 from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
 from dwindle.run.journal import Journal
 from dwindle.sources.fingerprint import source_fingerprint
-from dwindle.sources.loading import check_source, chosen_device, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_of_run
 
 FORMAT = "dwindle-answers-1"
 
@@ -77,18 +78,38 @@ def generate_answers(
     """
     target, file = Path(out), Path(prompts)
     refuse_file(target, overwrite=overwrite, sources=[file])
-    source = str(model_of_run(Path(model)) or fspath(model))
-    check_source(source)
-    found = read_prompts(file, limit=limit)
+    source, found = _asked(model, file, limit, chat)
     header = _header(source, found, config, chat, device)
     journal = Journal(target.with_name(target.name + ".partial"), header, overwrite=overwrite)
     written = {(row["turn"], row["group"]): [Answer(*one) for one in row["answers"]] for row in journal.rows}
     with open_answerer(source, config, device=device, threads=threads) as answerer:
         work = _Work(found, answerer, config, chat)
+        answerer.reserve(work.longest())
         summary = work.run(journal, written, str(target))
     write_text_atomic(target, "".join(map(json_line, work.rows())), option="--out")
     journal.remove()
     return summary
+
+
+def _asked(model: str | PathLike[str], prompts: Path, limit: int | None, chat: bool) -> tuple[str, list[Prompt]]:
+    """Where the model is, and what it is asked."""
+    source = str(model_of_run(Path(model)) or fspath(model))
+    check_source(source)
+    joint = input_joint(load_tokenizer(source).chat_template) if chat else input_joint(None)
+    return source, read_prompts(prompts, limit=limit, joint=joint)
+
+
+def answers_header(
+    model: str | PathLike[str],
+    prompts: str | PathLike[str],
+    config: GenerateConfig,
+    *,
+    chat: bool,
+    limit: int | None,
+    device: str,
+) -> dict[str, Any]:
+    """What decides the answers of ``generate_answers`` with these arguments."""
+    return _header(*_asked(model, Path(prompts), limit, chat), config, chat, device)
 
 
 def _header(source: str, prompts: Sequence[Prompt], config: GenerateConfig, chat: bool, device: str) -> dict[str, Any]:
@@ -123,13 +144,14 @@ class _Work:
         with Bar("answering", total) as bar:
             for turn in range(num_turns):
                 members, rows, groups = self._plan(turn)
-                for number, group in enumerate(groups):
+                for number, (group, room) in enumerate(groups):
                     found = written.get((turn, number))
                     if found is not None:
                         resumed += len(found)
                         bar.advance(len(found))
                     else:
-                        found = self._answer(turn, [(members[place], rows[place]) for place in group])
+                        keys = [(members[place], turn) for place in group]
+                        found = self._answerer.answer([rows[place] for place in group], keys, room)
                         rows_of = [[one.text, one.num_tokens, one.is_finished] for one in found]
                         journal.append({"turn": turn, "group": number, "answers": rows_of})
                         tokens += sum(one.num_tokens for one in found)
@@ -150,29 +172,26 @@ class _Work:
             runtime=self._answerer.runtime,
         )
 
-    def _plan(self, turn: int) -> tuple[list[int], list[list[int]], list[list[int]]]:
-        """Prompts that have this turn, their tokens, and the groups (of places in both) that are answered together.
+    def longest(self) -> int:
+        """Tokens that a chat may have after its last answer: a function of the prompts, not of the answers."""
+        found = 0
+        for prompt in self._prompts:
+            asked = [prompt.messages, *([{"role": "user", "content": turn}] for turn in prompt.later_turns)]
+            ids = [prompt_ids(self._answerer.tokenizer, one, prompt.where, chat=self._chat) for one in asked]
+            found = max(found, sum(map(len, ids)) + len(asked) * self._wanted)
+        return found
 
-        Answers that the context cuts are given one by one, so that they cut no others.
-        """
+    def _plan(self, turn: int) -> tuple[list[int], list[list[int]], list[tuple[list[int], int]]]:
+        """Prompts that have this turn, their tokens, and the groups (of places in both) that are answered together."""
         members = [index for index, prompt in enumerate(self._prompts) if turn <= len(prompt.later_turns)]
         rows: list[list[int]] = []
-        roomy: list[int] = []
-        narrow: list[int] = []
-        for place, index in enumerate(members):
+        for index in members:
             prompt, chat = self._prompts[index], self._chats[index]
             if turn:
                 chat.append({"role": "user", "content": prompt.later_turns[turn - 1]})
             rows.append(prompt_ids(self._answerer.tokenizer, chat, prompt.where, chat=self._chat))
-            room = room_for(len(rows[-1]), self._wanted, self._answerer.max_length, prompt.where)
-            (roomy if room == self._wanted else narrow).append(place)
-        groups = self._answerer.groups([len(rows[place]) for place in roomy])
-        return members, rows, [[roomy[one] for one in group] for group in groups] + [[place] for place in narrow]
-
-    def _answer(self, turn: int, group: Sequence[tuple[int, list[int]]]) -> list[Answer]:
-        rows = [row for _, row in group]
-        room = min(self._wanted, self._answerer.max_length - max(map(len, rows)))
-        return self._answerer.answer(rows, [(index, turn) for index, _ in group], room)
+            room_for(len(rows[-1]), self._wanted, self._answerer.max_length, prompt.where)
+        return members, rows, plan_groups(self._answerer, [len(row) for row in rows], self._wanted)
 
     def _take(self, index: int, answer: Answer) -> None:
         self._answers[index].append(answer)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -15,13 +15,13 @@ from typing import Protocol
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import parse_json
 from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SamplingConfig
 from dwindle.evaluation.encoding import max_length_of
-from dwindle.evaluation.generation import room_for, sampling_request
+from dwindle.evaluation.generation import is_for_llamacpp, room_for, sampling_request
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.prompts import Message, prompt_ids
 from dwindle.evaluation.sampling import end_tokens, stream
@@ -134,8 +134,9 @@ class LlamaCppChat:
         body = sampling_request(config, (len(messages),)) | {"prompt": ids, "n_predict": room, "stream": True}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         request = urllib.request.Request(f"{self._address}/completion", json.dumps(body).encode(), headers)
-        memory, tokens, started = self._process.call("peak_memory"), 0, time.perf_counter()
+        tokens, is_last = 0, False
         try:
+            memory, started = self._process.call("peak_memory"), time.perf_counter()
             with urllib.request.urlopen(request, timeout=600) as reply:
                 for line in reply:
                     if not line.startswith(b"data: {"):
@@ -152,8 +153,12 @@ class LlamaCppChat:
                         memory = self._process.call("peak_memory")
                     is_finished = is_last and found.get("stop_type") != "limit"
                     yield Piece(str(found["content"]), tokens, seconds, memory, is_last, is_finished)
-        except (OSError, urllib.error.URLError) as error:
-            raise UserError(f"{self.facts.name}: llama.cpp stopped ({error}): start the command again") from error
+            if not is_last:
+                raise http.client.HTTPException("its answer broke off")  # which reading by lines takes for the end
+        except (OSError, http.client.HTTPException, RuntimeFailure) as error:
+            raise UserError(
+                f"{self.facts.name}: llama.cpp stopped ({first_line(error)}): start the command again"
+            ) from error
 
     def close(self) -> None:
         self._process.close()
@@ -174,16 +179,14 @@ def open_chat_models(
     sources = [str(model_of_run(Path(model)) or model) for model in models]
     for source in sources:
         check_source(source)
+    place = chosen_device(device)
     with ExitStack() as stack:
         found: list[ChatModel] = []
         for name, source in zip(models, sources, strict=True):
-            is_file = Path(source).suffix == ".gguf" and Path(source).is_file()
-            if config.runtime == "llama.cpp" and not is_file:
-                raise UserError(f"runtime llama.cpp: {source} is not a .gguf file: export one, or use transformers")
-            if is_file and config.runtime != "transformers":
+            if is_for_llamacpp(source, config, place):
                 found.append(stack.enter_context(closing(LlamaCppChat(name, source, threads))))
             else:
-                found.append(TransformersChat(name, source, config.dtype or "float32", chosen_device(device)))
+                found.append(TransformersChat(name, source, config.dtype or "float32", place))
         yield found
 
 
@@ -211,24 +214,38 @@ class Conversation:
         self.chats = [[*start] for _ in self.models]
 
     def ask(self, text: str, write: Callable[[str], None]) -> None:
-        """Stream every model's answer to ``write``; an interrupted answer is kept as far as it came."""
+        """Stream every model's answer to ``write``; an interrupted answer is kept as far as it came.
+
+        A model that fails keeps no other from answering; the first failure is raised at the end. A question without an
+        answer is no part of a chat.
+        """
+        failures: list[UserError] = []
         for model, chat in zip(self.models, self.chats, strict=True):
             if len(self.models) > 1:
                 write(f"\n[{model.facts.name}]\n")
-            chat.append({"role": "user", "content": text})
-            answer, last = "", None
             try:
-                for last in model.stream(chat, self.config):
-                    answer += last.text
-                    write(last.text)
-            except KeyboardInterrupt:
-                write(" [stopped]")
-            except UserError:
-                chat.pop()
-                raise
-            chat.append({"role": "assistant", "content": answer})
-            if last is not None:
-                write(f"\n({speed(last)})\n")
+                self._ask_one(model, chat, text, write)
+            except UserError as error:
+                failures.append(error)
+                if len(self.models) > 1:
+                    write(f"[failed: {error}]\n")
+        if failures:
+            raise failures[0]
+
+    def _ask_one(self, model: ChatModel, chat: list[Message], text: str, write: Callable[[str], None]) -> None:
+        asked: Message = {"role": "user", "content": text}
+        answer, last = "", None
+        try:
+            for last in model.stream([*chat, asked], self.config):
+                answer += last.text
+                write(last.text)
+        except KeyboardInterrupt:
+            write(" [stopped]")
+            if not answer:
+                return
+        chat += [asked, {"role": "assistant", "content": answer}]
+        if last is not None:
+            write(f"\n({speed(last)})\n")
 
     def command(self, line: str) -> str:
         """Carry out a command; what to say about it."""

@@ -50,8 +50,8 @@ def generate(
         return continuation_text(tokenizer, ids, found)
     with open_answerer(where, config, device=device, threads=threads) as answerer:
         ids = prompt_ids(answerer.tokenizer, message, "chat" if chat else "prompt", chat=chat)
-        answerer.groups([len(ids)])
         room = room_for(len(ids), count, answerer.max_length, "prompt")
+        answerer.reserve(len(ids) + room)
         return answerer.answer([ids], [(0, 0)], room)[0].text
 
 

@@ -27,7 +27,7 @@ class Journal:
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
-        self._check(first, header)
+        check_header(first, header, path, option)
         self._header = ""
         try:
             self.rows = [parse_json(line) for line in lines]
@@ -35,18 +35,6 @@ class Journal:
             raise UserError(f"{option} {path}: is damaged ({error}): pass --overwrite to begin again") from error
         if len(whole) < len(content):  # a line that a killed process did not finish
             os.truncate(path, len(whole))
-
-    def _check(self, line: bytes, header: dict[str, Any]) -> None:
-        found: Any = None
-        with suppress(ValueError):
-            found = parse_json(line)
-        if not isinstance(found, dict) or found.get("format") != header["format"]:
-            raise UserError(f"{self._option} {self.path}: was not begun by this command: choose another name")
-        if other := [name for name in header if found.get(name) != header[name]]:
-            what = ", ".join(other)
-            raise UserError(
-                f"{self._option} {self.path}: was begun with another {what}: repeat that command, or pass --overwrite"
-            )
 
     def append(self, row: dict[str, Any]) -> None:
         """Write a row; it is on disk when this returns."""
@@ -66,3 +54,15 @@ class Journal:
     def remove(self) -> None:
         with suppress(OSError):
             self.path.unlink()
+
+
+def check_header(line: bytes, header: dict[str, Any], path: Path, option: str = "--out") -> None:
+    """Raise if work was begun with another header than this, by the names of what differs."""
+    found: Any = None
+    with suppress(ValueError):
+        found = parse_json(line)
+    if not isinstance(found, dict) or found.get("format") != header["format"]:
+        raise UserError(f"{option} {path}: was not begun by this command: choose another name")
+    if other := [name for name in {**found, **header} if found.get(name) != header.get(name)]:
+        what = ", ".join(other)
+        raise UserError(f"{option} {path}: was begun with another {what}: repeat that command, or pass --overwrite")

@@ -16,23 +16,28 @@ from rich.table import Table
 
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
+from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
+from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
 from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.judges import Judge, Pair, no_verdicts, open_judge, read_verdicts, request_text
 from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agreement, combined, outcome, rates
 from dwindle.evaluation.prompts import Chats, Message, read_chats
-from dwindle.run.answers import generate_answers
-from dwindle.run.journal import Journal
+from dwindle.run.answers import answers_header, generate_answers
+from dwindle.run.journal import Journal, check_header
 from dwindle.sources.loading import chosen_device
 
-FORMAT = "dwindle-verdicts-1"
+FORMAT = "dwindle-verdicts-2"
 TIE_MARGIN = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one pair: probabilities that the answer shown first is better, in both orders."""
+    """Of one pair: probabilities that the answer shown first is better, in both orders.
+
+    A verdict of people holds for both.
+    """
 
     id: int | str
     a_first: float | None
@@ -40,7 +45,7 @@ class Verdict:
 
     @property
     def preference(self) -> float | None:
-        """For A."""
+        """For A; None unless there is a verdict in both orders."""
         return combined(self.a_first, self.b_first)
 
 
@@ -58,7 +63,8 @@ class WinRate:
     losses: int
     win_rate: Rate
     """Ties count half."""
-    length_controlled: Rate
+    length_controlled: Rate | None
+    """None where it cannot be told apart from length: all pairs differ by the same one."""
     mean_length: tuple[float, float]
     """Characters of A's and B's answers."""
     first_share: float | None
@@ -76,7 +82,10 @@ class WinRate:
         for column in ("percent", "95 % interval"):
             table.add_column(column, justify="right")
         for name, rate in (("win rate, ties half", self.win_rate), ("length-controlled", self.length_controlled)):
-            table.add_row(name, f"{100 * rate.value:.1f}", f"{100 * rate.low:.1f} to {100 * rate.high:.1f}")
+            if rate is None:
+                table.add_row(name, "–", "not identifiable: all lengths differ by the same")
+            else:
+                table.add_row(name, f"{100 * rate.value:.1f}", f"{100 * rate.low:.1f} to {100 * rate.high:.1f}")
         judged = self.num_pairs - self.num_without_verdict
         lines: list[RenderableType] = [
             f"A: {self.a}",
@@ -148,7 +157,7 @@ def win_rate(
         device=chosen_device(device),
         dtype=config.dtype or "float32",
     )
-    journal = None if folder is None else _journal(folder, judged_by.name, pairs, overwrite)
+    journal = None if folder is None else _journal(folder, judged_by, pairs, overwrite)
     verdicts = judge_pairs(judged_by, pairs, journal)
     result = summarise(
         pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
@@ -173,11 +182,26 @@ def _answers(
         if prompts is None or folder is None:
             raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
         path = folder / f"{side}.answers.jsonl"
-        if overwrite or not path.is_file():
-            generate_answers(source, prompts, path, overwrite=overwrite, **common)
+        _answer_once(source, prompts, path, overwrite, common)
     elif not path.is_file():
         raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
     return read_chats(path)
+
+
+def _answer_once(
+    model: str | PathLike[str], prompts: str | PathLike[str], path: Path, overwrite: bool, common: dict[str, Any]
+) -> None:
+    """Answers that are there are kept if the same model, prompts and settings gave them, and refused otherwise."""
+    beside = path.with_name(f"{path.name}.header")
+    header = answers_header(model, prompts, common["config"], chat=True, limit=common["limit"], device=common["device"])
+    if path.is_file() and not overwrite:
+        if not beside.is_file():
+            raise UserError(f"--out {path}: {beside.name} is missing, which says what gave it: pass --overwrite")
+        check_header(beside.read_bytes(), header, path)
+        return
+    path.unlink(missing_ok=True)  # before its header changes: old answers never stand beside a new one
+    write_text_atomic(beside, json_line(header), option="--out")
+    generate_answers(model, prompts, path, overwrite=overwrite, **common)
 
 
 def make_pairs(first: Chats, second: Chats, *, names: tuple[str, str], limit: int | None = None) -> list[Pair]:
@@ -208,9 +232,12 @@ def _answer_text(chat: Sequence[Message]) -> str:
     return "\n\n".join(f"(turn {number}) {text}" for number, text in enumerate(answers, 1))
 
 
-def _journal(folder: Path, judge: str, pairs: Sequence[Pair], overwrite: bool) -> Journal:
+def _journal(folder: Path, judge: Judge, pairs: Sequence[Pair], overwrite: bool) -> Journal | None:
+    """None for a judge that costs nothing to ask again."""
+    if judge.identity is None:
+        return None
     asked = json.dumps([[pair.id, pair.request, pair.a, pair.b] for pair in pairs])
-    header = {"format": FORMAT, "judge": judge, "pairs": hashlib.sha256(asked.encode()).hexdigest()}
+    header = {"format": FORMAT, "judge": judge.identity, "pairs": hashlib.sha256(asked.encode()).hexdigest()}
     return Journal(folder / "verdicts.jsonl", header, overwrite=overwrite)
 
 
@@ -223,12 +250,18 @@ def judge_pairs(judge: Judge, pairs: Sequence[Pair], journal: Journal | None = N
             found = known.get(pair.id)
             if found is None:
                 a_first = judge.judge(pair, a_first=True)
-                found = Verdict(pair.id, a_first, judge.judge(pair, a_first=False) if judge.sees_order else None)
+                found = Verdict(pair.id, a_first, _other_order(judge, pair, a_first))
                 if journal is not None:
                     journal.append(asdict(found))
             verdicts.append(found)
             bar.advance()
     return verdicts
+
+
+def _other_order(judge: Judge, pair: Pair, a_first: float | None) -> float | None:
+    if judge.sees_order:
+        return judge.judge(pair, a_first=False)
+    return None if a_first is None else 1 - a_first
 
 
 def summarise(
@@ -247,7 +280,8 @@ def summarise(
     outcomes: list[Outcome] = [outcome(preference, tie_margin) for _, preference in found]
     lengths = [(len(pair.a), len(pair.b)) for pair, _ in found]
     plain, controlled = rates([VALUES[one] for one in outcomes], [a - b for a, b in lengths], seed=seed)
-    both = [(v.a_first, v.b_first) for v in verdicts if v.a_first is not None and v.b_first is not None]
+    asked = verdicts if judge.sees_order else ()
+    both = [(v.a_first, v.b_first) for v in asked if v.a_first is not None and v.b_first is not None]
     shown = [VALUES[outcome(p)] for pair in both for p in pair]
     same = [outcome(first) == outcome(1 - second) for first, second in both]
     return WinRate(

@@ -4,6 +4,7 @@ const data = JSON.parse(document.getElementById("run-data").textContent);
 const models = data.models;
 const chats = models.map(() => []);
 const asked = [];
+let generation = 0; // of chats: what an older one still brings is dropped
 let running = [];
 let recalled = 0;
 
@@ -97,6 +98,8 @@ function settings() {
 
 function reset() {
   stop();
+  generation += 1;
+  running = [];
   chats.forEach((chat) => chat.splice(0));
   if (inputs.system.value.trim())
     chats.forEach((chat) => chat.push({ role: "system", content: inputs.system.value.trim() }));
@@ -107,6 +110,7 @@ function reset() {
     : "Nothing leaves this machine."));
   inner.replaceChildren(empty);
   state.textContent = "";
+  show();
   field.focus();
 }
 
@@ -171,10 +175,11 @@ async function answer(number, cell) {
   const text = cell.querySelector(".text");
   const below = cell.querySelector(".stats");
   const control = new AbortController();
+  const own = generation;
   running.push(control);
   cell.classList.add("running");
   let whole = "";
-  let failed = false;
+  let ended = false;
   try {
     const response = await request(number, control.signal, (line) => { below.textContent = line; });
     if (!response.ok) throw new Error((await response.json()).error);
@@ -186,16 +191,17 @@ async function answer(number, cell) {
       below.textContent = stats(models[number], found);
       if (follow) log.scrollTop = log.scrollHeight;
     }
+    ended = true;
   } catch (error) {
     if (error.name === "AbortError") below.textContent = [below.textContent, "stopped"].filter(Boolean).join(" · ");
     else {
-      failed = !whole;
       cell.classList.add("error");
       text.textContent = [whole, error.message || "the server does not answer"].filter(Boolean).join("\n");
     }
   }
-  if (failed) chats[number].pop();
-  else chats[number].push({ role: "assistant", content: whole });
+  if (own !== generation) return;
+  if (ended || whole) chats[number].push({ role: "assistant", content: whole });
+  else chats[number].pop(); // a question without an answer is no part of a chat
   cell.classList.remove("running");
   running = running.filter((one) => one !== control);
   show();
@@ -220,8 +226,9 @@ async function ask(question) {
   chats.forEach((chat) => chat.push({ role: "user", content: question }));
   const all = cells.map((cell, number) => answer(number, cell));
   show();
+  const own = generation;
   await Promise.all(all);
-  state.textContent = "answered";
+  if (own === generation) state.textContent = "answered";
 }
 
 form.addEventListener("submit", (event) => {
