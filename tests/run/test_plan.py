@@ -41,8 +41,9 @@ def recipe(*, prune: dict[str, Any] | None = None, model: Any = "nowhere", **tra
         {
             "source": {"model": str(model), "device": "cuda" if prune is None else "cpu"},
             "data": {"train": ["pydoc:train"], "seq_len": 1024},
-            "training": {"tokens": "16M", "tokens_per_step": 65536, **training},
-            "prune": {"enabled": False} if prune is None else prune,
+            "training": {"tokens": "16M", "tokens_per_step": 65536, "optimizer": "adamw", **training},
+            "prune": {"enabled": False} if prune is None else {"selection": "coupled", "metric": "taylor"} | prune,
+            "distill": {"weight": 0.0},
         },
     )
 
