@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -86,11 +88,38 @@ def test_pruning_goes_on_and_a_killed_run_resumes_to_the_bit(place: Path) -> Non
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation["eos_token_id"]
 
 
-def test_two_ranks_equal_one_process(place: Path) -> None:
-    """Five sequences on two ranks: slices and numbers of answers differ."""
-    distill = {"weight": 0.5, "teacher": str(place / "model")}
+def plain_step(settings: Recipe, cache: Path) -> dict[str, float]:
+    """The first step, slowly: every example in a pass of its own, sums over all, divided by their learned tokens."""
+    sources = [settings.source.model, settings.distill.teacher]
+    model, teacher = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for source in sources)
+    tokenizer, seed = load_tokenizer(sources[0]), settings.training.seed
+    data = open_training_data(settings.data, tokenizer, seed=seed, cache_dir=cache, task=settings.task)
+    loss, divergence, counts = torch.zeros(()), torch.zeros(()), []
+    for g in range(settings.num_sequences_per_step):
+        ids, learned, positions = torch.from_numpy(data.mixture.sample(g))
+        counts.append(int(learned.sum() - learned[0]))
+        starts = (positions == 0).nonzero().flatten().tolist()
+        for first, end in pairwise([*starts, len(ids)]):
+            example, mine = ids[first:end], learned[first + 1 : end].bool()
+            ours, theirs = (m(input_ids=example[None]).logits[0, :-1][mine] for m in (model, teacher))
+            loss = loss + F.cross_entropy(ours, example[1:][mine], reduction="sum")
+            pairs = ours.log_softmax(-1), theirs.detach().log_softmax(-1)
+            divergence = divergence + F.kl_div(*pairs, reduction="sum", log_target=True)
+    assert len(set(counts)) > 2 and sum(counts[:2]) != sum(counts[2:]), "micro-batches and ranks differ"
+    count = sum(counts)
+    (((1 - settings.distill.weight) * loss + settings.distill.weight * divergence) / count).backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    sums = {"loss": loss.item() / count, "distill_loss": divergence.item() / count}
+    return sums | {"grad_norm": norm.item(), "learned_tokens": count}
+
+
+def test_two_ranks_equal_one_process_and_a_plain_computation(place: Path) -> None:
+    """Five sequences on two ranks, two at a time: slices and numbers of answers differ."""
+    distill = {"weight": 0.5, "teacher": str(chat_directory(place / "other", seed=1))}
     pretrain(recipe(place, steps=4, distill=distill), place / "alone")
     alone = metrics(place / "alone")
+    plain = plain_step(recipe(place, steps=4, distill=distill), place / "plain")
+    assert {key: alone[0][key] for key in plain} == pytest.approx(plain, abs=1e-5, rel=1e-5)
     for parallel in ("ddp", "fsdp"):
         settings = recipe(place, steps=4, distill=distill, training={"parallel": parallel})
         run = place / parallel
@@ -98,6 +127,7 @@ def test_two_ranks_equal_one_process(place: Path) -> None:
         for key in ("loss", "distill_loss", "grad_norm", "learned_tokens"):
             ours, theirs = ([line[key] for line in lines] for lines in (metrics(run), alone))
             assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5), (parallel, key)
+            assert ours[0] == pytest.approx(plain[key], abs=1e-5, rel=1e-5), (parallel, key)
 
 
 def test_the_loss_of_a_step_does_not_depend_on_micro_batches(place: Path) -> None:
