@@ -17,6 +17,7 @@ from chats import CHATML, chat_directory, tiny_chats, turns, write_rows
 from distributed.processes import run_ranks
 from dwindle.anatomy.positions import can_be_packed
 from dwindle.core.errors import UserError
+from dwindle.data.token_files import write_token_files
 from dwindle.data.training_data import open_training_data
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan
@@ -271,6 +272,7 @@ THREE_TIMES: dict[str, tuple[str, list[str]]] = {
     "another length": ("lfm2", ["data.seq_len=127"]),
     "another part held out": ("llama", ["data.holdout=0.4"]),
     "none held out": ("llama", ["data.holdout=0"]),
+    "rendered before": ("llama", []),
 }
 
 
@@ -280,6 +282,8 @@ def test_conversations_are_read_three_times(place: Path, tmp_path: Path, case: s
     family, overrides = THREE_TIMES[case]
     model = chat_directory(place / family, model=family)
     chats = [write_rows(tmp_path / "chat.jsonl", tiny_chats(300))]
+    if case == "rendered before":
+        chats = [write_token_files(chats, load_tokenizer(str(model)), tmp_path / "tokens", chat=True).label]
     settings = tuning_recipe(model, chats, texts=["pydoc:valid"], overrides=overrides)
     packed = can_be_packed(load_config(str(model)))
     assert packed == (family == "llama")
