@@ -295,8 +295,8 @@ def test_the_second_turn_fits_into_llama_cpp(tmp_path: Path) -> None:
     from dwindle.export.exporting import export
 
     file = tmp_path / "model.gguf"
-    export(tiny_loaded(vocab_size=300), "gguf", file, type="f32")
-    turns = {"turns": ["Hi", "What about these words, and many more of them than before?"]}
+    export(tiny_loaded(vocab_size=300, max_position_embeddings=1024), "gguf", file, type="f32")
+    turns = {"turns": ["Hi", "What about these words, and many more? " * 10]}  # llama.cpp rounds up to 256 tokens
     (tmp_path / "p.jsonl").write_text(json.dumps(turns) + '\n{"prompt": "Tell"}\n')
     found = {}
     for runtime in ("llama.cpp", "transformers"):
