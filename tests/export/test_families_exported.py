@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dwindle.core.errors import UserError
-from dwindle.export.exporting import FORMATS, export
+from dwindle.export.exporting import export
 from dwindle.export.verification import Mismatch
 from dwindle.quantization.quantize import load as load_quantized
 from dwindle.quantization.quantize import quantize
@@ -22,6 +22,8 @@ pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install -e '.[gguf]'")
 pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
 
+FORMATS = ("hf", "gguf", "onnx")
+"""transformers.js and ExecuTorch have tests of their own."""
 HYBRIDS = ("granite_swa", "granitemoehybrid", "lfm2", "qwen3_5_text")
 
 

@@ -286,12 +286,12 @@ def test_a_doubtful_file_is_kept_under_another_name(tmp_path: Path, monkeypatch:
     found = export(loaded, "gguf", tmp_path / "m.gguf", type="q8_0").verified
     assert found is not None
     monkeypatch.setattr(verification, "ROUNDING_FACTOR", 0.0)
-    for share, names in ((0.7, {"m.gguf", "n.unverified.gguf"}), (0.3, {"m.gguf"})):
+    for share, kept in ((0.7, {"n.unverified.gguf"}), (0.3, set())):
         (tmp_path / "n.unverified.gguf").unlink(missing_ok=True)
         monkeypatch.setitem(verification.LLAMACPP_TOLERANCE, "q8_0", share * found.max_error)
-        with pytest.raises(Mismatch, match="kept as .*n.unverified.gguf" if len(names) > 1 else "was removed"):
+        with pytest.raises(Mismatch, match="kept as .*n.unverified.gguf" if kept else "was removed"):
             export(loaded, "gguf", tmp_path / "n.gguf", type="q8_0")
-        assert {path.name for path in tmp_path.iterdir()} == names
+        assert {path.name for path in tmp_path.iterdir()} == {"m.gguf", "m.Modelfile"} | kept
     assert export(loaded, "gguf", tmp_path / "n.gguf", type="q8_0", verify=False).verified is None
 
 
@@ -342,11 +342,11 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / f".m.writing-{socket.gethostname()}-{ended.pid}.gguf").write_text("half")
     (tmp_path / ".m.writing-elsewhere-1.gguf").write_text("another machine's")
     export(tiny_loaded(), "gguf", tmp_path / "m.gguf", verify=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.writing-elsewhere-1.gguf", "m.gguf"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.writing-elsewhere-1.gguf", "m.Modelfile", "m.gguf"]
 
 
 def test_other_token_ids_are_a_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dwindle.export.gguf_vocabulary._added_around", lambda tokenizer: (True, False))
+    monkeypatch.setattr("dwindle.export.gguf_vocabulary.added_around", lambda tokenizer: (True, False))
     with pytest.raises(Mismatch, match="differently"):
         export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []

@@ -144,7 +144,7 @@ def restore_buffers(model: Any, device: torch.device | str) -> None:
     """Compute the buffers that no file stores: rotary frequencies and Gemma's factor of the embeddings."""
     backbone = model.model
     if getattr(backbone, "rotary_emb", None) is not None:  # a model may have none, or one for each base
-        backbone.rotary_emb = type(backbone.rotary_emb)(config=model.config).to(device)
+        backbone.rotary_emb = type(backbone.rotary_emb)(config=backbone.rotary_emb.config).to(device)
     for number, rotary in enumerate(getattr(backbone, "rotary_embs", ())):
         backbone.rotary_embs[number] = type(rotary)(rotary.config).to(device)
     embedding = backbone.embed_tokens

@@ -127,6 +127,8 @@ def _built(model: Any, base: type[Any], config: Any) -> None:
             vars(config)[_SPEC] = spec
     backbone = getattr(model, "model", model)
     _resize_layers(backbone, config)
+    if getattr(backbone, "rotary_emb", None) is not None:  # longer contexts compute frequencies again, and read heads
+        backbone.rotary_emb.config = config.per_layer_config[0]
     _restore_scale(backbone.embed_tokens, config)
     model.post_init()
 
