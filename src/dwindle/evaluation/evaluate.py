@@ -199,6 +199,11 @@ def evaluate_model(
         scores, records = score_answers(generated, answers)
         result.generated.append(scores)
         lines += map(json_line, records)
+    return _finished(result, lines, items, started)
+
+
+def _finished(result: EvalResult, lines: list[str], items: str | os.PathLike[str] | None, started: float) -> EvalResult:
+    """The result with its time; the items are written if a file was asked for."""
     result.seconds = time.perf_counter() - started
     if items is not None:
         write_text_atomic(Path(items), "".join(lines), option="--items")
@@ -220,10 +225,7 @@ def evaluate_answers(
         scores, records = score_answers(generated, answers)
         result.generated.append(scores)
         lines += map(json_line, records)
-    result.seconds = time.perf_counter() - started
-    if items is not None:
-        write_text_atomic(Path(items), "".join(lines), option="--items")
-    return result
+    return _finished(result, lines, items, started)
 
 
 def _engine(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dwindle.core.errors import UserError
-from dwindle.quantization.quantize import MARKER
+from dwindle.core.run_directory import QUANTIZATION
 from dwindle.quantization.quantize import load as load_quantized
 from dwindle.sources.loading import Loaded, load, needed_tokenizer
 
@@ -18,7 +18,7 @@ _WANTED = "give a path, the result of dwindle.load, or (model, tokenizer)"
 
 def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module, Any]:
     """Load a model, quantized by ``dwindle`` or not, with its tokenizer."""
-    if (Path(source) / MARKER).is_file():
+    if (Path(source) / QUANTIZATION).is_file():
         loaded = load_quantized(source)
         loaded.model.to(torch.device(device))
     else:

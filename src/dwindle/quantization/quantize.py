@@ -30,6 +30,7 @@ from dwindle.core.limits import check_sizes
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.reading import read_json
+from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
@@ -50,7 +51,6 @@ from dwindle.sources.loading import Loaded, needed_tokenizer
 from dwindle.sources.loading import load as load_source
 
 FORMAT = 2
-MARKER = "quantization.json"
 WEIGHTS = "model.safetensors"
 _HEAD = "lm_head"
 
@@ -150,7 +150,7 @@ def quantize(
     chosen, group = SCHEMES[config.scheme], config.group
     if out is not None:
         place = source.source if isinstance(source, Loaded) else source
-        refuse_existing(Path(out), marker=MARKER, overwrite=overwrite, sources=[place, *data, *valid])
+        refuse_existing(Path(out), marker=QUANTIZATION, overwrite=overwrite, sources=[place, *data, *valid])
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
     warn_beyond_positions(config.seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
@@ -273,7 +273,7 @@ def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> floa
 def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
     model = result.model
     tensors = {name: tensor.contiguous().cpu() for name, tensor in stored_tensors(model).items()}
-    with atomic_directory(out, marker=MARKER, overwrite=overwrite) as folder:
+    with atomic_directory(out, marker=QUANTIZATION, overwrite=overwrite) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         model.config.save_pretrained(folder)
         if is_custom(model.config):
@@ -285,7 +285,7 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
             model.generation_config.save_pretrained(folder)
         result.tokenizer.save_pretrained(folder)
         description = {"format": FORMAT, **result.to_json()}
-        (folder / MARKER).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        (folder / QUANTIZATION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
         for file in folder.iterdir():
             if file.is_file():
@@ -318,14 +318,14 @@ def load(source: str | PathLike[str]) -> Loaded:
     """Load a directory that ``quantize`` wrote, in float32, as a model that ``evaluate`` can run."""
     folder = Path(source)
     try:
-        description = read_json(folder / MARKER)
+        description = read_json(folder / QUANTIZATION)
         tensors = load_file(folder / WEIGHTS) if description.get("format") == FORMAT else {}
     except (UserError, OSError, ValueError, SafetensorError) as error:
         raise UserError(
             f"source {folder}: not a complete directory of quantized weights ({error}): quantize the model again"
         ) from error
     if description.get("format") != FORMAT or description.get("scheme") not in SCHEMES:
-        raise UserError(f"source {folder}: {MARKER} was written by another version: quantize the model again")
+        raise UserError(f"source {folder}: {QUANTIZATION} was written by another version: quantize the model again")
     try:
         model = _rebuilt(folder, SCHEMES[description["scheme"]], tensors)
         floats = {name: tensor.float() for name, tensor in tensors.items() if not _is_quantized(name, model)}
