@@ -1,7 +1,8 @@
 """Measures a few steps of a run before it is started, with random tokens, and predicts its time and memory from them.
 
 The steps are those of the run: its model, teacher, optimizer and pruning events, but one micro-batch each. Then the
-model is cut to about its final size, and as many steps are measured again.
+model is cut to about its final size, and as many steps are measured again. What the first use of a size costs
+(compiling, above all) is measured apart and counted once.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.data.training_data import TrainingData
 from dwindle.distributed.world import joined
 from dwindle.export.process import peak_memory_bytes
+from dwindle.pruning.compaction import MAX_SHAPES
 from dwindle.pruning.pacing import Horizon, Ratio, Stages
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
@@ -50,6 +52,8 @@ _WARM, _TIMED = 1, 2
 _SLOW_S = 5.0
 """A first step that takes longer is timed itself, and no other: what first use costs is little beside it."""
 _WINDOWS, _FEW_WINDOWS = 8, 1
+_SPREAD = 0.02
+"""Difference between the FFN sizes of layers that must not be equal, as a fraction of their share."""
 _SAMPLES = 2
 _DISK_PROBE_BYTES = 1 << 25
 
@@ -66,6 +70,8 @@ class Cost:
     """Validation of one window."""
     sample_s: float
     """One greedy sample."""
+    first_s: float = 0.0
+    """What the first step and the first validation take beyond an ordinary one."""
 
     def step_s(self, micro_batches: int) -> float:
         return micro_batches * self.micro_batch_s + self.rest_s
@@ -214,13 +220,20 @@ class _Rehearsal(Job):
     def measure(self) -> Cost:
         """Run a few steps, and a forward pass of each other kind, at the present size."""
         self._times.clear()
-        slow = self._run(_WARM) > _SLOW_S
+        compiled = self.recipe.training.compile
+        warm_s = self._run(_WARM)
+        slow = warm_s > _SLOW_S and not compiled
         if not slow:
             self._run(_TIMED)
         timed = self._steps() if slow else self._steps()[_WARM:]
         micro_batch_s = sum(backward - begin for begin, backward, _ in timed) / len(timed)
         rest_s = sum(end - backward for _, backward, end in timed) / len(timed)
-        return Cost(micro_batch_s, rest_s, self._window_s(_FEW_WINDOWS if slow else _WINDOWS), self._sample_s())
+        windows = _FEW_WINDOWS if slow else _WINDOWS
+        first_window_s = self._window_s(windows)
+        window_s = self._window_s(windows) if compiled else first_window_s
+        first_s = 0.0 if slow else max(warm_s - _WARM * (micro_batch_s + rest_s), 0.0)
+        first_s += windows * max(first_window_s - window_s, 0.0)
+        return Cost(micro_batch_s, rest_s, window_s, self._sample_s(), first_s)
 
     def _steps(self) -> list[tuple[float, float, float]]:
         """Begin, end of the backward pass, and end of each step since the marks were cleared."""
@@ -258,18 +271,24 @@ class _Rehearsal(Job):
         if self.pruner is None:
             return False
         prunable = self.pruner.prunable
-        keep = cut_evenly(prunable.anatomy, prunable.alive, self.pruner.end_count)
+        prune = self.recipe.prune
+        shapes = MAX_SHAPES if prune.method == "adapt" or prune.selection == "global" else 1
+        keep = cut_evenly(prunable.anatomy, prunable.alive, self.pruner.end_count, shapes)
         prunable.prune_to(keep, self.trainer.optimizer)
         self.pruner.compact(self.trainer, keep)
         self.trainer.callbacks.remove(self.pruner)
         return True
 
 
-def cut_evenly(anatomy: Anatomy, structure: Structure, most: int) -> Structure:
-    """About ``most`` parameters: the same share of each layer's key/value heads and FFN channels, then of the rest."""
+def cut_evenly(anatomy: Anatomy, structure: Structure, most: int, shapes: int = 1) -> Structure:
+    """About ``most`` parameters: the same share of each layer's key/value heads and FFN channels, then of the rest.
+
+    With several ``shapes`` the FFN channels differ a little from layer to layer, so that as many graphs are compiled.
+    """
 
     def cut(share: float, hidden: float) -> Structure:
-        layers = tuple(_cut_layer(layer, share) for layer in structure.layers)
+        spread = [1 + _SPREAD * (index % shapes - (shapes - 1) / 2) for index in range(len(structure.layers))]
+        layers = tuple(_cut_layer(layer, share, by) for layer, by in zip(structure.layers, spread, strict=True))
         return Structure(structure.hidden[: max(round(hidden * len(structure.hidden)), 8)], layers)
 
     for hidden in (1.0, 0.5, 0.25):
@@ -285,10 +304,10 @@ def cut_evenly(anatomy: Anatomy, structure: Structure, most: int) -> Structure:
     return cut(low, hidden)
 
 
-def _cut_layer(layer: Layer, share: float) -> Layer:
+def _cut_layer(layer: Layer, share: float, spread: float) -> Layer:
     kept = layer.kv_heads[: max(round(share * len(layer.kv_heads)), 1)]
     gone = [query for query, kv in zip(layer.query_heads, layer.kv_of_query, strict=True) if kv not in kept]
-    return layer.without(query_heads=gone, ffn=layer.ffn[max(round(share * len(layer.ffn)), 8) :])
+    return layer.without(query_heads=gone, ffn=layer.ffn[max(round(share * spread * len(layer.ffn)), 8) :])
 
 
 def _disk_bytes_per_s(folder: Path) -> float:
@@ -310,7 +329,8 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
     start, end = (cost.step_s(micro_batches) for cost in (found.start, found.end))
     while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
     before = 0 if plan is None else min(recipe.num_steps_before_pruning, pruning)
-    total = found.begin_s + before * start + (pruning - before) * while_pruning + (steps - pruning) * end
+    total = found.begin_s + found.start.first_s + (0 if plan is None else found.end.first_s)
+    total += before * start + (pruning - before) * while_pruning + (steps - pruning) * end
     if recipe.data.validated_on(recipe.task):
         windows = recipe.num_validation_tokens // recipe.data.seq_len
         every = recipe.validation.every
