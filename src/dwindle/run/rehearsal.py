@@ -2,7 +2,7 @@
 
 The steps are those of the run: its model, teacher, optimizer and pruning events, but one micro-batch each. Then the
 model is cut to about its final size, and as many steps are measured again. What the first use of a size costs
-(compiling, above all) is measured apart and counted once.
+(compiling, above all) is measured apart and counted once for each shape of layers.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ _WARM, _TIMED = 1, 2
 _SLOW_S = 5.0
 """A first step that takes longer is timed itself, and no other: what first use costs is little beside it."""
 _WINDOWS, _FEW_WINDOWS = 8, 1
-_SPREAD = 0.02
-"""Difference between the FFN sizes of layers that must not be equal, as a fraction of their share."""
 _SAMPLES = 2
 _DISK_PROBE_BYTES = 1 << 25
 
@@ -271,24 +269,18 @@ class _Rehearsal(Job):
         if self.pruner is None:
             return False
         prunable = self.pruner.prunable
-        prune = self.recipe.prune
-        shapes = MAX_SHAPES if prune.method == "adapt" or prune.selection == "global" else 1
-        keep = cut_evenly(prunable.anatomy, prunable.alive, self.pruner.end_count, shapes)
+        keep = cut_evenly(prunable.anatomy, prunable.alive, self.pruner.end_count)
         prunable.prune_to(keep, self.trainer.optimizer)
         self.pruner.compact(self.trainer, keep)
         self.trainer.callbacks.remove(self.pruner)
         return True
 
 
-def cut_evenly(anatomy: Anatomy, structure: Structure, most: int, shapes: int = 1) -> Structure:
-    """About ``most`` parameters: the same share of each layer's key/value heads and FFN channels, then of the rest.
-
-    With several ``shapes`` the FFN channels differ a little from layer to layer, so that as many graphs are compiled.
-    """
+def cut_evenly(anatomy: Anatomy, structure: Structure, most: int) -> Structure:
+    """About ``most`` parameters: the same share of each layer's key/value heads and FFN channels, then of the rest."""
 
     def cut(share: float, hidden: float) -> Structure:
-        spread = [1 + _SPREAD * (index % shapes - (shapes - 1) / 2) for index in range(len(structure.layers))]
-        layers = tuple(_cut_layer(layer, share, by) for layer, by in zip(structure.layers, spread, strict=True))
+        layers = tuple(_cut_layer(layer, share) for layer in structure.layers)
         return Structure(structure.hidden[: max(round(hidden * len(structure.hidden)), 8)], layers)
 
     for hidden in (1.0, 0.5, 0.25):
@@ -304,10 +296,10 @@ def cut_evenly(anatomy: Anatomy, structure: Structure, most: int, shapes: int = 
     return cut(low, hidden)
 
 
-def _cut_layer(layer: Layer, share: float, spread: float) -> Layer:
+def _cut_layer(layer: Layer, share: float) -> Layer:
     kept = layer.kv_heads[: max(round(share * len(layer.kv_heads)), 1)]
     gone = [query for query, kv in zip(layer.query_heads, layer.kv_of_query, strict=True) if kv not in kept]
-    return layer.without(query_heads=gone, ffn=layer.ffn[max(round(share * spread * len(layer.ffn)), 8) :])
+    return layer.without(query_heads=gone, ffn=layer.ffn[max(round(share * len(layer.ffn)), 8) :])
 
 
 def _disk_bytes_per_s(folder: Path) -> float:
@@ -329,8 +321,11 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
     start, end = (cost.step_s(micro_batches) for cost in (found.start, found.end))
     while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
     before = 0 if plan is None else min(recipe.num_steps_before_pruning, pruning)
-    total = found.begin_s + found.start.first_s + (0 if plan is None else found.end.first_s)
-    total += before * start + (pruning - before) * while_pruning + (steps - pruning) * end
+    unequal = recipe.prune.method == "adapt" or recipe.prune.selection == "global"
+    graphs = 0 if plan is None else MAX_SHAPES if unequal and recipe.training.compile else 1
+    total = found.begin_s + found.start.first_s + graphs * found.end.first_s
+    no_event = replace(found.start, rest_s=min(found.start.rest_s, found.end.rest_s)).step_s(micro_batches)
+    total += before * no_event + (pruning - before) * while_pruning + (steps - pruning) * end
     if recipe.data.validated_on(recipe.task):
         windows = recipe.num_validation_tokens // recipe.data.seq_len
         every = recipe.validation.every
