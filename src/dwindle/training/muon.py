@@ -16,7 +16,7 @@ Shapes: N matrices of a batch, R rows, C columns, R ≤ C.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,17 +67,17 @@ class Muon(torch.optim.AdamW):
 
     def _muon_step(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
-        updates: list[Tensor] = []
         for parameter in parameters:
             state = self.state[parameter]
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter)
                 rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
-            grad, momentum = local(parameter.grad), local(state[MOMENTUM])
-            momentum.lerp_(grad, 1 - self._momentum)
-            ahead = grad.lerp(momentum, self._momentum)  # Nesterov
-            updates.append(ahead if not is_sharded(parameter) else _whole_like(parameter, ahead))
+        grads = [local(cast(Tensor, p.grad)) for p in parameters]
+        momenta = [local(self.state[p][MOMENTUM]) for p in parameters]
+        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
+        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
+        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
         wholes = self._orthogonalised(parameters, updates)
         weights = [local(p) for p in parameters]
         held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
@@ -136,22 +136,23 @@ def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[T
         for start in range(0, len(numbers), most):
             chosen = numbers[start : start + most]
             wide = [matrices[n].mT if matrices[n].shape[0] > matrices[n].shape[1] else matrices[n] for n in chosen]
-            for n, x_RC in zip(chosen, _newton_schulz(torch.stack(wide), num_iterations), strict=True):
+            for n, x_RC in zip(chosen, _newton_schulz(wide, num_iterations), strict=True):
                 found[n] = x_RC.mT if matrices[n].shape[0] > matrices[n].shape[1] else x_RC
     return [found[number] for number in range(len(matrices))]
 
 
-def _newton_schulz(x_NRC: Tensor, num_iterations: int) -> Tensor:
+def _newton_schulz(matrices: Sequence[Tensor], num_iterations: int) -> Tensor:
     """In bf16 on a GPU, where the iteration only needs to be roughly right; else in the dtype of the input."""
-    dtype = x_NRC.dtype
-    x_NRC = x_NRC.bfloat16() if x_NRC.is_cuda else x_NRC
+    first = matrices[0]
+    x_NRC = first.new_empty((len(matrices), *first.shape), dtype=torch.bfloat16 if first.is_cuda else first.dtype)
+    torch._foreach_copy_(list(x_NRC.unbind()), list(matrices))
     x_NRC = x_NRC / x_NRC.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = NEWTON_SCHULZ
     for _ in range(num_iterations):
         gram_NRR = x_NRC @ x_NRC.mT
         poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
         x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=a)
-    return x_NRC.to(dtype)
+    return x_NRC.to(first.dtype)
 
 
 def _whole_like(parameter: nn.Parameter, held: Tensor) -> Tensor:
