@@ -26,21 +26,26 @@ Selection = Literal["coupled", "global"]
 _METHODS_OF: dict[str, tuple[str, ...]] = {
     "selection": ("efficientllm",),
     "compare": ("efficientllm",),
-    "round_to": ("efficientllm",),
+    "round_to": ("efficientllm", "slicegpt"),
     "amplitude": ("adapt",),
     "distance": ("adapt",),
     "balance": ("adapt", "uniform"),
     "interleaves": ("adapt", "uniform"),
 }
 """Settings that only some methods use."""
+_UNUSED_BY: dict[str, tuple[str, ...]] = {
+    "slicegpt": ("metric", "groups", "attention", "min_heads", "min_ffn", "second_order", "gram_tokens", "rounds"),
+}
+"""Settings that a method has no use for."""
 
 
 class PruneConfig(Config):
     """What is pruned and how it is chosen."""
 
-    method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm"
+    method: Literal["efficientllm", "adapt", "uniform", "slicegpt"] = "efficientllm"
     """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
-    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size."""
+    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size. Without
+    training only: slicegpt rotates the residual stream and keeps its principal directions."""
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
     set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
@@ -68,7 +73,7 @@ class PruneConfig(Config):
     min_hidden: Annotated[int, Field(ge=1)] = 8
     """Minimum hidden channels."""
     round_to: Annotated[int, Field(ge=1)] = 1
-    """With efficientllm: final FFN and hidden sizes are multiples of this; 1 is exact."""
+    """With efficientllm and slicegpt: final FFN and hidden sizes are multiples of this; 1 is exact."""
     second_order: bool = False
     """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
     damping: Annotated[float, Field(ge=0)] = 0.01
@@ -80,7 +85,7 @@ class PruneConfig(Config):
     @property
     def keeps_hidden_size(self) -> bool:
         """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner), not the hidden size."""
-        return self.method != "efficientllm"
+        return self.method in ("adapt", "uniform")
 
     @property
     def effective_metric(self) -> str:
@@ -122,7 +127,8 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        return used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
+        found = used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
+        return {name: value for name, value in found.items() if name not in _UNUSED_BY.get(self.method, ())}
 
     @model_validator(mode="after")
     def _check_method(self) -> PruneConfig:
@@ -145,6 +151,9 @@ class PruneConfig(Config):
             if name in fields and method not in methods and value != fields[name].default and not is_old_default:
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
+        for name in _UNUSED_BY.get(method, ()):
+            if name in fields and getattr(self, name) != fields[name].default:
+                raise ValueError(f"{name}: method {method} has no use for it: remove it, or choose another method")
         return self
 
 
@@ -214,6 +223,11 @@ class PretrainPruneConfig(PruneConfig):
 
     @model_validator(mode="after")
     def _check_timing(self) -> PretrainPruneConfig:
+        if self.method == "slicegpt":
+            raise ValueError(
+                "method: slicegpt rotates a model before it is trained: write it with `dwindle prune --method "
+                "slicegpt`, then train that with prune.enabled = false"
+            )
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")

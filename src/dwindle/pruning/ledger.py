@@ -6,11 +6,13 @@
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
     {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
+    {"event": "rotate", "hidden": …, "of": …, "energy": …, "head": "untied", "parameters": …}
     {"event": "resume", "step": …, "tokens": …, "changed": {"training.lr": {"was": …, "is": …}}}
 
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
 ``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
+``rotate`` (slicegpt) cannot be replayed: hidden channels are then directions that the ledger does not hold.
 """
 
 from __future__ import annotations

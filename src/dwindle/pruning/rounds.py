@@ -16,6 +16,7 @@ from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Event, prune_event, source_event
 from dwindle.pruning.metrics import Metric, metric_named
 from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.rotation import check_rotatable, sliced_size
 from dwindle.pruning.saliency import ElementScores, score_model
 from dwindle.pruning.second_order import repair
 from dwindle.pruning.strategies import make_strategy
@@ -31,6 +32,10 @@ _COMPACT_SHARE = 0.1
 
 def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> None:
     """Raise for impossible settings and targets before any weights are read."""
+    if config.method == "slicegpt":
+        check_rotatable(anatomy)
+        sliced_size(anatomy, target, config)
+        return
     metric_named(config.effective_metric)
     strategy = make_strategy(anatomy, target, config)
     if config.num_rounds > FEW_ROUNDS:
@@ -39,7 +44,8 @@ def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig)
 
 def needs_text(config: PostTrainingConfig) -> bool:
     """Whether there is anything to calibrate."""
-    return bool(metric_named(config.effective_metric).needs) or config.second_order or config.method == "adapt"
+    always = config.method in ("adapt", "slicegpt")
+    return always or bool(metric_named(config.effective_metric).needs) or config.second_order
 
 
 def prune_in_rounds(

@@ -28,6 +28,7 @@ from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
+from dwindle.pruning.rotation import slice_model
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
@@ -153,13 +154,17 @@ def prune(
         first = source_event(loaded.source, anatomy, {})
         about = About(structure=anatomy.source, source=loaded.source, ledger=[first])
         try_save(loaded.model, loaded.tokenizer, out, overwrite=overwrite, **about)
-    prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     measure = measure and loaded.tokenizer is not None
     windows, held_out = _windows(loaded, data, text_field, config) if measure or needs_text(config) else (None, None)
     judge = _judge(loaded, windows, held_out, data) if measure else None
-    events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
-    _check_reached(to, target, prunable)
-    result = _result(loaded, prunable, events)
+    if config.method == "slicegpt":
+        assert windows is not None
+        result = _rotated(loaded, target, config, windows)
+    else:
+        prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
+        events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
+        _check_reached(to, target, prunable)
+        result = _result(loaded, prunable, events)
     result.quality = None if judge is None else judge.judged(result.model)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
@@ -206,6 +211,21 @@ def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
     )
 
 
+def _rotated(loaded: Loaded, target: Target, config: PostTrainingConfig, windows: Tensor) -> Pruned:
+    anatomy = Anatomy.of(loaded.model)
+    sliced = slice_model(loaded.model, target, config, windows)
+    return Pruned(
+        model=sliced.model,
+        tokenizer=loaded.tokenizer,
+        source=loaded.source,
+        structure=sliced.structure,
+        source_sizes=sizes_of(anatomy.source),
+        before=anatomy.count(anatomy.source),
+        after=sliced.count,
+        ledger=[source_event(loaded.source, anatomy, config.record()), sliced.event],
+    )
+
+
 def stored_dtype(loaded: Loaded) -> torch.dtype:
     """The dtype of the source's files; dequantised sources are float32."""
     stored = getattr(load_config(loaded.source), "dtype", None) if loaded.kind == "huggingface" else None
@@ -243,6 +263,11 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
     None for the end.
     """
     events = read_ledger(ledger)
+    if any(event.get("event") == "rotate" for event in events):
+        raise UserError(
+            f"ledger {ledger}: slicegpt rotated this model, which no indices can repeat: use the written model, or "
+            "prune the source again"
+        )
     loaded = source if isinstance(source, Loaded) else load(source)
     anatomy = Anatomy.of(loaded.model)
     before = anatomy.count(anatomy.source)
