@@ -19,6 +19,8 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 
 DEFAULT_HORIZON = 0.03
+MASK_PHASE = 0.2
+"""The horizon of sheared if none is set."""
 DEFAULT_GRAM_TOKENS = 4096
 Distance = Literal["cosine", "euclidean", "manhattan"]
 Selection = Literal["coupled", "global"]
@@ -26,7 +28,7 @@ Selection = Literal["coupled", "global"]
 _METHODS_OF: dict[str, tuple[str, ...]] = {
     "selection": ("efficientllm",),
     "compare": ("efficientllm",),
-    "round_to": ("efficientllm", "slicegpt"),
+    "round_to": ("efficientllm", "slicegpt", "sheared"),
     "amplitude": ("adapt",),
     "distance": ("adapt",),
     "balance": ("adapt", "uniform"),
@@ -35,6 +37,7 @@ _METHODS_OF: dict[str, tuple[str, ...]] = {
 """Settings that only some methods use."""
 _UNUSED_BY: dict[str, tuple[str, ...]] = {
     "slicegpt": ("metric", "groups", "attention", "min_heads", "min_ffn", "second_order", "gram_tokens", "rounds"),
+    "sheared": ("metric", "attention", "second_order", "gram_tokens", "ratio", "fisher", "milestones"),
 }
 """Settings that a method has no use for."""
 
@@ -42,10 +45,11 @@ _UNUSED_BY: dict[str, tuple[str, ...]] = {
 class PruneConfig(Config):
     """What is pruned and how it is chosen."""
 
-    method: Literal["efficientllm", "adapt", "uniform", "slicegpt"] = "efficientllm"
+    method: Literal["efficientllm", "adapt", "uniform", "slicegpt", "sheared"] = "efficientllm"
     """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
     importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size. Without
-    training only: slicegpt rotates the residual stream and keeps its principal directions."""
+    training only: slicegpt rotates the residual stream and keeps its principal directions. In training only: sheared
+    (Sheared-LLaMA) learns masks towards a uniform shape."""
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
     set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
@@ -73,7 +77,7 @@ class PruneConfig(Config):
     min_hidden: Annotated[int, Field(ge=1)] = 8
     """Minimum hidden channels."""
     round_to: Annotated[int, Field(ge=1)] = 1
-    """With efficientllm and slicegpt: final FFN and hidden sizes are multiples of this; 1 is exact."""
+    """With efficientllm, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is exact."""
     second_order: bool = False
     """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
     damping: Annotated[float, Field(ge=0)] = 0.01
@@ -91,6 +95,11 @@ class PruneConfig(Config):
     def effective_metric(self) -> str:
         """The metric in use: without training each paper's own where none is set."""
         return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+
+    @property
+    def has_own_score(self) -> bool:
+        """Whether the method, not a metric, says what groups are worth."""
+        return self.method in ("slicegpt", "sheared")
 
     @property
     def effective_selection(self) -> Selection:
@@ -152,7 +161,7 @@ class PruneConfig(Config):
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         for name in _UNUSED_BY.get(method, ()):
-            if name in fields and getattr(self, name) != fields[name].default:
+            if name in fields and getattr(self, name) != fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name}: method {method} has no use for it: remove it, or choose another method")
         return self
 
@@ -168,7 +177,7 @@ class PretrainPruneConfig(PruneConfig):
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
     """With efficientllm: fraction of the tokens over which events are evenly spread, from the first one on (0.03 if
-    neither horizon nor ratio is set)."""
+    neither horizon nor ratio is set). With sheared: fraction over which masks are learned (0.2 if not set)."""
     ratio: str | None = None
     """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -209,7 +218,9 @@ class PretrainPruneConfig(PruneConfig):
         """The horizon in use; None when a ratio or stages decide."""
         if self.ratio is not None or self.keeps_hidden_size:
             return None
-        return DEFAULT_HORIZON if self.horizon is None else self.horizon
+        if self.horizon is None:
+            return MASK_PHASE if self.method == "sheared" else DEFAULT_HORIZON
+        return self.horizon
 
     @property
     def steps_ratio(self) -> tuple[int, int] | None:
@@ -248,6 +259,12 @@ class PostTrainingConfig(PruneConfig):
     """Tokens per calibration sequence. Not set: 256, with adapt and uniform 64."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the calibration sample and the random metric."""
+
+    @model_validator(mode="after")
+    def _check_trains(self) -> PostTrainingConfig:
+        if self.method == "sheared":
+            raise ValueError("method: sheared learns its masks with the weights: set prune.method in a recipe")
+        return self
 
     def record(self) -> dict[str, Any]:
         sizes = {"sequences": self.num_sequences, "seq_len": self.num_tokens_per_sequence}

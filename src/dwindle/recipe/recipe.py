@@ -106,7 +106,7 @@ class Recipe(Config):
         """Steps before the first event. Removing groups while the rate is still low leaves less time to recover."""
         if self.prune.warmup_steps is not None:
             return self.prune.warmup_steps
-        return 0 if self.prune.keeps_hidden_size else self.num_warmup_steps
+        return 0 if self.prune.keeps_hidden_size or self.prune.method == "sheared" else self.num_warmup_steps
 
     @property
     def teacher_weight(self) -> float:
@@ -139,7 +139,8 @@ def recipe_of_run(path: str | Path) -> Recipe:
     """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune:
+    own_score = isinstance(prune, dict) and prune.get("method") == "sheared"
+    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not own_score:
         prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
     return recipe_from(tables, (), str(path))
 
@@ -165,7 +166,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if prune.enabled:
         if prune.method == "efficientllm":
             prune.selection = recipe.prune.effective_selection
-        prune.metric = recipe.prune.effective_metric
+        prune.metric = None if prune.has_own_score else recipe.prune.effective_metric
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)
