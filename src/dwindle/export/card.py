@@ -24,6 +24,7 @@ from dwindle.core.sizes import format_count, format_range
 from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
+from dwindle.pruning.methods import METHODS
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
@@ -38,9 +39,7 @@ REPLAYED = "It was rebuilt from a ledger with the source's weights, without trai
 _RULES = {
     "global": "always the least salient group of any layer",
     "coupled": "always the least salient group of its type, one in every layer",
-    "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
-    "uniform": "the same share of every layer",
-    "slicegpt": "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
+    **{name: method.card for name, method in METHODS.items() if method.card},
 }
 _LIBRARIES: Mapping[Runtime, str] = {
     "transformers": "transformers",
@@ -234,6 +233,8 @@ def _afterwards(card: Card) -> str:
         return f"All gains of norms are folded into the weights{head}."
     if not card.trained:
         updated = "corrected by a second-order update" if card.options.get("second_order") else "not changed"
+        if any(one.output_bias and card.options.get("method") == name for name, one in METHODS.items()):
+            updated += "; new biases hold the mean of what the layers lost"
         return f"The weights that were kept were {updated}."
     tables = _tables(card.recipe or "")
     total = (card.results or {}).get(_TRAINING_TOKENS) or tables["training"].get("tokens")

@@ -17,6 +17,7 @@ from dwindle.anatomy.structure import KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
+from dwindle.pruning.methods import METHODS, METHODS_OF, MethodName, help_text
 
 DEFAULT_HORIZON = 0.03
 MASK_PHASE = 0.2
@@ -25,41 +26,21 @@ DEFAULT_GRAM_TOKENS = 4096
 Distance = Literal["cosine", "euclidean", "manhattan"]
 Selection = Literal["coupled", "global"]
 
-_METHODS_OF: dict[str, tuple[str, ...]] = {
-    "selection": ("efficientllm",),
-    "compare": ("efficientllm",),
-    "round_to": ("efficientllm", "slicegpt", "sheared"),
-    "amplitude": ("adapt",),
-    "distance": ("adapt",),
-    "balance": ("adapt", "uniform"),
-    "interleaves": ("adapt", "uniform"),
-}
-"""Settings that only some methods use."""
-_UNUSED_BY: dict[str, tuple[str, ...]] = {
-    "slicegpt": ("metric", "groups", "attention", "min_heads", "min_ffn", "second_order", "gram_tokens", "rounds"),
-    "sheared": ("metric", "attention", "second_order", "gram_tokens", "ratio", "fisher", "milestones"),
-}
-"""Settings that a method has no use for."""
-
 
 class PruneConfig(Config):
     """What is pruned and how it is chosen."""
 
-    method: Literal["efficientllm", "adapt", "uniform", "slicegpt", "sheared"] = "efficientllm"
-    """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
-    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size. Without
-    training only: slicegpt rotates the residual stream and keeps its principal directions. In training only: sheared
-    (Sheared-LLaMA) learns masks towards a uniform shape."""
+    method: Annotated[MethodName, Field(description=help_text())] = "efficientllm"
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
     set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
     metric: str | None = None
     """Saliency of a weight: taylor, taylor1, obd, group, wanda, obc, magnitude, random or a registered metric; the
     group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform
-    taylor1."""
+    taylor1. The other methods have scores of their own."""
     groups: list[Kind] | None = None
-    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
-    uniform attn and ffn."""
+    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all that the method
+    prunes."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
     compare: Literal["mean", "sum", "saved"] = "mean"
@@ -77,7 +58,8 @@ class PruneConfig(Config):
     min_hidden: Annotated[int, Field(ge=1)] = 8
     """Minimum hidden channels."""
     round_to: Annotated[int, Field(ge=1)] = 1
-    """With efficientllm, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is exact."""
+    """With efficientllm, minitron, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is
+    exact."""
     second_order: bool = False
     """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
     damping: Annotated[float, Field(ge=0)] = 0.01
@@ -88,18 +70,19 @@ class PruneConfig(Config):
 
     @property
     def keeps_hidden_size(self) -> bool:
-        """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner), not the hidden size."""
-        return self.method in ("adapt", "uniform")
+        """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner, …), not the hidden size."""
+        return "stem" not in METHODS[self.method].groups
 
     @property
     def effective_metric(self) -> str:
-        """The metric in use: without training each paper's own where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+        """The metric in use: without training each paper's own where none is set; the method's name if it has its own
+        score."""
+        return self.metric or METHODS[self.method].metric or self.method
 
     @property
     def has_own_score(self) -> bool:
         """Whether the method, not a metric, says what groups are worth."""
-        return self.method in ("slicegpt", "sheared")
+        return METHODS[self.method].metric is None
 
     @property
     def effective_selection(self) -> Selection:
@@ -110,7 +93,7 @@ class PruneConfig(Config):
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
         wanted = KINDS if self.groups is None else self.groups
-        return tuple(kind for kind in wanted if not (self.keeps_hidden_size and kind == "stem"))
+        return tuple(kind for kind in wanted if kind in METHODS[self.method].groups)
 
     def for_family(self, family: Family) -> Self:
         """With the groups that the family has; one that was asked for and that it does not have is refused."""
@@ -132,12 +115,12 @@ class PruneConfig(Config):
 
     def record(self) -> dict[str, Any]:
         """The settings in use, for the ledger: the method's defaults filled in, what it does not use left out."""
-        unused = {name for name, methods in _METHODS_OF.items() if self.method not in methods}
+        unused = {name for name, methods in METHODS_OF.items() if self.method not in methods}
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        found = used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
-        return {name: value for name, value in found.items() if name not in _UNUSED_BY.get(self.method, ())}
+        metric = {} if self.has_own_score else {"metric": self.effective_metric}
+        return used | metric | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
     def _check_method(self) -> PruneConfig:
@@ -148,21 +131,20 @@ class PruneConfig(Config):
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
         if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
+        if not set(self.groups or KINDS) & set(METHODS[method].groups):
+            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].groups)} alone: remove it")
         try:
             if self.num_gram_tokens == 0:
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
         except UserError as error:  # pydantic adds the section to a ValueError alone
             raise ValueError(str(error)) from None
         fields = type(self).model_fields
-        for name, methods in _METHODS_OF.items():
+        for name, methods in METHODS_OF.items():
             value = getattr(self, name, None)
             is_old_default = name == "selection" and value == "coupled"  # runs of before it could be unset have it
             if name in fields and method not in methods and value != fields[name].default and not is_old_default:
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
-        for name in _UNUSED_BY.get(method, ()):
-            if name in fields and getattr(self, name) != fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name}: method {method} has no use for it: remove it, or choose another method")
         return self
 
 
@@ -205,7 +187,7 @@ class PretrainPruneConfig(PruneConfig):
     @property
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "group")
+        return self.metric or ("group" if self.method == "efficientllm" else super().effective_metric)
 
     def effective_smoothing(self, steps_before: int) -> float:
         """The factor in use: a group's derivative is noisy in one step, so it is averaged over those before events."""
@@ -234,11 +216,14 @@ class PretrainPruneConfig(PruneConfig):
 
     @model_validator(mode="after")
     def _check_timing(self) -> PretrainPruneConfig:
-        if self.method == "slicegpt":
+        if self.enabled and not METHODS[self.method].in_training:
             raise ValueError(
-                "method: slicegpt rotates a model before it is trained: write it with `dwindle prune --method "
-                "slicegpt`, then train that with prune.enabled = false"
+                f"method: {self.method} prunes before training: run dwindle prune --method {self.method}, then train "
+                "its result with prune.enabled = false"
             )
+        for name in ("ratio", "milestones") if self.method == "sheared" else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: sheared removes everything after its mask phase (horizon): remove it")
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
@@ -252,7 +237,8 @@ class PostTrainingConfig(PruneConfig):
     """How a model is calibrated and pruned without training."""
 
     rounds: Annotated[int, Field(ge=1)] | None = None
-    """How often groups are rescored on the way to the target. Not set: once, with adapt 50 times."""
+    """How often groups are rescored on the way to the target. Not set: once, with adapt 50 times (wanda-sp scores
+    every layer once, flap all at once)."""
     sequences: Annotated[int, Field(ge=1)] | None = None
     """Calibration sequences. Not set: 64, with adapt and uniform 512."""
     seq_len: Annotated[int, Field(ge=2)] | None = None
@@ -262,8 +248,8 @@ class PostTrainingConfig(PruneConfig):
 
     @model_validator(mode="after")
     def _check_trains(self) -> PostTrainingConfig:
-        if self.method == "sheared":
-            raise ValueError("method: sheared learns its masks with the weights: set prune.method in a recipe")
+        if not METHODS[self.method].without_training:
+            raise ValueError(f"method: {self.method} prunes while it trains: set it as prune.method of a recipe")
         return self
 
     def record(self) -> dict[str, Any]:
@@ -276,8 +262,8 @@ class PostTrainingConfig(PruneConfig):
 
     @property
     def num_sequences(self) -> int:
-        return self.sequences or (512 if self.keeps_hidden_size else 64)
+        return self.sequences or (512 if self.method in ("adapt", "uniform") else 64)
 
     @property
     def num_tokens_per_sequence(self) -> int:
-        return self.seq_len or (64 if self.keeps_hidden_size else 256)
+        return self.seq_len or (64 if self.method in ("adapt", "uniform") else 256)

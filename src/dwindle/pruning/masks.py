@@ -10,8 +10,8 @@ s the share of the shape. Masks and weights minimise
 
     loss + Σ λ₁·(ŝ − s) + λ₂·(ŝ − s)²
 
-while λ₁ and λ₂ of every layer and kind maximise it, by gradient ascent at rate 1. s falls from 1 to the shape's over the
-first fifth of the mask phase. log α begins at 5 and follows Adam at a rate that takes it to −5 within that fifth.
+while λ₁ and λ₂ of every layer and kind maximise it, by gradient ascent at rate 1. s falls from 1 to the shape's over
+the first fifth of the mask phase. log α begins at 5 and follows Adam at a rate that takes it to −5 within that fifth.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
@@ -139,10 +140,14 @@ def recipe_of_run(path: str | Path) -> Recipe:
     """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
-    own_score = isinstance(prune, dict) and prune.get("method") == "sheared"
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not own_score:
+    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
         prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
     return recipe_from(tables, (), str(path))
+
+
+def _own_score(prune: Mapping[str, Any]) -> bool:
+    method = METHODS.get(prune.get("method", "efficientllm"))
+    return method is not None and method.metric is None
 
 
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
