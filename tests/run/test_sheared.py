@@ -46,13 +46,15 @@ def recipe(place: Path, prune: dict[str, Any] | None = None, **tables: Any) -> R
 
 
 class Watch(Callback):
-    """The logits on fixed tokens before and after the cut, in evaluation mode, and the shapes then."""
+    """The hidden size that is trained with, step by step, and when the run said that it would prune."""
 
     def __init__(self) -> None:
         self.hidden: list[int] = []
+        self.said: list[str] = []
 
     def after_step(self, trainer: Any) -> None:
         self.hidden.append(trainer.model.config.hidden_size)
+        self.said.append(trainer.notes["next event"])
 
 
 def test_masks_for_the_horizon_then_exactly_the_shape(place: Path) -> None:
@@ -68,6 +70,7 @@ def test_masks_for_the_horizon_then_exactly_the_shape(place: Path) -> None:
     removed = [event for event in read_ledger(run) if event["event"] == "prune"]
     assert {event["step"] for event in removed} == {6} and len(removed) == 8 + 1 + 20
     assert watch.hidden == [32] * 5 + [24] * 5  # rebuilt after the cut
+    assert watch.said == ["step 6"] * 5 + ["none, target reached"] * 5
     lines = metrics(run)
     assert all({"open_attn", "open_ffn", "open_stem"} <= line.keys() for line in lines[:6])
     assert not any("open_ffn" in line for line in lines[6:])

@@ -14,7 +14,7 @@ from torch import Tensor
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import local
 from dwindle.pruning.masks import MaskedModel, Masks, parts_of
-from dwindle.pruning.pacing import Horizon
+from dwindle.pruning.pacing import MaskPhase
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.strategies.base import Choice
 
@@ -27,7 +27,7 @@ class ShearedPruner(Pruner):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        assert isinstance(self.pacing, Horizon) and self._strategy.target.shape is not None
+        assert isinstance(self.pacing, MaskPhase) and self._strategy.target.shape is not None
         self._first, self._last = self.pacing.first_step, self.pacing.last_step
         self._masked: MaskedModel | None = None
         parts = parts_of(self.prunable.anatomy.source, self._strategy.target.shape)
@@ -64,7 +64,7 @@ class ShearedPruner(Pruner):
         self._show_masks(trainer)
 
     def _choose_due(self, trainer: Trainer) -> list[Choice]:
-        if trainer.step < self._last or self.finished:
+        if self.finished or not self._pace.due(trainer.step, self.prunable.num_parameters, self.num_events):
             return []
         self._hide_masks()
         scores, alive = self._masks.scores(self.prunable.physical), self.prunable.alive
