@@ -21,12 +21,12 @@ _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
 """Of our configurations, made anew for a structure."""
 
 
-def config_for(config: Any, structure: Structure) -> Any:
-    """The configuration of a model with this structure, derived from its source's configuration.
+def config_for(config: Any, structure: Structure, **changed: Any) -> Any:
+    """The configuration of a model with this structure, derived from its source's configuration (and ``changed``).
 
     Uniform structures get a stock configuration, if there is one for these sizes.
     """
-    family, values = config.model_type.removeprefix(CUSTOM_PREFIX), _values(config, structure)
+    family, values = config.model_type.removeprefix(CUSTOM_PREFIX), _values(config, structure) | changed
     own_scale = float(len(structure.hidden)) ** 0.5
     if family_of(family).scales_embedding and (scale := _embed_scale(config)) != own_scale:
         return _custom_config(family, values | {"embed_scale": scale}, structure)
@@ -112,6 +112,21 @@ def _custom_config(family: str, values: dict[str, Any], structure: Structure) ->
     }
     config.architectures = [model_class.__name__]
     return config
+
+
+def with_output_bias(model: Any, structure: Structure) -> Any:
+    """The same model (it shares the tensors) with a bias, zero where it had none, on every ``o`` and ``down``."""
+    keys = family_of(model.config.model_type).output_bias_keys
+    assert keys, "the family has no such biases"
+    config = config_for(model.config, structure, **dict.fromkeys(keys, True))
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in build_on_meta(config).named_parameters():
+        if name not in tensors:
+            like = next(iter(tensors.values()))
+            tensors[name] = torch.zeros(parameter.shape, dtype=like.dtype, device=like.device)
+    biased = build(config, tensors)
+    biased.generation_config = model.generation_config
+    return biased
 
 
 def is_custom(config: Any) -> bool:

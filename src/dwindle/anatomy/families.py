@@ -45,7 +45,8 @@ _FFN = {
 
 _AFTER = {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 
-_LLAMA = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
+_PLAIN = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
+_LLAMA = _PLAIN.model_copy(update={"output_bias_keys": ["attention_bias", "mlp_bias"]})
 
 _QWEN3 = Family(
     stem=_STEM,
@@ -123,7 +124,7 @@ _GEMMA3 = Family(
     head_norms=True,
 )
 
-_GRANITE_SWA = Family(stem=_STEM, layer={**_LLAMA.layer, "self_attn.sinks": "head"})
+_GRANITE_SWA = _LLAMA.model_copy(update={"layer": {**_LLAMA.layer, "self_attn.sinks": "head"}})
 
 _GRANITE_HYBRID = Family(
     stem=_STEM,
@@ -216,8 +217,8 @@ _QWEN35 = Family(
 
 FAMILIES: dict[str, Family] = {
     "llama": _LLAMA,  # SmolLM, SmolLM2, TinyLlama, Llama 2 and 3
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,  # and 2.5; biases on q, k, v
+    "mistral": _PLAIN,
+    "qwen2": _PLAIN,  # and 2.5; biases on q, k, v
     "qwen3": _QWEN3,  # per-head norms of the head size
     "smollm3": _LLAMA,
     "olmo2": _OLMO2,  # norms after the blocks, q/k norms over all heads
@@ -225,9 +226,9 @@ FAMILIES: dict[str, Family] = {
     "phi3": _PHI3,  # fused projections; Phi-4-mini
     "olmo3": _OLMO2,  # OLMo 2 with sliding-window layers
     "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
-    "ministral3": _LLAMA,
-    "seed_oss": _LLAMA,
-    "ernie4_5": _LLAMA.model_copy(update={"interleaved_rotation": True}),
+    "ministral3": _PLAIN,
+    "seed_oss": _PLAIN.model_copy(update={"output_bias_keys": ["attention_out_bias", "mlp_bias"]}),
+    "ernie4_5": _PLAIN.model_copy(update={"interleaved_rotation": True, "output_bias_keys": ["use_bias"]}),
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
     "arcee": _LLAMA,  # no gate

@@ -66,6 +66,8 @@ class Family(Config):
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
     groups: list[Kind] = Field(default_factory=lambda: list(KINDS))
     """Kinds of group that can be pruned; axes that no group removes are kept whole."""
+    output_bias_keys: list[str] = Field(default_factory=list)
+    """Configuration keys that together give ``o`` and ``down`` a bias (method flap); empty where no keys do."""
     ffn_key: str = "intermediate_size"
     """Key of the configuration that holds the number of FFN channels."""
     written: dict[str, Any] = Field(default_factory=dict)

@@ -51,7 +51,7 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
-    note_odd_sizes(out, "--round-to 32" if config.method == "efficientllm" else None)
+    note_odd_sizes(out, "--round-to 32" if config.method in ("efficientllm", "slicegpt") else None)
     if as_json:
         return
     training = {}

@@ -24,6 +24,7 @@ from dwindle.core.sizes import format_count, format_range
 from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
+from dwindle.pruning.methods import METHODS
 
 KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
 
@@ -38,8 +39,7 @@ REPLAYED = "It was rebuilt from a ledger with the source's weights, without trai
 _RULES = {
     "global": "always the least salient group of any layer",
     "coupled": "always the least salient group of its type, one in every layer",
-    "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
-    "uniform": "the same share of every layer",
+    **{name: method.card for name, method in METHODS.items() if method.card},
 }
 _LIBRARIES: Mapping[Runtime, str] = {
     "transformers": "transformers",
@@ -82,7 +82,7 @@ class Card:
 
     def __post_init__(self) -> None:
         self.origin = origin_of(self.source, self.source_card)
-        self.prunes = [event for event in self.ledger if event.get("event") == "prune"]
+        self.prunes = [event for event in self.ledger if event.get("event") in ("prune", "rotate")]
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -102,6 +102,11 @@ class Card:
     def after(self) -> int | None:
         found = self.num_parameters or (self.prunes[-1].get("parameters") if self.prunes else self.before)
         return found if isinstance(found, int) else None
+
+    @property
+    def rotation(self) -> Mapping[str, Any] | None:
+        """The event of slicegpt, after which hidden channels are not the source's."""
+        return next((event for event in self.ledger if event.get("event") == "rotate"), None)
 
     @property
     def replayed(self) -> bool:
@@ -128,10 +133,19 @@ def model_card(card: Card) -> str:
         _section("Architecture", _architecture(card), _stored_as(card.model_type, card.structure)),
         _section("Limits", _limits(card)),
         _settings(card),
-        f"Made with dwindle {__version__}. `{STRUCTURE}` lists the indices that were kept, `{LEDGER}` what was "
-        "removed and when; both use the source model's indices.",
+        _made_with(card),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _made_with(card: Card) -> str:
+    made = f"Made with dwindle {__version__}."
+    if card.rotation is not None:
+        return f"{made} `{LEDGER}` records the rotation; hidden channels have no counterpart in the source."
+    return (
+        f"{made} `{STRUCTURE}` lists the indices that were kept, `{LEDGER}` what was removed and when; both use the "
+        "source model's indices."
+    )
 
 
 def _section(title: str, *parts: str) -> str:
@@ -196,7 +210,7 @@ def _how_made(card: Card) -> str:
         kept = f"The weights of {link_to(card.origin)}{rounded} were stored without pruning." if rounded else ""
         return f"{REPLAYED}" if card.replayed else kept
     source = f"{link_to(card.origin)} ({format_count(before)} parameters{rounded})"
-    events = f"{len(card.prunes):,} prune events"
+    events = "one rotation" if card.rotation is not None else f"{len(card.prunes):,} prune events"
     if card.replayed:
         return f"{source} was pruned to {format_count(after)} by {events} of a ledger. {REPLAYED}"
     when = "during continued pretraining" if card.pruned_while_training else "after calibration, without training"
@@ -214,8 +228,13 @@ def _rule(card: Card) -> str:
 
 def _afterwards(card: Card) -> str:
     """What happened to the weights that were kept."""
+    if not card.trained and card.rotation is not None:
+        head = " and the head is not tied to the embedding any more" if card.rotation.get("head") == "untied" else ""
+        return f"All gains of norms are folded into the weights{head}."
     if not card.trained:
         updated = "corrected by a second-order update" if card.options.get("second_order") else "not changed"
+        if any(one.output_bias and card.options.get("method") == name for name, one in METHODS.items()):
+            updated += "; new biases hold the mean of what the layers lost"
         return f"The weights that were kept were {updated}."
     tables = _tables(card.recipe or "")
     total = (card.results or {}).get(_TRAINING_TOKENS) or tables["training"].get("tokens")
@@ -358,6 +377,8 @@ def _architecture(card: Card) -> str:
             gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
     hidden, num, ffn = len(structure["hidden"]), len(layers), [len(la["ffn"]) for la in layers]
+    if card.rotation is not None:
+        gone["stem"] = card.rotation.get("of", hidden) - hidden
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(len(heads), 1)), format_range(heads or [0])),

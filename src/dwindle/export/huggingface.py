@@ -116,6 +116,8 @@ def _write_files(
 ) -> None:
     structure = about["structure"].to_json(about["source"])
     structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
+    if any(event.get("event") == "rotate" for event in about["ledger"]):
+        structure["rotated"] = True  # its hidden indices number directions, not channels of the source
     if weights:
         _save_quietly(model, folder)
     else:

@@ -42,9 +42,10 @@ def calibrate(
     config: PruneConfig,
     *,
     always: bool = False,
+    names: set[str] | None = None,
     bar: Bar | None = None,
 ) -> Calibration:
-    """Passes over the windows: backward too if the metric uses gradients, for the output projections only.
+    """Passes over the windows: backward too if the metric uses gradients, for the output projections (or ``names``).
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
     layers are collected for the second-order update and the layer-wise metrics, only for prunable kinds. ``always``
@@ -65,7 +66,7 @@ def calibrate(
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
     try:
         with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:
-            found.loss = _passes(prunable, windows, metric, found, taps, bar)
+            found.loss = _passes(prunable, windows, metric, found, taps, names, bar)
     finally:
         if taps is not None:
             taps.remove()
@@ -77,20 +78,34 @@ def calibrate(
     return found
 
 
+def batch_size(prunable: Prunable, windows: Tensor) -> int:
+    """Windows per pass where they need not be separate."""
+    device = next(prunable.model.parameters()).device
+    vocab: int = prunable.model.config.vocab_size
+    tokens = min(_PASS_TOKENS.get(device.type, 2048), _PASS_LOGITS // vocab)
+    return max(1, tokens // windows.shape[1])
+
+
 def _passes(
-    prunable: Prunable, windows: Tensor, metric: Metric, found: Calibration, taps: InputTaps | None, bar: Bar
+    prunable: Prunable,
+    windows: Tensor,
+    metric: Metric,
+    found: Calibration,
+    taps: InputTaps | None,
+    wanted: set[str] | None,
+    bar: Bar,
 ) -> float:
     """The mean loss; every window contributes an equal share of the collected tokens.
 
     A window is a pass of its own only where it must be: for squared gradients.
     """
     model, anatomy = prunable.model, prunable.anatomy
-    names = {row.name for _, row in anatomy.outputs} if metric.needs & {"gradient", "fisher", "groups"} else set()
+    wanted = {row.name for _, row in anatomy.outputs} if wanted is None else wanted
+    names = wanted if metric.needs & {"gradient", "fisher", "groups"} else set()
     scored = {name: p for name, p in model.named_parameters() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    tokens = min(_PASS_TOKENS.get(device.type, 2048), _PASS_LOGITS // model.config.vocab_size)
-    size = 1 if metric.needs & {"fisher", "groups"} else max(1, tokens // windows.shape[1])
+    size = 1 if metric.needs & {"fisher", "groups"} else batch_size(prunable, windows)
     first = 0
     with _only_these_need_gradients(model, names):
         for batch in torch.split(windows, size):

@@ -17,40 +17,30 @@ from dwindle.anatomy.structure import KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
+from dwindle.pruning.methods import METHODS, METHODS_OF, MethodName, help_text
 
 DEFAULT_HORIZON = 0.03
+MASK_PHASE = 0.2
+"""The horizon of sheared if none is set."""
 DEFAULT_GRAM_TOKENS = 4096
 Distance = Literal["cosine", "euclidean", "manhattan"]
 Selection = Literal["coupled", "global"]
-
-_METHODS_OF: dict[str, tuple[str, ...]] = {
-    "selection": ("efficientllm",),
-    "compare": ("efficientllm",),
-    "round_to": ("efficientllm",),
-    "amplitude": ("adapt",),
-    "distance": ("adapt",),
-    "balance": ("adapt", "uniform"),
-    "interleaves": ("adapt", "uniform"),
-}
-"""Settings that only some methods use."""
 
 
 class PruneConfig(Config):
     """What is pruned and how it is chosen."""
 
-    method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm"
-    """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
-    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size."""
+    method: Annotated[MethodName, Field(description=help_text())] = "efficientllm"
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
     set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
     metric: str | None = None
     """Saliency of a weight: taylor, taylor1, obd, group, wanda, obc, magnitude, random or a registered metric; the
     group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform
-    taylor1."""
+    taylor1. The other methods have scores of their own."""
     groups: list[Kind] | None = None
-    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
-    uniform attn and ffn."""
+    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all that the method
+    prunes."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
     compare: Literal["mean", "sum", "saved"] = "mean"
@@ -68,7 +58,8 @@ class PruneConfig(Config):
     min_hidden: Annotated[int, Field(ge=1)] = 8
     """Minimum hidden channels."""
     round_to: Annotated[int, Field(ge=1)] = 1
-    """With efficientllm: final FFN and hidden sizes are multiples of this; 1 is exact."""
+    """With efficientllm, minitron, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is
+    exact."""
     second_order: bool = False
     """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
     damping: Annotated[float, Field(ge=0)] = 0.01
@@ -79,13 +70,19 @@ class PruneConfig(Config):
 
     @property
     def keeps_hidden_size(self) -> bool:
-        """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner), not the hidden size."""
-        return self.method != "efficientllm"
+        """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner, …), not the hidden size."""
+        return "stem" not in METHODS[self.method].groups
 
     @property
     def effective_metric(self) -> str:
-        """The metric in use: without training each paper's own where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+        """The metric in use: without training each paper's own where none is set; the method's name if it has its own
+        score."""
+        return self.metric or METHODS[self.method].metric or self.method
+
+    @property
+    def has_own_score(self) -> bool:
+        """Whether the method, not a metric, says what groups are worth."""
+        return METHODS[self.method].metric is None
 
     @property
     def effective_selection(self) -> Selection:
@@ -96,7 +93,7 @@ class PruneConfig(Config):
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
         wanted = KINDS if self.groups is None else self.groups
-        return tuple(kind for kind in wanted if not (self.keeps_hidden_size and kind == "stem"))
+        return tuple(kind for kind in wanted if kind in METHODS[self.method].groups)
 
     def for_family(self, family: Family) -> Self:
         """With the groups that the family has; one that was asked for and that it does not have is refused."""
@@ -118,11 +115,12 @@ class PruneConfig(Config):
 
     def record(self) -> dict[str, Any]:
         """The settings in use, for the ledger: the method's defaults filled in, what it does not use left out."""
-        unused = {name for name, methods in _METHODS_OF.items() if self.method not in methods}
+        unused = {name for name, methods in METHODS_OF.items() if self.method not in methods}
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        return used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
+        metric = {} if self.has_own_score else {"metric": self.effective_metric}
+        return used | metric | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
     def _check_method(self) -> PruneConfig:
@@ -133,13 +131,15 @@ class PruneConfig(Config):
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
         if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
+        if not set(self.groups or KINDS) & set(METHODS[method].groups):
+            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].groups)} alone: remove it")
         try:
             if self.num_gram_tokens == 0:
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
         except UserError as error:  # pydantic adds the section to a ValueError alone
             raise ValueError(str(error)) from None
         fields = type(self).model_fields
-        for name, methods in _METHODS_OF.items():
+        for name, methods in METHODS_OF.items():
             value = getattr(self, name, None)
             is_old_default = name == "selection" and value == "coupled"  # runs of before it could be unset have it
             if name in fields and method not in methods and value != fields[name].default and not is_old_default:
@@ -159,7 +159,7 @@ class PretrainPruneConfig(PruneConfig):
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
     """With efficientllm: fraction of the tokens over which events are evenly spread, from the first one on (0.03 if
-    neither horizon nor ratio is set)."""
+    neither horizon nor ratio is set). With sheared: fraction over which masks are learned (0.2 if not set)."""
     ratio: str | None = None
     """Instead of horizon: pruning steps per gradient steps, from "4:1" to "1:9" and beyond."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
@@ -187,7 +187,7 @@ class PretrainPruneConfig(PruneConfig):
     @property
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "group")
+        return self.metric or ("group" if self.method == "efficientllm" else super().effective_metric)
 
     def effective_smoothing(self, steps_before: int) -> float:
         """The factor in use: a group's derivative is noisy in one step, so it is averaged over those before events."""
@@ -200,7 +200,9 @@ class PretrainPruneConfig(PruneConfig):
         """The horizon in use; None when a ratio or stages decide."""
         if self.ratio is not None or self.keeps_hidden_size:
             return None
-        return DEFAULT_HORIZON if self.horizon is None else self.horizon
+        if self.horizon is None:
+            return MASK_PHASE if self.method == "sheared" else DEFAULT_HORIZON
+        return self.horizon
 
     @property
     def steps_ratio(self) -> tuple[int, int] | None:
@@ -214,6 +216,14 @@ class PretrainPruneConfig(PruneConfig):
 
     @model_validator(mode="after")
     def _check_timing(self) -> PretrainPruneConfig:
+        if self.enabled and not METHODS[self.method].in_training:
+            raise ValueError(
+                f"method: {self.method} prunes before training: run dwindle prune --method {self.method}, then train "
+                "its result with prune.enabled = false"
+            )
+        for name in ("ratio", "milestones") if self.method == "sheared" else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: sheared removes everything after its mask phase (horizon): remove it")
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
@@ -227,13 +237,20 @@ class PostTrainingConfig(PruneConfig):
     """How a model is calibrated and pruned without training."""
 
     rounds: Annotated[int, Field(ge=1)] | None = None
-    """How often groups are rescored on the way to the target. Not set: once, with adapt 50 times."""
+    """How often groups are rescored on the way to the target. Not set: once, with adapt 50 times (wanda-sp scores
+    every layer once, flap all at once)."""
     sequences: Annotated[int, Field(ge=1)] | None = None
     """Calibration sequences. Not set: 64, with adapt and uniform 512."""
     seq_len: Annotated[int, Field(ge=2)] | None = None
     """Tokens per calibration sequence. Not set: 256, with adapt and uniform 64."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the calibration sample and the random metric."""
+
+    @model_validator(mode="after")
+    def _check_trains(self) -> PostTrainingConfig:
+        if not METHODS[self.method].without_training:
+            raise ValueError(f"method: {self.method} prunes while it trains: set it as prune.method of a recipe")
+        return self
 
     def record(self) -> dict[str, Any]:
         sizes = {"sequences": self.num_sequences, "seq_len": self.num_tokens_per_sequence}
@@ -245,8 +262,8 @@ class PostTrainingConfig(PruneConfig):
 
     @property
     def num_sequences(self) -> int:
-        return self.sequences or (512 if self.keeps_hidden_size else 64)
+        return self.sequences or (512 if self.method in ("adapt", "uniform") else 64)
 
     @property
     def num_tokens_per_sequence(self) -> int:
-        return self.seq_len or (64 if self.keeps_hidden_size else 256)
+        return self.seq_len or (64 if self.method in ("adapt", "uniform") else 256)

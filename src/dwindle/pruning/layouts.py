@@ -140,7 +140,7 @@ def rounded_shape(
         fits: list[Rounded] = []
         for layout in heads:
             for hidden in wide:
-                ffn = _widest(anatomy, alive, target, layout, hidden, widths)
+                ffn = widest(anatomy, alive, target, layout, hidden, widths)
                 if ffn is not None:
                     fits.append(Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads))
         if fits:
@@ -156,7 +156,7 @@ def round_widths(most: Shape, config: PruneConfig) -> tuple[list[int], list[int]
     return hiddens if "stem" in groups else [most.hidden], widths if "ffn" in groups else [most.ffn]
 
 
-def _widest(
+def widest(
     anatomy: Anatomy, alive: Structure, target: Target, layout: Layout, hidden: int, widths: list[int]
 ) -> int | None:
     """The largest FFN width with which these sizes fit, whichever key/value heads are kept."""

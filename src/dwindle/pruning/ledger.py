@@ -6,11 +6,13 @@
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
     {"event": "allocation", "step": …, "importance": […], "sparsity": […]}
+    {"event": "rotate", "hidden": …, "of": …, "energy": …, "head": "untied", "parameters": …}
     {"event": "resume", "step": …, "tokens": …, "changed": {"training.lr": {"was": …, "is": …}}}
 
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
 ``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
+``rotate`` (slicegpt) cannot be replayed: hidden channels are then directions that the ledger does not hold.
 """
 
 from __future__ import annotations
@@ -180,6 +182,8 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
         raise ValueError(f"{event['event']!r:.30} is not an event that may follow the first line")
     if event["event"] == "allocation":
         for key in ("importance", "sparsity"):
+            if key == "importance" and event[key] == []:  # methods that give all layers the same share measure none
+                continue
             if len(event[key]) != anatomy.num_layers or not all(type(n) in (int, float, NoneType) for n in event[key]):
                 raise ValueError(f"{key} is not one number for each of {anatomy.num_layers} layers")
     if event["event"] == "compact":

@@ -57,6 +57,14 @@ class Horizon:
         return step
 
 
+@dataclass(frozen=True)
+class MaskPhase(Horizon):
+    """Masks are learned until the last step, and everything is removed after it (sheared)."""
+
+    def planned(self, step: int) -> int:
+        return self.start_count if step < self.last_step else self.end_count
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """``pruning`` groups are removed after every ``gradient`` steps, until the target (the paper's alternation)."""
@@ -175,4 +183,5 @@ def training_pacing(config: PretrainPruneConfig, *, start: int, end: int, first_
         return Ratio(*config.steps_ratio, first_step=first_step)
     assert config.effective_horizon is not None
     last = first_step + max(round(config.effective_horizon * num_steps), 1)
-    return Horizon(start, end, first_step, min(last, num_steps))
+    kind = MaskPhase if config.method == "sheared" else Horizon
+    return kind(start, end, first_step, min(last, num_steps))

@@ -71,9 +71,11 @@ class Pruner(Callback):
         self._smoothed: Scores | None = None
         self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
-        metric = metric_named(config.effective_metric)
-        self._scores_inputs = "inputs" in metric.needs
-        units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
+        metric = None if config.has_own_score else metric_named(config.effective_metric)
+        self._scores_inputs = metric is not None and "inputs" in metric.needs
+        units: tuple[str, ...] = ()
+        if metric is not None:
+            units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
         self._watch = InputWatch(units, config.num_gram_tokens or DEFAULT_GRAM_TOKENS)
         self._strategy = make_strategy(prunable.anatomy, target, config)
 
@@ -453,6 +455,8 @@ def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
     if not settings.get("target"):
         raise UserError('target: give the final size, such as target="60%"')
     config = from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
+    if config.has_own_score:
+        raise UserError(f"method: {config.method} runs in dwindle's own loop: use dwindle pretrain, or another method")
     config.smoothing = config.effective_smoothing(config.warmup_steps or 0)
     return config
 

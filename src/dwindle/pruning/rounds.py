@@ -16,6 +16,7 @@ from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Event, prune_event, source_event
 from dwindle.pruning.metrics import Metric, metric_named
 from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.rotation import check_rotatable, sliced_size
 from dwindle.pruning.saliency import ElementScores, score_model
 from dwindle.pruning.second_order import repair
 from dwindle.pruning.strategies import make_strategy
@@ -31,7 +32,12 @@ _COMPACT_SHARE = 0.1
 
 def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig) -> None:
     """Raise for impossible settings and targets before any weights are read."""
-    metric_named(config.effective_metric)
+    if config.method == "slicegpt":
+        check_rotatable(anatomy)
+        sliced_size(anatomy, target, config)
+        return
+    if not config.has_own_score:
+        metric_named(config.effective_metric)
     strategy = make_strategy(anatomy, target, config)
     if config.num_rounds > FEW_ROUNDS:
         check_rounds(config.num_rounds, strategy.event_bounds(_pacing(anatomy, target, config)), FEW_ROUNDS)
@@ -39,7 +45,9 @@ def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig)
 
 def needs_text(config: PostTrainingConfig) -> bool:
     """Whether there is anything to calibrate."""
-    return bool(metric_named(config.effective_metric).needs) or config.second_order or config.method == "adapt"
+    if config.has_own_score or config.second_order or config.method == "adapt":
+        return True
+    return bool(metric_named(config.effective_metric).needs)
 
 
 def prune_in_rounds(
@@ -50,27 +58,43 @@ def prune_in_rounds(
     config = config.for_family(anatomy.family)
     strategy, pacing = make_strategy(anatomy, target, config), _pacing(anatomy, target, config)
     events, num_events = [source_event(source, anatomy, config.record())], 0
-    passes = 1 if windows is None else len(windows)
-    with Bar("pruning", config.num_rounds * passes) if config.num_rounds > 1 else nullcontext() as bar:
-        for number in range(1, config.num_rounds + 1):
-            metric = metric_named(config.effective_metric, seed=config.seed * 1000 + number)
-            if strategy.watches_layers:
-                strategy.listen(prunable.model)
-            found = calibrate(prunable, windows, metric, config, always=strategy.watches_layers, bar=bar)
-            scores = group_scores(strategy, prunable, found, metric)
+    passes, num_rounds = 1 if windows is None else len(windows), strategy.num_rounds
+    with Bar("pruning", num_rounds * passes) if num_rounds > 1 else nullcontext() as bar:
+        for number in range(1, num_rounds + 1):
+            found, scores = _scored(strategy, prunable, windows, config, number, bar)
             chosen = strategy.choose(scores, prunable.alive, pacing, number, num_events)
             choices = list(_with_bar(chosen, prunable.num_parameters, pacing.end_count) if bar is None else chosen)
-            if bar is not None and found.loss is None:  # otherwise calibration advances the bar
+            if bar is not None and found.loss is None and not config.has_own_score:  # calibration advances the bar
                 bar.advance(passes)
             if not choices:
                 continue
             events += strategy.notes(number)
             events += [prune_event(choice, step=number, tokens=0) for choice in choices]
             num_events += len(choices)
+            strategy.repair(prunable, choices[-1].rest)
             remove(prunable, choices, found, config)
             if strategy.compacts_between_rounds and prunable.pruned_share >= _COMPACT_SHARE:
                 prunable.compact()
     return events
+
+
+def _scored(
+    strategy: Strategy,
+    prunable: Prunable,
+    windows: Tensor | None,
+    config: PostTrainingConfig,
+    number: int,
+    bar: Bar | None,
+) -> tuple[Calibration, GroupScores]:
+    """What a round found on the text, and the saliencies that follow."""
+    if config.has_own_score:
+        assert windows is not None
+        return Calibration(), strategy.measure(prunable, windows, bar)
+    metric = metric_named(config.effective_metric, seed=config.seed * 1000 + number)
+    if strategy.watches_layers:
+        strategy.listen(prunable.model)
+    found = calibrate(prunable, windows, metric, config, always=strategy.watches_layers, bar=bar)
+    return found, group_scores(strategy, prunable, found, metric)
 
 
 def _with_bar(choices: Iterator[Choice], count: int, goal: int) -> Iterator[Choice]:

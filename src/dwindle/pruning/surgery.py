@@ -226,6 +226,16 @@ class Prunable:
         torch._foreach_zero_(buffers)
         torch._foreach_add_(buffers, widths)
 
+    def set_stream_width(self, width: Tensor) -> None:
+        """Let the norms of the residual stream divide by this, while masks that are being learned decide its width.
+
+        The next ``prune_to`` or ``refresh`` sets it to what is alive again.
+        """
+        self._norm_widths = []
+        for row, norm in self._norms:
+            if row.axes == (("hidden",),):
+                norm.active_width.copy_(width)
+
     def refresh(self) -> None:
         """Update what depends on the model's tensors after they were replaced (loaded, sharded)."""
         self._named = {}

@@ -17,6 +17,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
@@ -106,7 +107,7 @@ class Recipe(Config):
         """Steps before the first event. Removing groups while the rate is still low leaves less time to recover."""
         if self.prune.warmup_steps is not None:
             return self.prune.warmup_steps
-        return 0 if self.prune.keeps_hidden_size else self.num_warmup_steps
+        return 0 if self.prune.keeps_hidden_size or self.prune.method == "sheared" else self.num_warmup_steps
 
     @property
     def teacher_weight(self) -> float:
@@ -139,9 +140,14 @@ def recipe_of_run(path: str | Path) -> Recipe:
     """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune:
+    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
         prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
     return recipe_from(tables, (), str(path))
+
+
+def _own_score(prune: Mapping[str, Any]) -> bool:
+    method = METHODS.get(prune.get("method", "efficientllm"))
+    return method is not None and method.metric is None
 
 
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
@@ -165,7 +171,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if prune.enabled:
         if prune.method == "efficientllm":
             prune.selection = recipe.prune.effective_selection
-        prune.metric = recipe.prune.effective_metric
+        prune.metric = None if prune.has_own_score else recipe.prune.effective_metric
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)

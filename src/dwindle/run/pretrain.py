@@ -37,6 +37,7 @@ from dwindle.distributed.world import World, joined
 from dwindle.export.huggingface import save_model, try_save
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.pruner import Pruner, physical_structure
+from dwindle.pruning.sheared import ShearedPruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, recipe_of_run, resolve_recipe
 from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
@@ -388,7 +389,8 @@ class Job:
         return source_tensors(self.recipe.source.model, dtype, self.world)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
-        return Pruner(
+        kind = ShearedPruner if self.recipe.prune.method == "sheared" else Pruner
+        return kind(
             prunable,
             plan.target,
             plan.pacing,

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount, cut
-from dwindle.anatomy.build import is_custom
+from dwindle.anatomy.build import is_custom, with_output_bias
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
@@ -28,6 +28,8 @@ from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
+from dwindle.pruning.methods import METHODS
+from dwindle.pruning.rotation import slice_model
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
@@ -153,13 +155,18 @@ def prune(
         first = source_event(loaded.source, anatomy, {})
         about = About(structure=anatomy.source, source=loaded.source, ledger=[first])
         try_save(loaded.model, loaded.tokenizer, out, overwrite=overwrite, **about)
-    prunable = Prunable(deepcopy(loaded.model) if loaded is source else loaded.model)
     measure = measure and loaded.tokenizer is not None
     windows, held_out = _windows(loaded, data, text_field, config) if measure or needs_text(config) else (None, None)
     judge = _judge(loaded, windows, held_out, data) if measure else None
-    events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
-    _check_reached(to, target, prunable)
-    result = _result(loaded, prunable, events)
+    if config.method == "slicegpt":
+        assert windows is not None
+        result = _rotated(loaded, target, config, windows)
+    else:
+        model = deepcopy(loaded.model) if loaded is source else loaded.model
+        prunable = Prunable(with_output_bias(model, anatomy.source) if METHODS[config.method].output_bias else model)
+        events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
+        _check_reached(to, target, prunable)
+        result = _result(loaded, prunable, events, anatomy.count(anatomy.source))
     result.quality = None if judge is None else judge.judged(result.model)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
@@ -192,7 +199,7 @@ def _check_even(to: str, target: Target, source: Structure) -> None:
             )
 
 
-def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
+def _result(loaded: Loaded, prunable: Prunable, events: list[Event], before: ParameterCount) -> Pruned:
     anatomy = prunable.anatomy
     return Pruned(
         model=prunable.compacted(),
@@ -200,9 +207,24 @@ def _result(loaded: Loaded, prunable: Prunable, events: list[Event]) -> Pruned:
         source=loaded.source,
         structure=prunable.alive,
         source_sizes=sizes_of(anatomy.source),
-        before=anatomy.count(anatomy.source),
+        before=before,
         after=anatomy.count(prunable.alive),
         ledger=events,
+    )
+
+
+def _rotated(loaded: Loaded, target: Target, config: PostTrainingConfig, windows: Tensor) -> Pruned:
+    anatomy = Anatomy.of(loaded.model)
+    sliced = slice_model(loaded.model, target, config, windows)
+    return Pruned(
+        model=sliced.model,
+        tokenizer=loaded.tokenizer,
+        source=loaded.source,
+        structure=sliced.structure,
+        source_sizes=sizes_of(anatomy.source),
+        before=anatomy.count(anatomy.source),
+        after=sliced.count,
+        ledger=[source_event(loaded.source, anatomy, config.record()), sliced.event],
     )
 
 
@@ -236,15 +258,24 @@ def _judge(loaded: Loaded, windows: Tensor | None, held_out: Tensor | None, data
 def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at: int | str | None = None) -> Pruned:
     """Rebuild the architecture at any point of a ledger: the source's own weights, cut to the structure there.
 
-    Second-order updates, like training, are not in the ledger: only the written model has those. The result's own
-    ledger ends at that point, and says, as the card of ``save`` does, that it is a replay.
+    Second-order updates and FLAP's biases, like training, are not in the ledger: only the written model has those. The
+    result's own ledger ends at that point, and says, as the card of ``save`` does, that it is a replay.
 
     ``at`` is a number of events, a size (``"100M"``, ``"80%"``, ``"50%nonemb"``: the first point of at most that), or
     None for the end.
     """
     events = read_ledger(ledger)
+    if any(event.get("event") == "rotate" for event in events):
+        raise UserError(
+            f"ledger {ledger}: slicegpt rotated this model, which no indices can repeat: use the written model, or "
+            "prune the source again"
+        )
     loaded = source if isinstance(source, Loaded) else load(source)
-    anatomy = Anatomy.of(loaded.model)
+    anatomy, whole = Anatomy.of(loaded.model), loaded.model
+    options = events[0].get("options")
+    if isinstance(options, dict) and any(one.output_bias and options.get("method") == n for n, one in METHODS.items()):
+        whole = with_output_bias(whole, anatomy.source)
+        anatomy = Anatomy.of(whole)
     before = anatomy.count(anatomy.source)
     if (begins := events[0].get("parameters")) != before.total:
         raise UserError(
@@ -256,7 +287,7 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
         at = str(parse_target(at, anatomy, "at").num_parameters)
     events = ledger_until(events, at)
     structure = replay_structure(anatomy.source, events)
-    model = cut(loaded.model, anatomy, structure, anatomy.source)
+    model = cut(whole, anatomy, structure, anatomy.source)
     return Pruned(
         model=model,
         tokenizer=loaded.tokenizer,

@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Group, Kind, Structure
 from dwindle.core.errors import UserError
-from dwindle.pruning.config import PruneConfig
+from dwindle.core.progress import Bar
+from dwindle.pruning.config import PostTrainingConfig, PruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
+from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
 
 
@@ -68,6 +70,19 @@ class Strategy(ABC):
 
         Modifies ``scores``: chosen groups are removed from them.
         """
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds without training, each with its own calibration."""
+        assert isinstance(self.config, PostTrainingConfig)
+        return self.config.num_rounds
+
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> GroupScores:
+        """The saliencies of a method that has its own score (``PruneConfig.has_own_score``), without training."""
+        raise NotImplementedError
+
+    def repair(self, prunable: Prunable, keep: Structure) -> None:  # noqa: B027 (optional)
+        """The method's own update of the weights that stay, before the others are zeroed; after ``measure``."""
 
     @abstractmethod
     def event_bounds(self, pacing: Pacing) -> EventRange:

@@ -62,7 +62,7 @@ class CoupledStrategy(Strategy):
         aim, selector = pacing.aim(step), self._selector
         if aim is not None:
             config = self.config if self.target.shape is not None else rounding_floors(self.config)
-            selector = Selector(self.anatomy, Target(aim, self.target.shape), config)
+            selector = Selector(self.anatomy, Target(aim, self.target.shape), config, selector.kv_heads)
         elif not self._shape_is_final:
             rest = alive
             for choice in self._choices(selector, scores.copy(), alive, lambda count, chosen: True):

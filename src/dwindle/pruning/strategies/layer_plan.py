@@ -77,8 +77,12 @@ def plan_layer(
     head_dim: int,
     config: PruneConfig,
     count: Callable[[Layer], int],
+    spared: bool = False,
 ) -> LayerPlan:
-    """The plan of ``layer``, the alive part of ``source``; ``count`` gives a layer's parameters."""
+    """The plan of ``layer``, the alive part of ``source``; ``count`` gives a layer's parameters.
+
+    A ``spared`` layer stays whole.
+    """
     scored, channels = scores.structure.layers[number], scores.ffn[number]
     by_head = dict(zip(scored.query_heads, scores.attn[number].tolist(), strict=True))
     kv_of = dict(zip(layer.query_heads, layer.kv_of_query, strict=True))
@@ -92,7 +96,8 @@ def plan_layer(
     names = [scored.ffn[place] for place in order.tolist()]
     full = (len(units_of(source, config)), len(source.ffn))
     ranked = ([means[unit] for unit in units], channels[order].tolist())
-    plan = LayerPlan(layer, units, names, ranked, full, floors_of(source, config), [], [])
+    floor = full if spared else floors_of(source, config)
+    plan = LayerPlan(layer, units, names, ranked, full, floor, [], [])
     steps = _by_ratio(plan) if config.balance == "ratio" else _by_score(plan, count, count(source))
     plan.thresholds, plan.axes = [threshold for threshold, _ in steps], [axis for _, axis in steps]
     return plan

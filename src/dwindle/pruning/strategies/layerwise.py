@@ -1,4 +1,4 @@
-"""Adapt-Pruner and its uniform control: sizes of heads and FFN channels for each layer; the hidden size is kept.
+"""Adapt-Pruner and equal shares of layers: sizes of heads and FFN channels for each layer; the hidden size is kept.
 
 A layer's sparsity is the pruned fraction of its parameters (with ``balance = "ratio"``, of its key/value groups and of
 its FFN channels alike). In every iteration of Adapt-Pruner it grows by ``step − amplitude · importance``; here the step
@@ -42,6 +42,8 @@ class LayerwiseStrategy(Strategy):
     """Base of the adaptive and the uniform strategy: layer plans, counting, and one group per kind and event."""
 
     compacts_between_rounds: ClassVar[bool] = True
+    spared: frozenset[int] = frozenset()
+    """Layers that stay whole."""
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
@@ -117,6 +119,7 @@ class LayerwiseStrategy(Strategy):
                 head_dim=self.anatomy.head_dim,
                 config=self.config,
                 count=partial(count, len(alive.hidden)),
+                spared=number in self.spared,
             )
             for (number, layer), count in zip(enumerate(alive.layers), self._counters(), strict=True)
         ]
@@ -160,7 +163,7 @@ class LayerwiseStrategy(Strategy):
         plans = self._plans(level_scores(source), source)
         least = self._count(plans, source, self._kept_at(plans, [MAX_SPARSITY] * len(plans)))
         if least > self.target.num_parameters:
-            units, width = plans[0].floor
+            units, width = next(plan.floor for number, plan in enumerate(plans) if number not in self.spared)
             raise UserError(
                 f"target {format_count(self.target.num_parameters)} is below the smallest model that method "
                 f"{self.config.method} can reach, {least:,} parameters (at least {units} groups of heads and {width} "
@@ -238,7 +241,7 @@ class AdaptStrategy(LayerwiseStrategy):
 
 
 class UniformStrategy(LayerwiseStrategy):
-    """LLM-Pruner's uniform sizes, the control: the same numbers of heads and channels in every layer.
+    """Equal sizes: the same numbers of heads and channels in every layer that is not spared.
 
     Of the pairs of sizes that fit the goal, it takes the one that removes the least saliency (with
     ``balance = "ratio"``, the one with the most equal shares); lands less than one group of every layer below it.
@@ -246,17 +249,25 @@ class UniformStrategy(LayerwiseStrategy):
 
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
         if len({plan.full for plan in plans}) > 1:
-            raise UserError("method uniform: the source's layers already have different sizes: choose adapt")
-        most, floor = tuple(min(sizes) for sizes in zip(*(plan.here for plan in plans), strict=True)), plans[0].floor
+            raise UserError(
+                f"method {self.config.method}: the source's layers already have different sizes: choose adapt"
+            )
+        cut = [plan for number, plan in enumerate(plans) if number not in self.spared]
+        most, floor = tuple(min(sizes) for sizes in zip(*(plan.here for plan in cut), strict=True)), cut[0].floor
         options: list[tuple[float, tuple[int, int]]] = []
         for units in range(floor[0], most[0] + 1):
             widths = range(floor[1], most[1] + 1)
-            fitting = bisect_right(widths, goal, key=lambda n: self._count(plans, alive, [(units, n)] * len(plans)))
+            fitting = bisect_right(
+                widths, goal, key=lambda n: self._count(plans, alive, self._equal(plans, (units, n)))
+            )
             if fitting:
                 kept = (units, widths[fitting - 1])
-                options.append((self._harm(plans, kept), kept))
+                options.append((self._harm(cut, kept), kept))
         assert options, "the target was checked against the minimum sizes"
-        return [min(options)[1]] * len(plans)
+        return self._equal(plans, min(options)[1])
+
+    def _equal(self, plans: list[LayerPlan], kept: tuple[int, int]) -> Sizes:
+        return [plan.here if number in self.spared else kept for number, plan in enumerate(plans)]
 
     def _after_choice(self, choices: list[Choice]) -> None:
         full, rest = self.anatomy.source, choices[-1].rest

@@ -1,0 +1,159 @@
+"""Scores of the peers that look at activations: Wanda-sp, FLAP, Minitron; and FLAP's bias.
+
+``observe`` runs the model over calibration windows and keeps, for every input of ``o`` and ``down`` (and every norm's
+output), three sums. The scores are functions of these sums and of the weights: tensors in, tensors out.
+
+Shapes: B sequences, T tokens of a sequence, N columns of an input, U units (heads, channels), O outputs of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dwindle.anatomy.anatomy import Anatomy, Row
+from dwindle.anatomy.positions import warn_beyond_positions
+from dwindle.anatomy.structure import Kind, Structure
+from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
+from dwindle.pruning.calibration import batch_size
+from dwindle.pruning.saliency import Scores
+from dwindle.pruning.surgery import Prunable
+
+
+@dataclass(slots=True)
+class Activity:
+    """Sums over the tokens of one input, in float64."""
+
+    num_tokens: int
+    total_N: Tensor
+    """Σ x"""
+    square_N: Tensor
+    """Σ x²"""
+    mean_square_U: Tensor
+    """Σ over sequences of (mean over the sequence of ‖x_u‖₂)², where x_u is the part of a unit: |x| for one column."""
+
+    @property
+    def mean_N(self) -> Tensor:
+        return self.total_N / self.num_tokens
+
+    @property
+    def variance_N(self) -> Tensor:
+        return (self.square_N / self.num_tokens - self.mean_N.square()).clamp(min=0)
+
+
+def wanda_sp(w_ON: Tensor, seen: Activity) -> Tensor:
+    """mean_r |W_rj| · ‖x_j‖₂ of every column j."""
+    return w_ON.abs().mean(0, dtype=torch.float64) * seen.square_N.sqrt()
+
+
+def flap(w_ON: Tensor, seen: Activity, kind: Kind) -> Tensor:
+    """The z-score, among the columns of its input, of Var(x_j)·‖W_:j‖² (of its square for heads)."""
+    fluctuation_N = seen.variance_N * w_ON.double().square().sum(0)
+    if kind == "attn":
+        fluctuation_N = fluctuation_N.square()
+    deviation = fluctuation_N.std().clamp(min=torch.finfo(torch.float64).tiny)
+    return (fluctuation_N - fluctuation_N.mean()) / deviation
+
+
+def minitron(seen: Activity) -> Tensor:
+    """√Σ_B (mean_T ‖x_u‖₂)² of every unit u."""
+    return seen.mean_square_U.sqrt()
+
+
+def activity_of(x_BTN: Tensor, stretch: int = 1) -> Activity:
+    """The sums of one batch; ``stretch`` consecutive columns are one unit."""
+    x = x_BTN.detach().double()
+    norms_BTU = x.abs() if stretch == 1 else x.view(*x.shape[:2], -1, stretch).norm(dim=-1)
+    flat = x.flatten(0, 1)
+    return Activity(len(flat), flat.sum(0), flat.square().sum(0), norms_BTU.mean(1).square().sum(0))
+
+
+def observe(
+    prunable: Prunable,
+    windows: Tensor,
+    rows: Sequence[Row],
+    bar: Bar | None = None,
+) -> dict[str, Activity]:
+    """By tensor name: of a matrix its input, of a norm's gain its output. Forward passes alone."""
+    model, found = prunable.model, dict[str, Activity]()
+    warn_beyond_positions(windows.shape[1], model.config)
+
+    def add(row: Row, x_BTN: Tensor) -> None:
+        new = activity_of(x_BTN, prunable.anatomy.head_dim if row.axes[-1] == ("query",) else 1)
+        if (old := found.get(row.name)) is not None:
+            new = Activity(
+                old.num_tokens + new.num_tokens,
+                old.total_N + new.total_N,
+                old.square_N + new.square_N,
+                old.mean_square_U + new.mean_square_U,
+            )
+        found[row.name] = new
+
+    handles = [_hook(model.get_submodule(row.module), row, add) for row in rows]
+    device = next(model.parameters()).device
+    try:
+        with torch.no_grad(), Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as shown:
+            for batch in torch.split(windows, batch_size(prunable, windows)):
+                model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
+                shown.advance(len(batch))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not all(torch.isfinite(seen.square_N).all() for seen in found.values()):
+        raise UserError("calibration: activations are not finite: the source's weights or the data are broken")
+    return found
+
+
+def _hook(module: nn.Module, row: Row, add: Callable[[Row, Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    if row.is_norm:
+        return module.register_forward_hook(lambda _, args, output: add(row, output))
+    return module.register_forward_pre_hook(lambda _, args: add(row, args[0]))
+
+
+def output_rows(anatomy: Anatomy, layers: Iterable[int] | None = None) -> dict[tuple[int, Kind], Row]:
+    """``o`` and ``down`` by layer and kind; layers without heads have no ``o``."""
+    wanted = None if layers is None else set(layers)
+    return {
+        (row.layer, kind): row  # type: ignore[misc]
+        for kind, row in anatomy.outputs
+        if kind != "whole" and (wanted is None or row.layer in wanted)
+    }
+
+
+def norm_rows(anatomy: Anatomy) -> list[Row]:
+    """Gains of the norms of the residual stream and of blocks' outputs."""
+    return [row for row in anatomy.rows if row.is_norm and row.axes == (("hidden",),)]
+
+
+def column_scores(prunable: Prunable, columns: dict[tuple[int, Kind], Tensor]) -> Scores:
+    """Sums over the columns of each head and channel; 0 for layers that were not observed."""
+    structure, head_dim = prunable.physical, prunable.anatomy.head_dim
+    heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
+    channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
+    for (layer, kind), score_N in columns.items():
+        if kind == "attn":
+            heads[layer] = score_N.view(-1, head_dim).sum(1).cpu()
+        else:
+            channels[layer] = score_N.cpu()
+    stem = torch.zeros(len(structure.hidden), dtype=torch.float64)
+    return Scores(structure, heads, channels, stem).mask(prunable.pruned)
+
+
+@torch.no_grad()
+def move_means_to_bias(prunable: Prunable, keep: Structure, seen: dict[str, Activity]) -> None:
+    """FLAP's repair, b += W_P·E[x_P] on ``o`` and ``down``, where P are the columns that ``keep`` does not have.
+
+    Call it before they are zeroed.
+    """
+    anatomy, parameters = prunable.anatomy, prunable.parameters
+    for row in output_rows(anatomy).values():
+        kept = anatomy.positions(row, 1, keep, prunable.physical)
+        assert kept is not None
+        weight, bias = parameters[row.name], parameters[f"{row.module}.bias"]
+        mean_N = seen[row.name].mean_N.index_fill(0, kept.to(weight.device), 0.0)
+        bias.add_((weight.double() @ mean_N).to(bias.dtype))

@@ -1,0 +1,246 @@
+"""Other papers' methods, each a score, an allocation over layers and a repair (``methods.py`` lists them)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from math import log
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dwindle.anatomy.anatomy import Anatomy, Row
+from dwindle.anatomy.structure import Structure
+from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
+from dwindle.core.sizes import format_count
+from dwindle.pruning import activity
+from dwindle.pruning.activity import Activity, column_scores, norm_rows, observe, output_rows
+from dwindle.pruning.calibration import calibrate
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.layouts import Layout, Rounded, layouts, most_kv, round_widths, widest, with_sizes
+from dwindle.pruning.metrics import metric_named
+from dwindle.pruning.pacing import Pacing
+from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies.base import Choice, GroupScores
+from dwindle.pruning.strategies.coupled import CoupledStrategy
+from dwindle.pruning.strategies.layer_plan import LayerPlan
+from dwindle.pruning.strategies.layerwise import LayerwiseStrategy, Sizes, UniformStrategy
+from dwindle.pruning.surgery import Prunable
+from dwindle.pruning.target import Shape, Target
+
+
+class _EqualShares(UniformStrategy):
+    """The same share of heads and of channels in every layer that is not spared."""
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config.model_copy(update={"balance": "ratio"}))
+
+
+class WandaSpStrategy(_EqualShares):
+    """Layers in order, one a round: what a layer loses is decided on inputs that pruned layers compute."""
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config)
+        self._layer = 0
+        self._kept: Sizes = []
+
+    @property
+    def num_rounds(self) -> int:
+        return self.anatomy.num_layers
+
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
+        rows = output_rows(self.anatomy, [self._layer])
+        seen = observe(prunable, windows, list(rows.values()), bar)
+        scores = {key: activity.wanda_sp(prunable.parameters[row.name], seen[row.name]) for key, row in rows.items()}
+        return column_scores(prunable, scores)
+
+    def choose(
+        self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
+    ) -> Iterator[Choice]:
+        plans = self._plans(scores.current, alive)
+        if not self._kept:  # equal shares depend on sizes alone
+            self._kept = self._sizes_at(plans, alive, self.target.num_parameters)
+        kept = [self._kept[n] if n == self._layer else plan.here for n, plan in enumerate(plans)]
+        self._layer += 1
+        choices = self._choices(plans, alive, kept)
+        if choices:
+            self._after_choice(choices)
+        return iter(choices)
+
+
+class FlapStrategy(LayerwiseStrategy):
+    """One threshold on the z-scores of all layers' heads and channels; the mean of what is lost becomes a bias."""
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        if not anatomy.family.output_bias_keys:
+            raise UserError("method flap: this family has no biases on o and down for its repair: choose wanda-sp")
+        super().__init__(anatomy, target, config)
+        self._seen: dict[str, Activity] = {}
+
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
+        rows, weights = output_rows(self.anatomy), prunable.parameters
+        self._seen = observe(prunable, windows, list(rows.values()), bar)
+        scores = {key: activity.flap(weights[row.name], self._seen[row.name], key[1]) for key, row in rows.items()}
+        return column_scores(prunable, scores)
+
+    def repair(self, prunable: Prunable, keep: Structure) -> None:
+        activity.move_means_to_bias(prunable, keep, self._seen)
+
+    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
+        """The fewest groups, lowest z-scores first, without which at most ``goal`` parameters remain.
+
+        What a group saves is counted, not estimated: under grouped-query attention a head with its keys and values is
+        not the 4·head size/3 channels of the paper.
+        """
+        steps = sorted(
+            (score, number, axis)
+            for number, plan in enumerate(plans)
+            for axis in (0, 1)
+            for score in plan.scores[axis][: plan.here[axis] - plan.floor[axis]]
+        )
+
+        def kept(removed: int) -> Sizes:
+            left = [list(plan.here) for plan in plans]
+            for _, number, axis in steps[:removed]:
+                left[number][axis] -= 1
+            return [(heads, channels) for heads, channels in left]
+
+        fewest = bisect_left(range(len(steps)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
+        return kept(fewest)
+
+    def _after_choice(self, choices: list[Choice]) -> None:
+        full, rest = self.anatomy.source, choices[-1].rest
+        counters = zip(full.layers, rest.layers, self._counters(), strict=True)
+        hidden = len(full.hidden)
+        self.sparsity = [1 - count(hidden, b) / count(hidden, a) for a, b, count in counters]
+
+
+class LlmPrunerStrategy(_EqualShares):
+    """Second-order Taylor scores of every matrix that a group touches; the first and the last layers are spared."""
+
+    FIRST: ClassVar[int] = 4
+    LAST: ClassVar[int] = 2
+    OF: ClassVar[int] = 32
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        layers = anatomy.num_layers  # fewer layers than the paper's 32: the same share of them
+        first, last = (min(n, round(layers * n / self.OF)) for n in (self.FIRST, self.LAST))
+        self.spared = frozenset([*range(first), *range(layers - last, layers)])
+        super().__init__(anatomy, target, config)
+
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
+        metric = metric_named("taylor")
+        rows = [row for row in self.anatomy.rows if row.layer is not None and len(row.axes) == 2]
+        names = {row.name for row in rows}
+        found = calibrate(prunable, windows, metric, self.config, names=names, bar=bar)
+        weights = {name: prunable.parameters[name].detach() for name in names}
+        elements = {n: metric.score(w, found.gradients[n], found.fishers[n]) for n, w in weights.items()}
+        return coupled_scores(prunable, rows, elements)
+
+
+def coupled_scores(prunable: Prunable, rows: list[Row], elements: dict[str, Tensor]) -> Scores:
+    """Sums of element scores over all rows and columns of every head and channel, in all of a layer's matrices.
+
+    A key/value head is worth its own rows and its queries.
+    """
+    anatomy, structure = prunable.anatomy, prunable.physical
+    sums = {
+        (unit, layer): torch.zeros(len(structure.unit(unit, layer)), dtype=torch.float64)
+        for layer in range(anatomy.num_layers)
+        for unit in ("query", "kv", "ffn")
+    }
+    for row in rows:
+        assert row.layer is not None
+        for axis, units in enumerate(row.axes):
+            if units[0] not in ("query", "kv", "ffn"):
+                continue
+            along = elements[row.name].sum(1 - axis, dtype=torch.float64).cpu()
+            parts = torch.split(along, [anatomy.width(unit, row.layer, structure) for unit in units])
+            for unit, part in zip(units, parts, strict=True):
+                sums[unit, row.layer] += part.view(-1, anatomy.stretch(unit)).sum(1)
+    layers = range(anatomy.num_layers)
+    heads, channels = [sums["query", n] for n in layers], [sums["ffn", n] for n in layers]
+    kv = []
+    for number, layer in enumerate(structure.layers):
+        places = torch.tensor([layer.kv_heads.index(one) for one in layer.kv_of_query], dtype=torch.long)
+        kv.append(sums["kv", number].index_add(0, places, heads[number]))
+    stem = torch.zeros(len(structure.hidden), dtype=torch.float64)
+    return Scores(structure, heads, channels, stem, kv).mask(prunable.pruned)
+
+
+class MinitronStrategy(CoupledStrategy):
+    """The least active heads, channels and hidden channels, down to one shape of all layers."""
+
+    uses_elements: ClassVar[bool] = False
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config)
+        self._aim_at(uniform_shape(anatomy, target, config))
+
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
+        rows, norms = output_rows(self.anatomy), norm_rows(self.anatomy)
+        seen = observe(prunable, windows, [*rows.values(), *norms], bar)
+        structure = prunable.physical
+        heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
+        channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
+        for (layer, kind), row in rows.items():
+            (heads if kind == "attn" else channels)[layer] = activity.minitron(seen[row.name]).cpu()
+        stem = torch.stack([activity.minitron(seen[row.name]).cpu() for row in norms]).sum(0)
+        return Scores(structure, heads, channels, stem).mask(prunable.pruned)
+
+
+def uniform_shape(anatomy: Anatomy, target: Target, config: PruneConfig) -> Rounded:
+    """The target's shape, or the one with the most equal shares of hidden size, heads and FFN that fits its count.
+
+    Query heads are removed inside key/value groups, which stay; without such groups, heads with their keys and values.
+    """
+    source, layer = Shape.of(anatomy.source), anatomy.source.with_heads
+    kv, has_groups = len(layer.kv_heads), max(layer.queries_per_kv, default=1) > 1
+    if target.shape is not None:
+        if has_groups and target.shape.heads % kv:
+            wanted = [kv * n for n in range(1, layer.queries_per_kv[0] + 1)]
+            raise UserError(
+                f"target heads={target.shape.heads}: {config.method} keeps all {kv} key/value heads: choose one of "
+                f"{wanted}"
+            )
+        return Rounded(target.shape, kv if has_groups else None)
+    hiddens, widths = round_widths(source, config)
+    fits = [
+        found
+        for layout in layouts(anatomy.source, config)
+        if not has_groups or layout.kv_heads in (None, kv)
+        for found in _most_equal(anatomy, target, layout, hiddens, widths)
+    ]
+    if not fits:
+        raise UserError(
+            f"target {format_count(target.num_parameters)} is below the smallest model that method {config.method} can "
+            "reach at these minimum sizes: choose a larger target"
+        )
+
+    def inequality(found: Rounded) -> tuple[float, int]:
+        shape = found.shape
+        pairs = ((shape.hidden, source.hidden), (shape.heads, source.heads), (shape.ffn, source.ffn))
+        shares = [log(now / full) for now, full in pairs if full]
+        return max(shares) - min(shares), -shape.heads
+
+    return min(fits, key=inequality)
+
+
+def _most_equal(
+    anatomy: Anatomy, target: Target, layout: Layout, hiddens: list[int], widths: list[int]
+) -> Iterator[Rounded]:
+    """The largest shapes with this layout whose hidden size and FFN have about the same share."""
+    full = Shape.of(anatomy.source)
+
+    def count(hidden: int) -> int:
+        place = bisect_left(widths, hidden * full.ffn / full.hidden)
+        shape = Shape(hidden, layout.heads, widths[min(place, len(widths) - 1)])
+        return anatomy.count(with_sizes(anatomy.source, shape, layout.kv_count(most_kv))).total
+
+    place = bisect_right(hiddens, target.num_parameters, key=count)
+    for hidden in hiddens[max(place - 1, 0) : place + 1]:
+        ffn = widest(anatomy, anatomy.source, target, layout, hidden, widths)
+        if ffn is not None:
+            yield Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads)
