@@ -29,8 +29,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tables
 import torch
+import training_tables as tables
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
 
 import dwindle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,8 @@ PAGE = ROOT / "docs" / "results.md"
 
 
 def script(name: str) -> ModuleType:
+    if str(ROOT / "studies") not in sys.path:
+        sys.path.append(str(ROOT / "studies"))
     spec = importlib.util.spec_from_file_location(f"study_{name}", ROOT / "studies" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,7 +66,9 @@ def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None
 def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: str) -> None:
     """What the best row sets, the recipe sets as well, and nothing else about pruning and teaching."""
     data = json.loads((PAGE.parent / "results" / "main-table.json").read_text(encoding="utf-8"))
-    rivals = [seeds for seeds in tables.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000]
+    rivals = [
+        seeds for seeds in tables.training.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000
+    ]
     best = min(rivals, key=lambda seeds: sum(row["textbooks"] for row in seeds) / len(seeds))[0]
     recipe = load_recipe("smollm2-135m-to-80m")
     like = load_recipe("smollm2-135m-to-80m", overrides=best["settings"])
@@ -76,9 +81,9 @@ def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: s
 
 def test_only_unusual_settings_are_told(tables: ModuleType) -> None:
     rows = [row(name, 0, 3.0, set=["lr=1", "steps=16"]) for name in ("a", "b", "c")]
-    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
+    found = tables.training.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
     assert "[steps=64]" in found and "steps=16" not in found and "lr=1" not in found
-    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["steps=16"], settings=["steps=16"])]})
+    found = tables.training.losses({"rows": [*rows, row("a", 0, 3.1, set=["steps=16"], settings=["steps=16"])]})
     assert "| a [no lr=1] |" in found and "| a |" in found
 
 
@@ -91,7 +96,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     """Seeds are one line with mean and sample deviation; unreached targets and refusals never win."""
     task = {"value": 0.5, "stderr": 0.02}
     scores = {
-        "tasks": dict.fromkeys(tables.TASKS, task) | {"boolq": {"value": 0.38, "stderr": 0.01}},
+        "tasks": dict.fromkeys(tables.training.TASKS, task) | {"boolq": {"value": 0.38, "stderr": 0.01}},
         "average": {"value": 0.41, "stderr": 0.01},
     }
     rows = [
@@ -102,7 +107,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
         row("easy", 0, 1.0, target_reached=False),
         {k: v for k, v in row("never", 0, 0.0).items() if k != "textbooks"} | {"refused": "too few steps"},
     ]
-    lines = tables.losses(json.loads(json.dumps({"rows": rows}))).splitlines()[2:]
+    lines = tables.training.losses(json.loads(json.dumps({"rows": rows}))).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[5:8] for line in cells] == [
         ["3.000", "4.000", "41.00 (±1.00)"],
@@ -111,15 +116,15 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
         ["not possible: too few steps", "", ""],
     ]
     assert cells[1][3:5] == ["0 ×2, 1", "90–91"] and cells[2][4] == "90 (target not reached)"
-    assert tables.tasks({"rows": rows}).splitlines()[2:] == [
+    assert tables.training.tasks({"rows": rows}).splitlines()[2:] == [
         "| 50% | one | 1,000 | 50.00 ±2.00 | 50.00 ±2.00 | 38.00 ±1.00 |"
         + " 50.00 ±2.00 |" * 4
         + " 41.00 ±1.00 | 50.00 ±0.82 |"  # the last: 2 / √6
     ]
     other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
-    found = tables.losses({"rows": other})
+    found = tables.training.losses({"rows": other})
     assert "| one |" in found and "| one [c.d=2] |" in found
-    assert "| two 50% | abc | `run two` |" in tables.commands({"rows": rows})
+    assert "| two 50% | abc | `run two` |" in tables.training.commands({"rows": rows})
 
 
 def test_margins_over_one_shot(tables: ModuleType) -> None:
@@ -131,13 +136,13 @@ def test_margins_over_one_shot(tables: ModuleType) -> None:
         row("late", 0, 2.5, set=["a.b=1"]),
         row("once", 0, 3.15),
     ]
-    lines = tables.margins({"rows": rows}).splitlines()[2:]
+    lines = tables.training.margins({"rows": rows}).splitlines()[2:]
     assert lines == [
         "| 50% | aware | 1,000 | 2 and 2 | 0.200 ± 0.141 | 1.000 ± 0.000 |",
         "| 50% | once | 1,000 | 1 and 2 | 0.050 |  |",
     ]
     taught = [row("one-shot+kd", 0, 3.0), row("aware+kd", 0, 2.9), *rows]
-    assert tables.margins_distilled({"rows": taught}).splitlines()[2:] == [
+    assert tables.training.margins_distilled({"rows": taught}).splitlines()[2:] == [
         "| 50% | aware+kd | 1,000 | 1 and 1 | 0.100 |  |"
     ]
 
@@ -152,7 +157,7 @@ def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
         row("easy", 0, 1.0, settings=[*one, "e.f=3"], order=2, target_reached=False),
         row("small", 0, 4.0, settings=[], tokens=500),
     ]
-    small, large = tables.choices({"rows": rows}).split("\n\n50%, 1,000")
+    small, large = tables.training.choices({"rows": rows}).split("\n\n50%, 1,000")
     head, *lines = large.split("\n\n")[1].splitlines()
     assert large.startswith(" tokens, `a.b=1` `c.d=2`:")
     assert head == "| changed | seeds | held-out loss | minus reference |"
@@ -173,7 +178,7 @@ def test_choices_beside_another_row_have_that_as_reference(tables: ModuleType) -
         row("c-4", 0, 2.9, settings=["c.d=4"], order=1),
         *(row(f"e-{n}", 0, 2.7, settings=["c.d=3", f"e.f={n}"], order=2) for n in range(2)),
     ]
-    first, second = tables.choices({"rows": rows}).split("\n\n50%, 1,000 tokens, `c.d=3`:\n\n")
+    first, second = tables.training.choices({"rows": rows}).split("\n\n50%, 1,000 tokens, `c.d=3`:\n\n")
     assert first.count("`c.d=3`") == 1 and "e.f" not in first
     assert second.splitlines()[2:] == [
         "| reference | 0 | 2.800 |  |",
