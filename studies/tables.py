@@ -82,6 +82,31 @@ def layer_adaptive(data: Any) -> str:
     return markdown(head, rows)
 
 
+def peers(data: Any) -> str:
+    """Files of studies/peers.py: losses, tasks, decode speed relative to the source, and what the pruning took."""
+    texts = {training.named(data, ["textbooks"])[0]: "textbooks", "mixed.test": "mixed.test", "WikiText-2": "wikitext2"}
+    rows = []
+    for seeds in training.grouped(data):
+        first = seeds[0]
+        found = [first["size"] or "100%", first["title"].partition(", distilled")[0]]
+        found += [f"{first['tokens'] / 1e6:.0f}M" if first["tokens"] else "", training.seed_numbers(seeds)]
+        if "refused" in first:
+            rows.append([*found, f"not possible: {first['refused']}", *[""] * (len(texts) + 4)])
+            continue
+        found.append(f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M")
+        found += [spread([row[text] for row in seeds if text in row]) for text in texts.values()]
+        tasks = [training.without_boolq(row) for row in seeds if "tasks" in row]
+        found.append(training.percent(tasks) if tasks else "")
+        found.append(spread([row["decode_speedup"] for row in seeds if "decode_speedup" in row], 2))
+        costs = [row["pruning"] for row in seeds if "pruning" in row]
+        found.append(f"{statistics.median(cost['seconds'] for cost in costs):.1f}" if costs else "")
+        peaks = [cost["peak_bytes"] for cost in costs if cost["peak_bytes"]]
+        found.append(f"{max(peaks) / 2**30:.2f}" if peaks else "")
+        rows.append(found)
+    head = ["size", "method", "tokens", "seeds", "parameters", *texts, "six tasks, %", "decode ×"]
+    return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows))
+
+
 def seven_tasks(data: Any) -> str:
     """Files of studies/evaluate_seven.py: both accuracies of every run in the file."""
     runs = data["results"]
@@ -161,6 +186,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "first-comparison": first_comparison,
     "metrics-without-training": metrics_without_training,
     "layer-adaptive": layer_adaptive,
+    "peers": peers,
     "seven-tasks": seven_tasks,
     "engines": engines,
     "latency": latency,
