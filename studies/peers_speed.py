@@ -16,6 +16,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from measures import shape_of
+
 import dwindle
 from dwindle.anatomy.build import build_random, config_for
 from dwindle.anatomy.families import family_of
@@ -48,6 +50,7 @@ def measure(data: Any, args: argparse.Namespace) -> None:
     """Adds the speedup to every row; rows of the same shape share it."""
     loaded = dwindle.load(args.model)
     known = {json.dumps(row["shape"]): row["decode_speedup"] for row in data["rows"] if "decode_speedup" in row}
+    known[json.dumps(shape_of(loaded.model))] = 1.0
     for row in data["rows"]:
         if "shape" not in row or "decode_speedup" in row:
             continue
@@ -69,19 +72,23 @@ def measure(data: Any, args: argparse.Namespace) -> None:
         print(f"{row['row']} {row['size']}: {row['decode_speedup']:.3f}", flush=True)
 
 
+def method_of(row: Any) -> str:
+    return re.sub(r"(-trained)?(\+kd)?(@.*)?$", "", row["row"])
+
+
 def figure(data: Any) -> Figure:
     """Loss against time per token relative to the source: a panel without and one with training, a curve a method."""
     rows = [row for row in data["rows"] if row["size"] and QUALITY in row and "decode_speedup" in row]
     if not rows:
         raise UserError(f"the file has no row with both {QUALITY} and a decode speed: run peers.py with it first")
-    names = list(dict.fromkeys(re.sub(r"(-trained)?(\+kd)?$", "", row["row"]) for row in rows))
+    names = list(dict.fromkeys(map(method_of, rows)))
     panels = []
     for is_trained, label in ((False, "without training"), (True, "after the same recovery")):
         series = []
         for place, name in enumerate(names):
             points: dict[str, list[Any]] = {}
             for row in rows:
-                if re.sub(r"(-trained)?(\+kd)?$", "", row["row"]) == name and bool(row["tokens"]) == is_trained:
+                if method_of(row) == name and bool(row["tokens"]) == is_trained:
                     points.setdefault(row["size"], []).append(row)
             means = sorted(
                 (statistics.mean(1 / r["decode_speedup"] for r in seeds), statistics.mean(r[QUALITY] for r in seeds))
