@@ -71,18 +71,18 @@ class PruneConfig(Config):
     @property
     def keeps_hidden_size(self) -> bool:
         """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner, …), not the hidden size."""
-        return "stem" not in METHODS[self.method].groups
+        return "stem" not in METHODS[self.method].kinds
 
     @property
     def effective_metric(self) -> str:
         """The metric in use: without training each paper's own where none is set; the method's name if it has its own
         score."""
-        return self.metric or METHODS[self.method].metric or self.method
+        return self.metric or METHODS[self.method].default_metric or self.method
 
     @property
     def has_own_score(self) -> bool:
         """Whether the method, not a metric, says what groups are worth."""
-        return METHODS[self.method].metric is None
+        return METHODS[self.method].default_metric is None
 
     @property
     def effective_selection(self) -> Selection:

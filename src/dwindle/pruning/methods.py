@@ -34,8 +34,8 @@ class Method:
     """What the method does not do."""
     card: str
     """The rule, as model cards state it."""
-    groups: tuple[Kind, ...] = _LAYERS
-    metric: str | None = None
+    kinds: tuple[Kind, ...] = _LAYERS
+    default_metric: str | None = None
     """The metric if none is set; None: the method has a score of its own, and no metric is chosen."""
     settings: tuple[str, ...] = ()
     """The settings that it uses, of those that not all methods use."""
@@ -55,8 +55,8 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "a shape as target needs coupled groups",
         "",
-        groups=KINDS,
-        metric="taylor",
+        kinds=KINDS,
+        default_metric="taylor",
         settings=(*_SCORED, "selection", "compare", "round_to", "attention", "rounds"),
         in_training=True,
     ),
@@ -67,7 +67,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size; layers differ, so the result is not stock",
         "more from layers that change the residual stream less (Adapt-Pruner)",
-        metric="taylor1",
+        default_metric="taylor1",
         settings=(*_SCORED, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
@@ -78,7 +78,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size",
         "the same share of every layer",
-        metric="taylor1",
+        default_metric="taylor1",
         settings=(*_SCORED, "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
@@ -117,7 +117,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "query heads are removed inside key/value groups, which all stay; prunes before training, not during it",
         "what is least active, to one shape (Minitron)",
-        groups=KINDS,
+        kinds=KINDS,
         settings=("round_to", "rounds"),
     ),
     "slicegpt": Method(
