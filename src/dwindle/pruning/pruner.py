@@ -205,8 +205,8 @@ class Pruner(Callback):
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
-        anatomy, parameters = self.prunable.anatomy, self.prunable.parameters
-        gradients = {row.name: local(g) for _, row in anatomy.outputs if (g := parameters[row.name].grad) is not None}
+        outputs, parameters = self.prunable.outputs, self.prunable.parameters
+        gradients = {row.name: local(g) for _, row in outputs if (g := parameters[row.name].grad) is not None}
         fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
@@ -379,7 +379,7 @@ class AttachedPruner:
         self.pruner.edit_gradients(loop)
         if not self.pruner.scores_step(self.step + 1):
             return
-        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.anatomy.outputs]
+        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.outputs]
         assert all(gradient is not None for gradient in gradients), "call after_backward() after loss.backward()"
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
         if bool(torch.stack(norms).isfinite().all()):
@@ -406,9 +406,9 @@ class AttachedPruner:
         held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
         def rebuild(model: nn.Module) -> torch.optim.Optimizer:
-            fresh = dict(model.named_parameters())
+            fresh = prunable.parameters
             for group, own in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = [fresh[name] for name in own]
+                group["params"] = [fresh[name] for name in own if name in fresh]
             return optimizer
 
         self.pruner.rebuild = rebuild
