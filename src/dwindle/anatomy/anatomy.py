@@ -92,8 +92,13 @@ class Anatomy:
         distinct = list(dict.fromkeys(tables.values()))
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
         self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._block_kinds = [
+            {block: tuple(split_name(r.name)[1] for r in self._rows_of[n] if r.block == block) for block in BLOCKS}
+            for n in range(self.num_layers)
+        ]
         self.outputs = tuple(self._output_rows())
         self._whole = [row for kind, row in self.outputs if kind == "whole"]
+        self._outputs_of = [[row for _, row in self.outputs if row.layer == n] for n in range(self.num_layers)]
         self._output_of = {(row.layer, kind): row for kind, row in self.outputs}
         for row in self.rows:
             if self.shape(row, self.source) != row.full_shape:
@@ -279,8 +284,7 @@ class Anatomy:
 
     def layer_columns(self, number: int, blocks: Iterable[Block], structure: Structure) -> int:
         """Input columns of the projections of a layer's blocks into the residual stream."""
-        rows = (row for _, row in self.outputs if row.layer == number and row.block in blocks)
-        return sum(self.shape(row, structure)[1] for row in rows)
+        return sum(self.shape(row, structure)[1] for row in self._outputs_of[number] if row.block in blocks)
 
     def name_in(self, row: Row, structure: Structure) -> str:
         """The tensor's name in a model with this structure: layers that are gone are not counted."""
@@ -293,12 +297,50 @@ class Anatomy:
         """The tensors of a model with this structure, by their names there."""
         return {self.name_in(row, structure): row for row in self.rows if row.is_in(structure)}
 
+    def has_every_kind(self, structure: Structure) -> bool:
+        """Whether an attention block of every kind (a convolution, say, is another kind) and an FFN are left."""
+        return not any(left == 0 for left in self._left(structure).values())
+
+    def removable_blocks(self, structure: Structure) -> list[tuple[int, tuple[int, ...]]]:
+        """(layer, places in ``BLOCKS``) of all groups of kind ``layer``: whole layers, and attention blocks and FFNs.
+
+        What stands in the place of attention (a convolution) is removed only with its layer.
+        """
+        left, found = self._left(structure), list[tuple[int, tuple[int, ...]]]()
+        for number, layer in enumerate(structure.layers):
+            for places_ in ((0,), (1,), (0, 1)):
+                blocks = [BLOCKS[place] for place in places_]
+                rest = layer.without_blocks(blocks)
+                alone = places_ == (0,) and not rest.is_gone
+                if any(block in layer.absent for block in blocks) or (alone and not layer.query_heads):
+                    continue
+                loses = [key for key in self._counted(number, layer) if key not in self._counted(number, rest)]
+                if all(left[key] > 1 for key in loses):
+                    found.append((number, places_))
+        return found
+
     def removable_layers(self, structure: Structure) -> list[int]:
-        """Layers that may be removed whole, the last first: one of every kind of layer (by its tensors) is kept."""
-        kinds = [self._table_of[number] for number in range(self.num_layers)]
-        present = [number for number, layer in enumerate(structure.layers) if not layer.is_gone]
-        left = Counter(kinds[number] for number in present)
-        return [number for number in reversed(present) if left[kinds[number]] > 1]
+        """Layers that may be removed whole, one after the other, from the last to the first."""
+        found, order = list[int](), {number for number, _ in self.removable_blocks(structure)}
+        for number in sorted(order, reverse=True):
+            layers = list(structure.layers)
+            layers[number] = layers[number].without_blocks(BLOCKS)
+            rest = Structure(structure.hidden, tuple(layers))
+            if self.has_every_kind(rest):
+                structure = rest
+                found.append(number)
+        return found
+
+    def _left(self, structure: Structure) -> Counter[Any]:
+        """How many blocks of every kind there are; 0 for what was lost."""
+        counts: Counter[Any] = Counter({key: 0 for n, la in enumerate(self.source.layers) for key in self._counted(n, la)})
+        for number, layer in enumerate(structure.layers):
+            counts.update(self._counted(number, layer))
+        return counts
+
+    def _counted(self, number: int, layer: Layer) -> tuple[Any, ...]:
+        """What a layer counts as: its kind of attention block (by its tensors), an FFN."""
+        return tuple(self._block_kinds[number][block] for block in BLOCKS if block not in layer.absent)
 
     def output_row(self, layer: int, kind: str) -> Row:
         """The output projection of a layer: ``o`` for heads, ``down`` for FFN channels."""

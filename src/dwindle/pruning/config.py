@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dwindle.anatomy.family import Family
-from dwindle.anatomy.structure import KINDS, Kind
+from dwindle.anatomy.structure import ALL_KINDS, KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
@@ -38,9 +38,10 @@ _METHODS_OF: dict[str, tuple[str, ...]] = {
 class PruneConfig(Config):
     """What is pruned and how it is chosen."""
 
-    method: Literal["efficientllm", "adapt", "uniform"] = "efficientllm"
+    method: Literal["efficientllm", "adapt", "uniform", "shortgpt"] = "efficientllm"
     """efficientllm removes minimal groups one by one; adapt (Adapt-Pruner) gives every layer its own size by its
-    importance; uniform (LLM-Pruner) prunes all layers to the same size. adapt and uniform keep the hidden size."""
+    importance; uniform (LLM-Pruner) prunes all layers to the same size; shortgpt removes the whole layers that change
+    the residual stream least. All but efficientllm keep the hidden size."""
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
     set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
@@ -49,8 +50,9 @@ class PruneConfig(Config):
     group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform
     taylor1."""
     groups: list[Kind] | None = None
-    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all, with adapt and
-    uniform attn and ffn."""
+    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels), layer (whole layers; with
+    selection global also the attention or the FFN of one). Not set: all but layer, with adapt and uniform attn and ffn,
+    with shortgpt layer."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
     compare: Literal["mean", "sum", "saved"] = "mean"
@@ -85,7 +87,12 @@ class PruneConfig(Config):
     @property
     def effective_metric(self) -> str:
         """The metric in use: without training each paper's own where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+        return self.metric or self._own_metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+
+    @property
+    def _own_metric(self) -> str | None:
+        """What a method that scores whole layers itself sets: magnitude, which needs no gradients."""
+        return "magnitude" if self.method == "shortgpt" else None
 
     @property
     def effective_selection(self) -> Selection:
@@ -95,15 +102,23 @@ class PruneConfig(Config):
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
+        if self.method == "shortgpt":
+            return ("layer",)
         wanted = KINDS if self.groups is None else self.groups
         return tuple(kind for kind in wanted if not (self.keeps_hidden_size and kind == "stem"))
 
+    def with_layers(self) -> Self:
+        """For a target that names layers: they are prunable where nothing else was said."""
+        if self.groups is not None or self.method != "efficientllm":
+            return self
+        return self.model_copy(update={"groups": list(ALL_KINDS)})
+
     def for_family(self, family: Family) -> Self:
         """With the groups that the family has; one that was asked for and that it does not have is refused."""
-        if set(KINDS) == {*family.groups}:
+        if {*self.effective_groups} <= {*family.groups}:
             return self
         has = tuple(kind for kind in self.effective_groups if kind in family.groups)
-        all_kinds = set(KINDS) == set(self.groups or KINDS)
+        all_kinds = set(KINDS) <= set(self.groups or KINDS)
         missing = [kind for kind in self.groups or () if kind not in family.groups]
         if (missing and not all_kinds) or not has:
             wanted = (missing or list(self.effective_groups))[0]
@@ -122,16 +137,18 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        return used | {"metric": self.effective_metric, "groups": list(self.effective_groups)}
+        scored = {} if self._own_metric else {"metric": self.effective_metric}
+        return used | scored | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
     def _check_method(self) -> PruneConfig:
         """Settings that the method does not use are refused, not ignored."""
         method = self.method
         if self.groups is not None and not self.groups:
-            raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(KINDS)}")
+            raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(ALL_KINDS)}")
+        self._check_layers()
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
-        if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
+        if method != "shortgpt" and self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
         try:
             if self.num_gram_tokens == 0:
@@ -148,13 +165,27 @@ class PruneConfig(Config):
         return self
 
 
+    def _check_layers(self) -> None:
+        groups = self.groups or []
+        if self.method == "shortgpt":
+            for name, value in (("metric", self.metric), ("groups", None if groups == ["layer"] else self.groups)):
+                if value is not None:
+                    raise ValueError(f"{name}: shortgpt scores and removes whole layers: remove it")
+            if self.second_order:
+                raise ValueError("second_order: shortgpt removes whole layers and updates nothing: remove it")
+        elif self.keeps_hidden_size and "layer" in groups:
+            raise ValueError(f"groups: layer: {self.method} keeps all layers: choose among attn and ffn")
+        elif "layer" in groups and self.round_to > 1 and self.effective_selection == "coupled":
+            raise ValueError("round_to: with the group layer give selection global, or a shape such as layers=24,ffn=1024")
+
+
 class PretrainPruneConfig(PruneConfig):
     """What is pruned during training, and when."""
 
     enabled: bool = True
     """Set to false to train without pruning."""
     target: str = ""
-    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
+    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280,layers=24"."""
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -187,7 +218,12 @@ class PretrainPruneConfig(PruneConfig):
     @property
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
-        return self.metric or ("taylor1" if self.keeps_hidden_size else "group")
+        return self.metric or self._own_metric or ("taylor1" if self.keeps_hidden_size else "group")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of methods that prune and train in turns; those that prune once do so at the start."""
+        return self.interleaves if self.method in _METHODS_OF["interleaves"] else 1
 
     def effective_smoothing(self, steps_before: int) -> float:
         """The factor in use: a group's derivative is noisy in one step, so it is averaged over those before events."""

@@ -31,7 +31,7 @@ from dwindle.pruning.ledger import Ledger, prune_event, source_event
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
-from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import MOMENTS, Prunable
 from dwindle.pruning.target import Target, parse_target, sizes_of
@@ -60,7 +60,7 @@ class Pruner(Callback):
     ) -> None:
         self.prunable = prunable
         self.pacing = pacing
-        self.config = config = config.for_family(prunable.anatomy.family)
+        self.config = config = settled(config, prunable.anatomy, target)
         self.seed = seed
         self.source = source
         self.rebuild = rebuild
@@ -212,7 +212,8 @@ class Pruner(Callback):
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
         elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
-        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss)
+        blocks = "layer" in self.config.effective_groups
+        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
 
     def _mask_smoothed(self) -> None:
         if self._smoothed is not None:
@@ -283,13 +284,14 @@ class Pruner(Callback):
             return {}
         named = {f"attn.{i}": t for i, t in enumerate(self._smoothed.attn)}
         named |= {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
-        return named | {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
+        named |= {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
+        return named | {f"blocks.{i}": t for i, t in enumerate(self._smoothed.blocks)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         layers = range(self.prunable.anatomy.num_layers)
         attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
-        kv = [tensors[f"kv.{i}"] for i in layers if f"kv.{i}" in tensors]
-        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv)
+        kv, blocks = ([tensors[f"{part}.{i}"] for i in layers if f"{part}.{i}" in tensors] for part in ("kv", "blocks"))
+        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
 
 
 class AdamFisher(Mapping[str, Tensor]):

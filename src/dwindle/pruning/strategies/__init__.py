@@ -1,19 +1,43 @@
-"""Which groups are removed next: coupled groups, the global mixture, layer-adaptive or uniform sizes."""
+"""Which groups are removed next: coupled groups, the global mixture, layer-adaptive or uniform sizes, whole layers."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.strategies.base import Strategy
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.global_mixture import GlobalStrategy
 from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
+from dwindle.pruning.strategies.shortgpt import ShortGptStrategy
 from dwindle.pruning.target import Target
+
+
+_Config = TypeVar("_Config", bound=PruneConfig)
+
+
+def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
+    """The configuration with the groups that this family has; a target that names layers makes them prunable."""
+    if target.shape is not None and target.shape.layers < len(anatomy.source.places):
+        config = config.with_layers()
+    config = config.for_family(anatomy.family)
+    scores_inputs = metric_named(config.effective_metric).curvature is not None
+    if "layer" in config.effective_groups and scores_inputs and any(kind == "whole" for kind, _ in anatomy.outputs):
+        raise UserError(
+            f"metric {config.effective_metric}: does not score the blocks that stand in the place of attention in this "
+            "family: choose taylor or group, or leave layer out of the groups"
+        )
+    return config
 
 
 def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Strategy:
     """The strategy of a configuration; raises if the target is not reachable."""
-    config = config.for_family(anatomy.family)
+    config = settled(config, anatomy, target)
+    if config.method == "shortgpt":
+        return ShortGptStrategy(anatomy, target, config)
     if config.method == "efficientllm":
         chosen: type[Strategy] = GlobalStrategy if config.effective_selection == "global" else CoupledStrategy
     else:
