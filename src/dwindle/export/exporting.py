@@ -379,7 +379,7 @@ class _Export:
 def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     """Row lengths that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
     structure = anatomy.source
-    widths = [len(layer.ffn) for layer in structure.layers]
+    widths = [len(layer.ffn) for layer in structure.layers if layer.ffn]
     odd = [width for width in widths if width % block]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:

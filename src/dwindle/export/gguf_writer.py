@@ -85,6 +85,11 @@ def architecture_of(model: Any) -> str:
                 f"--to gguf: llama.cpp does not support {family} with unequal layers: pass --stock to pad them to "
                 "equal sizes"
             )
+        if "attn" in structure.layers[0].absent:
+            raise UserError(
+                "--to gguf: llama.cpp reads the size of heads from the first layer, and its attention was removed: pass "
+                "--stock to pad it"
+            )
         return "deci"
     if (why := _unsupported(model, architecture)) is not None:
         raise UserError(f"--to gguf: llama.cpp's {architecture} {why}: {elsewhere}")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Row
-from dwindle.anatomy.build import build, config_for, has_stock_config, stock_form
+from dwindle.anatomy.build import build, build_on_meta, config_for, has_stock_config, stock_form
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
@@ -93,6 +93,7 @@ def resize(
         hidden=math.ceil(max(len(before.hidden), min_hidden) / round_to) * round_to,
         ffn=[len(plan.ffn) for plan in plans],
         kv_of_query=[[place // plan.queries_per_kv for place in range(len(plan.query))] for plan in plans],
+        absent=None if uniform else [layer.absent for layer in before.layers],
     )
     if uniform:
         after = _accepted(model.config, after, anatomy.head_dim, round_to)
@@ -104,7 +105,8 @@ def resize(
     _refuse_wide_norms(anatomy, before, plans)
     _refuse_inner_norms(anatomy, len(after.hidden))
     larger = _enlarged(model, anatomy, plans, hidden, after)
-    return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
+    count = sum(parameter.numel() for parameter in larger.parameters())  # with blocks that the table does not have
+    return Resized(larger, sizes[0], count, kv[0], kv[1], _steps(before, plans, hidden, round_to))
 
 
 def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> Structure:
@@ -147,6 +149,9 @@ def _enlarged(
             tensor = ((tensor.double() + offset) * math.sqrt(share) - offset).to(tensor.dtype)
         tensors[name] = tensor
     config = config_for(model.config, after)
+    for name, parameter in build_on_meta(config).named_parameters():
+        if name not in tensors:  # of a removed block, which zeros compute
+            tensors[name] = torch.zeros(parameter.shape, dtype=tensor.dtype, device=tensor.device)
     name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
     setattr(config, name, getattr(model.config, name) * share)
     larger = stock_form(build(config, tensors), after)
@@ -166,7 +171,13 @@ def _plans(structure: Structure, *, uniform: bool, round_to: int, equal_queries:
         sizes = [_smallest([layer for layer in counts if layer])] * len(counts)
         widths = [max(widths)] * len(widths)
     return [
-        _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, present=len(la.ffn)))
+        _layer_plan(
+            layer,
+            per_kv,
+            kv_heads,
+            _padded(width, round_to, present=len(la.ffn)),
+            adds_heads=uniform and "attn" in la.absent,
+        )
         for layer, (per_kv, kv_heads), width, la in zip(counts, sizes, widths, structure.layers, strict=True)
     ]
 
@@ -203,7 +214,9 @@ def _with_equal_queries(layers: Sequence[tuple[int, ...]]) -> list[tuple[int, in
     return min(found, key=lambda plan: sum((per_kv + 1) * kv_heads for per_kv, kv_heads in plan))
 
 
-def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> PaddedLayer:
+def _layer_plan(
+    counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...], *, adds_heads: bool
+) -> PaddedLayer:
     query: list[int] = []
     kv: list[int] = []
     first = 0
@@ -213,7 +226,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             query += [*members, *[NOTHING] * (per_kv - len(members))]
             kv.append(head)
         first += count
-    missing = kv_heads - len(kv) if counts else 0  # a layer without heads gets none
+    missing = kv_heads - len(kv) if counts or adds_heads else 0  # a convolution gets none
     return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
@@ -277,6 +290,7 @@ def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[Padd
     same = all(
         len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
         for p, la in zip(plans, before.layers, strict=True)
+        if "attn" not in la.absent
     )
     if wide and not same:
         raise UserError(
