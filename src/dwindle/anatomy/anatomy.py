@@ -333,7 +333,9 @@ class Anatomy:
 
     def _left(self, structure: Structure) -> Counter[Any]:
         """How many blocks of every kind there are; 0 for what was lost."""
-        counts: Counter[Any] = Counter({key: 0 for n, la in enumerate(self.source.layers) for key in self._counted(n, la)})
+        counts: Counter[Any] = Counter(
+            {key: 0 for n, la in enumerate(self.source.layers) for key in self._counted(n, la)}
+        )
         for number, layer in enumerate(structure.layers):
             counts.update(self._counted(number, layer))
         return counts

@@ -25,8 +25,6 @@ from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
 
-KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
-
 SETTINGS = (
     "method", "selection", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds",
     "interleaves", "amplitude", "distance", "balance",
@@ -40,6 +38,7 @@ _RULES = {
     "coupled": "always the least salient group of its type, one in every layer",
     "adapt": "more from layers that change the residual stream less (Adapt-Pruner)",
     "uniform": "the same share of every layer",
+    "shortgpt": "the whole layers that change the residual stream least (ShortGPT)",
 }
 _LIBRARIES: Mapping[Runtime, str] = {
     "transformers": "transformers",
@@ -355,15 +354,11 @@ def _architecture(card: Card) -> str:
     structure, layers = card.structure, card.structure.get("layers") or []
     if not layers:
         return ""
-    gone = dict.fromkeys(KINDS, 0)
-    for event in card.prunes:
-        if event.get("type") in gone:
-            gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
     hidden, ffn = len(structure["hidden"]), [len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())]
     blocks = Counter(block for la in layers for block in la.get("absent", ()))
     left = sum(not _is_gone(la) for la in layers)
-    gone["attn"], gone["ffn"] = (_gone_from(card, kind, block) for kind, block in (("attn", "attn"), ("ffn", "mlp")))
+    gone = {kind: _gone_from(card, kind, block) for kind, block in (("attn", "attn"), ("ffn", "mlp"), ("stem", ""))}
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(len(heads), 1)), format_range(heads or [0])),
@@ -389,7 +384,7 @@ def _gone_from(card: Card, kind: str, block: str) -> int:
     layers, gone = card.structure["layers"], 0
     for event in card.prunes:
         if event.get("type") == kind:
-            pairs = zip(layers, event.get("indices", ()), strict=False)
+            pairs = zip(layers, event.get("indices", ()), strict=False)  # of stem there is one list
             gone += sum(len(members) for layer, members in pairs if block not in layer.get("absent", ()))
     return gone
 

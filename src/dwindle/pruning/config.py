@@ -164,7 +164,6 @@ class PruneConfig(Config):
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         return self
 
-
     def _check_layers(self) -> None:
         groups = self.groups or []
         if self.method == "shortgpt":
@@ -176,7 +175,9 @@ class PruneConfig(Config):
         elif self.keeps_hidden_size and "layer" in groups:
             raise ValueError(f"groups: layer: {self.method} keeps all layers: choose among attn and ffn")
         elif "layer" in groups and self.round_to > 1 and self.effective_selection == "coupled":
-            raise ValueError("round_to: with the group layer give selection global, or a shape such as layers=24,ffn=1024")
+            raise ValueError(
+                "round_to: with the group layer give selection global, or a shape such as layers=24,ffn=1024"
+            )
 
 
 class PretrainPruneConfig(PruneConfig):

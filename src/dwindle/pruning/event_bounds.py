@@ -69,7 +69,9 @@ def _with_layers(anatomy: Anatomy, size: int, config: PruneConfig) -> EventRange
     for removed in range(len(anatomy.removable_layers(source)) + 1):
         start = shallower(anatomy, source, len(source.places) - removed)
         for layout in layouts(source, config):
-            most = max(most, *(removed + n for n in _Grid(anatomy, layout, config, most_kv, start).while_above(size)), 1)
+            most = max(
+                most, *(removed + n for n in _Grid(anatomy, layout, config, most_kv, start).while_above(size)), 1
+            )
     narrower = anatomy.count(replace(source, hidden=source.hidden[1:])).total
     of_layers = sum(int(size[0]) for _, size in _kinds(anatomy, config, np.arange(1), np.max)) * anatomy.num_layers
     total = anatomy.count(source).total
@@ -168,7 +170,9 @@ def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Even
     for number, size in sorted(_kinds(anatomy, config, i, np.min), key=lambda kind: kind[1][0]):
         taken = np.minimum(room.clip(0) // size, number)
         most, room = most + taken, room - taken * size
-    limit = int(most[excess > 0].max()) + (len(BLOCKS) * anatomy.num_layers if "layer" in config.effective_groups else 0)
+    limit = int(most[excess > 0].max()) + (
+        len(BLOCKS) * anatomy.num_layers if "layer" in config.effective_groups else 0
+    )
     return EventRange(min(fewest[left == 0].tolist(), default=limit), limit)
 
 

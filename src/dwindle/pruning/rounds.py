@@ -39,7 +39,11 @@ def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig)
 
 def needs_text(config: PostTrainingConfig) -> bool:
     """Whether there is anything to calibrate."""
-    return bool(metric_named(config.effective_metric).needs) or config.second_order or config.method in ("adapt", "shortgpt")
+    return (
+        bool(metric_named(config.effective_metric).needs)
+        or config.second_order
+        or config.method in ("adapt", "shortgpt")
+    )
 
 
 def prune_in_rounds(

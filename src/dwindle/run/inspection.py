@@ -175,6 +175,5 @@ def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
         groups["attn_kv"] = Group("attn", tuple(last_kv))
     groups["ffn"] = Group("ffn", tuple(la.ffn[-1:] for la in structure.layers))
     groups["stem"] = Group("stem", (structure.hidden[-1:],))
-    *others, last = ((),) * len(structure.layers)
-    groups["layer"] = Group("layer", (*others, (0, 1)))
+    groups["layer"] = Group("layer", (*((),) * (len(structure.layers) - 1), (0, 1)))
     return {name: parameters_of(group) for name, group in groups.items() if group.kind in anatomy.family.groups}

@@ -270,9 +270,7 @@ class Selector:
     def _check_reachable(self) -> None:
         source, floor = shallower(self.anatomy, self.anatomy.source, self.floor.layers), self.floor
         least = min(
-            self.anatomy.count(
-                with_sizes(source, replace(floor, heads=layout.heads), layout.kv_count(fewest_kv))
-            ).total
+            self.anatomy.count(with_sizes(source, replace(floor, heads=layout.heads), layout.kv_count(fewest_kv))).total
             for layout in layouts(source, self.config)
         )
         if least > self.target.num_parameters:
