@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -282,7 +282,7 @@ class Anatomy:
         layers = sum(len(layer.query_heads) * self.head_dim + len(layer.ffn) for layer in structure.layers)
         return layers + sum(self.shape(row, structure)[1] for row in self._whole)
 
-    def layer_columns(self, number: int, blocks: Iterable[Block], structure: Structure) -> int:
+    def layer_columns(self, number: int, blocks: Collection[Block], structure: Structure) -> int:
         """Input columns of the projections of a layer's blocks into the residual stream."""
         return sum(self.shape(row, structure)[1] for row in self._outputs_of[number] if row.block in blocks)
 

@@ -59,7 +59,7 @@ def queries_per_kv(config: Any) -> list[list[int]]:
 
 
 def per_layer(shapes: Sequence[Mapping[str, Any]], ffn_key: str) -> dict[int, dict[str, Any]]:
-    """``per_layer_config`` of layers given as ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3], "skip": […]}``."""
+    """``per_layer_config`` of layers given as ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3], "skip": []}``."""
     layers: dict[int, dict[str, Any]] = {}
     for index, shape in enumerate(shapes):
         layers[index] = {ffn_key: shape["intermediate_size"]} if shape["intermediate_size"] else {}

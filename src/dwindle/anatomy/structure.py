@@ -138,7 +138,7 @@ class Structure:
         kv_of_query: list[list[int]],
         absent: Sequence[tuple[Block, ...]] | None = None,
     ) -> Structure:
-        """A model with nothing removed; irregular key/value maps and absent blocks of an earlier pruning are allowed."""
+        """A model with nothing removed; irregular key/value maps and absent blocks (pruned earlier) are allowed."""
         upto = cache(lambda n: tuple(range(n)))  # equal layers share their indices, so that wide models stay small
         heads = {tuple(kv): tuple(kv) for kv in kv_of_query}
         layers = tuple(

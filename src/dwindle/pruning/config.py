@@ -87,12 +87,14 @@ class PruneConfig(Config):
     @property
     def effective_metric(self) -> str:
         """The metric in use: without training each paper's own where none is set."""
-        return self.metric or self._own_metric or ("taylor1" if self.keeps_hidden_size else "taylor")
+        if not self.uses_metric:
+            return "magnitude"  # needs no gradients
+        return self.metric or ("taylor1" if self.keeps_hidden_size else "taylor")
 
     @property
-    def _own_metric(self) -> str | None:
-        """What a method that scores whole layers itself sets: magnitude, which needs no gradients."""
-        return "magnitude" if self.method == "shortgpt" else None
+    def uses_metric(self) -> bool:
+        """Whether weights are scored; shortgpt scores layers by what they change."""
+        return self.method != "shortgpt"
 
     @property
     def effective_selection(self) -> Selection:
@@ -137,7 +139,7 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        scored = {} if self._own_metric else {"metric": self.effective_metric}
+        scored = {"metric": self.effective_metric} if self.uses_metric else {}
         return used | scored | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
@@ -219,7 +221,9 @@ class PretrainPruneConfig(PruneConfig):
     @property
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
-        return self.metric or self._own_metric or ("taylor1" if self.keeps_hidden_size else "group")
+        if not self.uses_metric or self.keeps_hidden_size:
+            return super().effective_metric
+        return self.metric or "group"
 
     @property
     def num_stages(self) -> int:
@@ -253,7 +257,10 @@ class PretrainPruneConfig(PruneConfig):
     def _check_timing(self) -> PretrainPruneConfig:
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
+                when = (
+                    "in prune.interleaves stages" if self.method in _METHODS_OF["interleaves"] else "once, at the start"
+                )
+                raise ValueError(f"{name}: method {self.method} prunes {when}: remove it")
         if self.horizon is not None and self.ratio is not None:
             raise ValueError("horizon: give either horizon or ratio, not both (…=none unsets one)")
         _ = self.steps_ratio

@@ -203,8 +203,8 @@ def begin_scores(
     run while the groups are chosen on the host.
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
-    over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies of
-    whole blocks and layers.
+    over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies
+    of whole blocks and layers.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
@@ -339,6 +339,7 @@ class ElementScores:
                 if element.shape[1] == len(self.structure.hidden):
                     scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
                     element[:, rows] = 0
+                element[rows] = 0
             scores.stem[rows] = float("inf")
             for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
                 for element, total in zip(elements, sums, strict=True):

@@ -34,7 +34,7 @@ Sizes = dict[str, int | list[int]]
 
 
 def sizes_of(structure: Structure) -> Sizes:
-    """Hidden size, heads and FFN width; the smallest and the largest where layers differ. Layers where some are gone."""
+    """Hidden size, heads and FFN width, the smallest and the largest where layers differ; layers, if some are gone."""
     heads = [len(la.query_heads) for la in structure.layers if la.query_heads] or [0]
     widths = [len(la.ffn) for la in structure.layers if "mlp" not in la.absent]
     spans = {"heads": heads, "ffn": widths}

@@ -139,7 +139,8 @@ def recipe_of_run(path: str | Path) -> Recipe:
     """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune:
+    unscored = isinstance(prune, dict) and prune.get("method") == "shortgpt"
+    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not unscored:
         prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
     return recipe_from(tables, (), str(path))
 
@@ -165,7 +166,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if prune.enabled:
         if prune.method == "efficientllm":
             prune.selection = recipe.prune.effective_selection
-        prune.metric = recipe.prune.effective_metric
+        prune.metric = recipe.prune.effective_metric if recipe.prune.uses_metric else None
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)

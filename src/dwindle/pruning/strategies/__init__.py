@@ -15,13 +15,17 @@ from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
 from dwindle.pruning.strategies.shortgpt import ShortGptStrategy
 from dwindle.pruning.target import Target
 
-
 _Config = TypeVar("_Config", bound=PruneConfig)
+
+
+def is_shallower(target: Target, anatomy: Anatomy) -> bool:
+    """Whether a target names fewer layers than the source has."""
+    return target.shape is not None and target.shape.layers < len(anatomy.source.places)
 
 
 def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
     """The configuration with the groups that this family has; a target that names layers makes them prunable."""
-    if target.shape is not None and target.shape.layers < len(anatomy.source.places):
+    if is_shallower(target, anatomy):
         config = config.with_layers()
     config = config.for_family(anatomy.family)
     scores_inputs = metric_named(config.effective_metric).curvature is not None

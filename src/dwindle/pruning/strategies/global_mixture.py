@@ -214,7 +214,7 @@ class _Pool:
         if chosen.kind == "attn":
             return sum(self._heads[chosen.layer][query] for query in chosen.members)
         names = self._scores.structure.layers[chosen.layer].ffn
-        return float(self._scores.ffn[chosen.layer][np.searchsorted(names, chosen.members)].sum())
+        return float(self._scores.ffn[chosen.layer].numpy()[np.searchsorted(names, chosen.members)].sum())
 
     def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
         """(saliency, layer, queries, sum) of the heads of a layer to remove together.
