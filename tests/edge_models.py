@@ -10,7 +10,7 @@ import torch
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy, cut
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.sources.loading import Loaded, load
 from tiny import random_group, tiny_model
 
@@ -42,7 +42,8 @@ def byte_pair_tokenizer(pre: Any = None) -> Any:
 
 
 def tiny_loaded(family: str = "llama", structure: str = "full", **options: Any) -> Loaded:
-    """``full``, ``odd`` (hidden 31, FFN 38), ``cluster`` or ``layers`` (heads and FFN differ from layer to layer)."""
+    """``full``, ``odd`` (hidden 31, FFN 38), ``cluster``, ``layers`` (heads and FFN differ from layer to layer),
+    ``depth`` (without the first layer) or ``blocks`` (one layer without attention, one without FFN)."""
     plain = {"attention_bias": False, "mlp_bias": False} if family in ("llama", "smollm3") else {}
     values = {"vocab_size": 310, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, **plain, **options}
     model = tiny_model(family, dtype=torch.float32, **values)
@@ -60,6 +61,9 @@ def tiny_structure(full: Structure, kind: str) -> Structure:
         for seed, group in enumerate(("stem", "ffn", "ffn")):
             full = full.without(random_group(group, full, seed))
         return full
+    if kind in ("depth", "blocks"):
+        places = {"depth": [(0, 1), (), ()], "blocks": [(), (0,), (1,)]}[kind]
+        return full.without(Group("layer", (*places, *[()] * (len(full.layers) - 3))))
     if kind == "cluster":
         for seed in range(3):
             full = full.without(random_group("attn", full, seed))

@@ -71,7 +71,13 @@ def test_every_architecture_is_tried() -> None:
 
 
 @pytest.mark.parametrize(  # whole models of all families are verified in test_families_exported.py
-    ("family", "structure"), [*((family, "odd") for family in LLAMACPP), ("llama", "full"), ("qwen2", "full")]
+    ("family", "structure"),
+    [
+        *((family, "odd") for family in LLAMACPP),
+        *((family, "full") for family in ("llama", "qwen2")),
+        *((family, "depth") for family in ("llama", "qwen3", "lfm2")),
+        *((family, "blocks") for family in ("llama", "qwen2")),
+    ],
 )
 def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Path) -> None:
     loaded = tiny_loaded(family, structure, **LLAMACPP[family])
@@ -79,6 +85,7 @@ def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Pa
     limit = 3e-3 if family == "gemma3_text" else 1e-4  # ggml reads GELU from a table of 16 bits
     assert found.verified is not None and found.verified.max_error < limit
     other = OTHER_NAMES | ({"qwen2": "deci"} if structure == "odd" else {})
+    other |= {"llama": "deci", "qwen2": "deci"} if structure == "blocks" else {}
     assert found.architecture == other.get(family, family)
     assert loaded.tokenizer is not None
     ids = loaded.tokenizer(PROMPTS[0]).input_ids
@@ -87,12 +94,19 @@ def test_every_family_runs_in_llamacpp(family: str, structure: str, tmp_path: Pa
     assert theirs == greedy(loaded.model, ids, 12)
 
 
-@pytest.mark.parametrize("family", [f for f in LLAMACPP if f not in ("mistral", "granitemoehybrid")])
-def test_every_family_is_read_back(family: str, tmp_path: Path) -> None:
-    loaded = tiny_loaded(family, **LLAMACPP[family])
+@pytest.mark.parametrize(
+    ("family", "structure"),
+    [
+        *((family, "full") for family in LLAMACPP if family not in ("mistral", "granitemoehybrid")),
+        ("llama", "depth"),
+        ("llama", "blocks"),
+    ],
+)
+def test_every_family_is_read_back(family: str, structure: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded(family, structure, **LLAMACPP[family])
     out = export(loaded, "gguf", tmp_path / "m.gguf", type="f32", verify=False).out
     again = load(out).model
-    assert again.config.model_type == family
+    assert again.config.model_type == ("dwindle_" if structure == "blocks" else "") + family
     batch = torch.arange(40).view(2, 20) + 3
     with torch.inference_mode():
         expected, found = loaded.model(input_ids=batch).logits, again(input_ids=batch).logits

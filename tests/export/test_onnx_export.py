@@ -50,6 +50,7 @@ STRUCTURES = ("odd", "cluster", "layers")
     [
         *((family, STRUCTURES[n % 3]) for n, family in enumerate(FAMILIES) if family not in REFUSED),
         *(("llama", structure) for structure in STRUCTURES[1:]),  # the first of the families has the other one
+        *((family, structure) for family in ("llama", "olmo2") for structure in ("depth", "blocks")),
     ],
 )
 def test_every_family_equals_transformers(family: str, structure: str, tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ def test_impossible_selections(anatomy: Anatomy) -> None:
         Selector(anatomy, parse_target("heads=5", anatomy), PruneConfig())
     with pytest.raises(UserError, match="needs the group stem"):
         Selector(anatomy, parse_target("hidden=16", anatomy), PruneConfig(groups=["ffn"]))
-    with pytest.raises(UserError, match=r'^groups\.0: expected one of "attn", "ffn", "stem", got "everything"$'):
+    with pytest.raises(
+        UserError, match=r'^groups\.0: expected one of "attn", "ffn", "stem", "layer", got "everything"$'
+    ):
         PruneConfig(groups=["everything"])
 
 

@@ -114,7 +114,7 @@ def test_ledger_of_other_versions(tmp_path: Path) -> None:
     odd = [
         {"event": "teleport"},
         {"no": "event"},
-        {**prune, "type": "layer"},
+        {**prune, "type": "token"},
         {**prune, "indices": [["a"]]},
         {**prune, "indices": 3},
         {**prune, "parameters": None},
@@ -155,7 +155,7 @@ def test_the_source_is_what_is_left_and_what_has_left(tmp_path: Path, where: str
         assert sorted(set(range(9)) - set(layer_view.gone_queries)) == layer["query_heads"]
         assert (layer_view.kv_before, layer_view.kv_after) == (3, len(layer["kv_heads"]))
         assert (layer_view.ffn_before, layer_view.ffn_after) == (40, len(layer["ffn"]))
-    assert [view.total(kind) for kind in KINDS] == [27, 120, 32]
+    assert [view.total(kind) for kind in KINDS] == [27, 120, 32, 6]
 
 
 def test_an_unknown_map_is_not_invented(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dwindle.core.errors import UserError
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.pruning.pacing import Horizon, Pacing, Rounds, Stages
+from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Strategy
 from dwindle.pruning.strategies.coupled import CoupledStrategy
@@ -34,6 +35,15 @@ from tiny import tiny_directory
 
 ADAPT: dict[str, Any] = {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "70%"}
 UNIFORM: dict[str, Any] = {"method": "uniform", "interleaves": 4, "horizon": None, "target": "70%"}
+DEPTH: dict[str, Any] = {
+    "selection": "global",
+    "groups": ["ffn", "layer"],
+    "min_ffn": 36,
+    "metric": "group",
+    "target": "60%",
+    "horizon": 0.5,
+}
+SHORTGPT: dict[str, Any] = {"method": "shortgpt", "horizon": None, "target": "60%"}
 GLOBAL: dict[str, Any] = {"selection": "global", "target": "60%", "horizon": 0.5}
 
 
@@ -177,11 +187,13 @@ def test_the_global_selection_lands_on_multiples(place: Path, second_order: bool
 
 
 @pytest.mark.parametrize(
-    "prune", [ADAPT, UNIFORM, GLOBAL, GLOBAL | {"round_to": 8}], ids=["adapt", "uniform", "global", "rounded"]
+    "prune",
+    [ADAPT, UNIFORM, GLOBAL, GLOBAL | {"round_to": 8}, DEPTH],
+    ids=["adapt", "uniform", "global", "rounded", "depth"],
 )
 def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[str, Any]) -> None:
     settings = recipe(place, prune=prune | {"target": "60%", "milestones": ["70%"], "smoothing": 0.4})
-    name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}"
+    name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}-{'groups' in prune}"
     reference, run = place / f"whole-{name}", place / f"killed-{name}"
     assert wait(start(lambda: pretrain(settings, reference))) == 0
     for count in (3, 1):
@@ -189,6 +201,26 @@ def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[
         assert os.WIFSIGNALED(wait(child) or 0)
     assert wait(start(lambda: go_on(settings, run))) == 0
     assert_same_run(run, reference)
+    if prune is DEPTH:
+        assert any(event["type"] == "layer" for event in events(run, "prune"))
+
+
+def test_layers_removed_at_the_start_are_gone(place: Path) -> None:
+    """ShortGPT before training: one stage, a stock model of fewer layers, resumed and replayed exactly."""
+    settings = recipe(place, prune=SHORTGPT | {"milestones": ["70%"]})
+    reference, run = place / "whole-shortgpt", place / "killed-shortgpt"
+    assert wait(start(lambda: pretrain(settings, reference))) == 0
+    child = start(lambda: (die_at(Pruner, "after_step", 20), go_on(settings, run)))
+    assert os.WIFSIGNALED(wait(child) or 0)
+    assert wait(start(lambda: go_on(settings, run))) == 0
+    assert_same_run(run, reference)
+    removed = events(run, "prune")
+    assert {event["step"] for event in removed} == {1} and {event["type"] for event in removed} == {"layer"}
+    model = dwindle.load(run / "model").model
+    assert model.config.model_type == "llama" and model.config.num_hidden_layers == 4 - len(removed)
+    again = dwindle.replay(place / "model", run)
+    assert again.after.total == sum(p.numel() for p in model.parameters())
+    assert "layers" in str(events(run, "compact"))
 
 
 def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +283,10 @@ def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: 
         (GLOBAL | {"round_to": 64}, "prune.round_to 64: no multiple lies between"),
         (GLOBAL | {"round_to": 16, "target": "99.9%"}, "prune.round_to 16: the largest model with such widths has"),
         (GLOBAL | {"target": "0.5%"}, "smallest"),
+        (SHORTGPT | {"horizon": 0.5}, "prune.horizon: method shortgpt prunes once, at the start"),
+        (SHORTGPT | {"interleaves": 3}, "prune.interleaves: is a setting of method adapt or uniform, not shortgpt"),
+        (SHORTGPT | {"target": "layers=0"}, "layers must be at least 1"),
+        (GLOBAL | {"selection": "coupled", "target": "layers=5"}, "layers must lie between 1 and the source's 4"),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(place: Path, prune: dict[str, Any], message: str) -> None:

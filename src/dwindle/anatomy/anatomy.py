@@ -6,7 +6,8 @@ Zeroing, slicing, counting, moving optimizer moments and exporting all iterate o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
-from dwindle.anatomy.structure import Layer, Structure, head_dim_of
+from dwindle.anatomy.structure import BLOCKS, Block, Layer, Structure, head_dim_of
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import MAX_CHANNELS
 
@@ -27,7 +28,7 @@ FIXED = ("vocab", "dim")
 """Units that are never pruned."""
 
 Removed = Mapping[tuple[str, int | None], list[int]]
-"""Positions that are removed, by unit and layer (None: hidden)."""
+"""Positions that are removed, by unit and layer (None: hidden); ``attn`` and ``mlp`` are whole blocks of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,12 @@ class Row:
     layer: int | None
     axes: tuple[tuple[str, ...], ...]
     full_shape: tuple[int, ...]
+    block: Block | None = None
+    """The block of its layer; None outside the layers, and where it belongs to none."""
+
+    def is_in(self, structure: Structure) -> bool:
+        """Whether a model with this structure has the tensor."""
+        return self.block is None or self.layer is None or self.block not in structure.layers[self.layer].absent
 
     @property
     def is_embedding(self) -> bool:
@@ -85,10 +92,13 @@ class Anatomy:
         distinct = list(dict.fromkeys(tables.values()))
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
         self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._block_kinds = [
+            {block: tuple(split_name(r.name)[1] for r in self._rows_of[n] if r.block == block) for block in BLOCKS}
+            for n in range(self.num_layers)
+        ]
         self.outputs = tuple(self._output_rows())
-        whole = [row for kind, row in self.outputs if kind == "whole"]
-        hidden = [row for row in whole if row.axes[1] == ("hidden",)]
-        self._whole = len(hidden), sum(row.full_shape[1] for row in whole if row not in hidden)
+        self._whole = [row for kind, row in self.outputs if kind == "whole"]
+        self._outputs_of = [[row for _, row in self.outputs if row.layer == n] for n in range(self.num_layers)]
         self._output_of = {(row.layer, kind): row for kind, row in self.outputs}
         for row in self.rows:
             if self.shape(row, self.source) != row.full_shape:
@@ -131,22 +141,25 @@ class Anatomy:
             axes = tuple(tuple(axis.split("+")) for axis in table[key].split())
             if len(axes) != len(shape):
                 raise UserError(f'row {key} = "{table[key]}" names {len(axes)} axes, tensor {name} has {len(shape)}')
-            yield Row(name, layer, axes, shape)
+            yield Row(name, layer, axes, shape, self.family.blocks[key.partition(".")[0]] if in_layer else None)
 
     def _source(self, config: Any) -> Structure:
         """The full structure, numbered from zero: FFN channels from the tensors, heads from the configuration.
 
-        A layer without a ``query`` axis (a convolution, say) has no heads.
+        A layer without a ``query`` axis (a convolution, say) has no heads; a block without tensors is absent.
         """
+        absent: list[tuple[Block, ...]] = [()] * self.num_layers
         ffn, kv_of_query = [0] * self.num_layers, [list[int]() for _ in range(self.num_layers)]
         for number, per_kv in enumerate(queries_per_kv(config)):
             axes = [pair for row in self._rows_of[number] for pair in zip(row.axes, row.full_shape, strict=True)]
             ffn[number] = next((size // len(units) for units, size in axes if {*units} == {"ffn"}), 0)
             if any("query" in units for units, _ in axes):
                 kv_of_query[number] = [kv for kv, queries in enumerate(per_kv) for _ in range(queries)]
+            has = {row.block for row in self._rows_of[number]}
+            absent[number] = () if None in has else tuple(block for block in BLOCKS if block not in has)
         if sum(ffn) > MAX_CHANNELS:
             raise UserError(f"{sum(ffn):,} FFN channels are more than any model has")
-        return Structure.full(hidden=config.hidden_size, ffn=ffn, kv_of_query=kv_of_query)
+        return Structure.full(hidden=config.hidden_size, ffn=ffn, kv_of_query=kv_of_query, absent=absent)
 
     def _output_rows(self) -> Iterator[tuple[str, Row]]:
         """(kind, row) of every projection into the residual stream, layer by layer.
@@ -172,7 +185,9 @@ class Anatomy:
         return self.head_dim if unit in ("query", "kv") else 1
 
     def shape(self, row: Row, structure: Structure) -> tuple[int, ...]:
-        """The shape of a tensor in a model with this structure."""
+        """The shape of a tensor in a model with this structure; zeros if its block is absent there."""
+        if not row.is_in(structure):
+            return (0,) * len(row.axes)
         return tuple(
             full if axis[0] in FIXED else sum(self.width(unit, row.layer, structure) for unit in axis)
             for axis, full in zip(row.axes, row.full_shape, strict=True)
@@ -186,8 +201,7 @@ class Anatomy:
         hidden = len(structure.hidden)
         total, embedding = self._sizes(None, structure, (hidden,))
         for number, layer in enumerate(structure.layers):
-            sizes = (hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn))
-            total += self._sizes(number, structure, sizes)[0]
+            total += self._sizes(number, structure, _layer_sizes(hidden, layer))[0]
         return ParameterCount(total, embedding)
 
     def layer_counts(self, structure: Structure) -> list[int]:
@@ -197,9 +211,9 @@ class Anatomy:
     def count_layer(self, number: int, hidden: int, layer: Layer) -> int:
         """Exact number of parameters of one decoder layer of these sizes."""
         alone = Structure(tuple(range(hidden)), (layer,) * (number + 1))
-        return self._sizes(number, alone, (hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn)))[0]
+        return self._sizes(number, alone, _layer_sizes(hidden, layer))[0]
 
-    def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[int, ...]) -> tuple[int, int]:
+    def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[Any, ...]) -> tuple[int, int]:
         """(all, embedding) parameters of one layer, or of the tensors outside the layers."""
         rows = self._rows_of[layer]
         key = (self._table_of[layer], sizes)
@@ -227,10 +241,12 @@ class Anatomy:
         Computed once per event for all tensors.
         """
         units: list[tuple[str, int | None]] = [("hidden", None)]
+        found: dict[tuple[str, int | None], list[int]] = {}
         for number, (had, has) in enumerate(zip(before.layers, after.layers, strict=True)):
             if had is not has:
                 units += [(unit, number) for unit in ("query", "kv", "ffn")]
-        found: dict[tuple[str, int | None], list[int]] = {}
+                for block in {*has.absent} - {*had.absent}:
+                    found[block, number] = []
         for unit, layer in units:
             gone = lost(before.unit(unit, layer), after.unit(unit, layer))
             if gone:
@@ -239,6 +255,9 @@ class Anatomy:
 
     def spans(self, row: Row, removed: Removed, within: Structure) -> Iterator[tuple[int, int, int]]:
         """(axis, start, length) of the removed parts of a tensor with structure ``within``; adjacent ones merged."""
+        if row.block is not None and (row.block, row.layer) in removed:
+            yield 0, 0, self.shape(row, within)[0]
+            return
         for axis, units in enumerate(row.axes):
             offset = 0
             for unit in units:
@@ -260,9 +279,70 @@ class Anatomy:
 
     def num_output_columns(self, structure: Structure) -> int:
         """Input columns of all projections into the residual stream: the elements that a hidden channel has there."""
-        hidden, fixed = self._whole
         layers = sum(len(layer.query_heads) * self.head_dim + len(layer.ffn) for layer in structure.layers)
-        return layers + hidden * len(structure.hidden) + fixed
+        return layers + sum(self.shape(row, structure)[1] for row in self._whole)
+
+    def layer_columns(self, number: int, blocks: Collection[Block], structure: Structure) -> int:
+        """Input columns of the projections of a layer's blocks into the residual stream."""
+        return sum(self.shape(row, structure)[1] for row in self._outputs_of[number] if row.block in blocks)
+
+    def name_in(self, row: Row, structure: Structure) -> str:
+        """The tensor's name in a model with this structure: layers that are gone are not counted."""
+        if row.layer is None or len(structure.places) == self.num_layers:
+            return row.name
+        rest = row.name.removeprefix(LAYER_PREFIX).partition(".")[2]
+        return f"{LAYER_PREFIX}{structure.places[row.layer]}.{rest}"
+
+    def rows_in(self, structure: Structure) -> dict[str, Row]:
+        """The tensors of a model with this structure, by their names there."""
+        return {self.name_in(row, structure): row for row in self.rows if row.is_in(structure)}
+
+    def has_every_kind(self, structure: Structure) -> bool:
+        """Whether an attention block of every kind (a convolution, say, is another kind) and an FFN are left."""
+        return not any(left == 0 for left in self._left(structure).values())
+
+    def removable_blocks(self, structure: Structure) -> list[tuple[int, tuple[int, ...]]]:
+        """(layer, places in ``BLOCKS``) of all groups of kind ``layer``: whole layers, and attention blocks and FFNs.
+
+        What stands in the place of attention (a convolution) is removed only with its layer.
+        """
+        left, found = self._left(structure), list[tuple[int, tuple[int, ...]]]()
+        for number, layer in enumerate(structure.layers):
+            for places_ in ((0,), (1,), (0, 1)):
+                blocks = [BLOCKS[place] for place in places_]
+                rest = layer.without_blocks(blocks)
+                alone = places_ == (0,) and not rest.is_gone
+                if any(block in layer.absent for block in blocks) or (alone and not layer.query_heads):
+                    continue
+                loses = [key for key in self._counted(number, layer) if key not in self._counted(number, rest)]
+                if all(left[key] > 1 for key in loses):
+                    found.append((number, places_))
+        return found
+
+    def removable_layers(self, structure: Structure) -> list[int]:
+        """Layers that may be removed whole, one after the other, from the last to the first."""
+        found, order = list[int](), {number for number, _ in self.removable_blocks(structure)}
+        for number in sorted(order, reverse=True):
+            layers = list(structure.layers)
+            layers[number] = layers[number].without_blocks(BLOCKS)
+            rest = Structure(structure.hidden, tuple(layers))
+            if self.has_every_kind(rest):
+                structure = rest
+                found.append(number)
+        return found
+
+    def _left(self, structure: Structure) -> Counter[Any]:
+        """How many blocks of every kind there are; 0 for what was lost."""
+        counts: Counter[Any] = Counter(
+            {key: 0 for n, la in enumerate(self.source.layers) for key in self._counted(n, la)}
+        )
+        for number, layer in enumerate(structure.layers):
+            counts.update(self._counted(number, layer))
+        return counts
+
+    def _counted(self, number: int, layer: Layer) -> tuple[Any, ...]:
+        """What a layer counts as: its kind of attention block (by its tensors), an FFN."""
+        return tuple(self._block_kinds[number][block] for block in BLOCKS if block not in layer.absent)
 
     def output_row(self, layer: int, kind: str) -> Row:
         """The output projection of a layer: ``o`` for heads, ``down`` for FFN channels."""
@@ -273,15 +353,21 @@ def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) 
     """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
     from dwindle.anatomy.build import build, config_for, stock_form
 
+    rows = anatomy.rows_in(within)
     tensors = {
-        name: anatomy.slice(anatomy[name], parameter.detach(), keep, within).clone()
+        anatomy.name_in(row, keep): anatomy.slice(row, parameter.detach(), keep, within).clone()
         for name, parameter in model.named_parameters()
+        if (row := rows[name]).is_in(keep)
     }
-    smaller = stock_form(build(config_for(model.config, keep), tensors), keep)
+    smaller = stock_form(build(config_for(model.config, keep, within), tensors), keep)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation
     return smaller
+
+
+def _layer_sizes(hidden: int, layer: Layer) -> tuple[Any, ...]:
+    return hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn), layer.absent
 
 
 def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:

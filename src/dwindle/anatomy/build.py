@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,16 @@ _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
 """Of our configurations, made anew for a structure."""
 
 
-def config_for(config: Any, structure: Structure, **changed: Any) -> Any:
+def config_for(
+    config: Any, structure: Structure, within: Structure | None = None, changed: Mapping[str, Any] | None = None
+) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration (and ``changed``).
 
-    Uniform structures get a stock configuration, if there is one for these sizes.
+    Uniform structures get a stock configuration, if there is one for these sizes. ``within`` is the structure that the
+    given configuration has, if layers are already gone there.
     """
-    family, values = config.model_type.removeprefix(CUSTOM_PREFIX), _values(config, structure) | changed
+    family = config.model_type.removeprefix(CUSTOM_PREFIX)
+    values = _values(config, structure, within) | dict(changed or {})
     own_scale = float(len(structure.hidden)) ** 0.5
     if family_of(family).scales_embedding and (scale := _embed_scale(config)) != own_scale:
         return _custom_config(family, values | {"embed_scale": scale}, structure)
@@ -40,9 +44,10 @@ def has_stock_config(config: Any, structure: Structure) -> bool:
     return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
 
 
-def _values(config: Any, structure: Structure) -> dict[str, Any]:
+def _values(config: Any, structure: Structure, within: Structure | None = None) -> dict[str, Any]:
     table, widest = family_of(config.model_type), max(structure.layers, key=lambda layer: len(layer.query_heads))
     values = {k: v for k, v in config.to_dict().items() if k not in _DROP | _OURS}
+    values = _with_layers(values, structure, within)
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
@@ -53,6 +58,22 @@ def _values(config: Any, structure: Structure) -> dict[str, Any]:
         values["num_attention_heads"] = len(widest.query_heads)
         values["num_key_value_heads"] = max(len(la.kv_heads) for la in structure.layers)
     return values
+
+
+def _with_layers(values: dict[str, Any], structure: Structure, within: Structure | None) -> dict[str, Any]:
+    """The values with as many layers as the structure, and lists of one entry per layer (``layer_types``) cut."""
+    had = values["num_hidden_layers"]
+    if len(structure.places) == had:
+        return values
+    places = {number: number for number in range(had)} if within is None else within.places
+    assert len(places) == had, "the configuration is of another structure"
+    kept = [places[number] for number in structure.places]
+
+    def cut(key: str, value: Any) -> Any:
+        is_by_layer = "layer" in key and isinstance(value, list) and len(value) == had
+        return [value[place] for place in kept] if is_by_layer else value
+
+    return {key: cut(key, value) for key, value in values.items()} | {"num_hidden_layers": len(kept)}
 
 
 def stock_config(family: str, values: dict[str, Any]) -> Any:
@@ -102,9 +123,17 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
-    shapes = [{"intermediate_size": len(la.ffn), "queries_per_kv": list(la.queries_per_kv)} for la in structure.layers]
+    table = family_of(family)
+    shapes = [
+        {
+            "intermediate_size": len(la.ffn),
+            "queries_per_kv": list(la.queries_per_kv),
+            "skip": [module for module, block in table.blocks.items() if block in la.absent],
+        }
+        for la in structure.present
+    ]
     config_class, model_class = classes_for(CUSTOM_PREFIX + family)
-    config = config_class(**values, per_layer_config=per_layer(shapes, family_of(family).ffn_key))
+    config = config_class(**values, per_layer_config=per_layer(shapes, table.ffn_key))
     config.auto_map = {
         "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
         "AutoModel": f"modeling_dwindle.{backbone_for(CUSTOM_PREFIX + family).__name__}",
@@ -118,7 +147,7 @@ def with_output_bias(model: Any, structure: Structure) -> Any:
     """The same model (it shares the tensors) with a bias, zero where it had none, on every ``o`` and ``down``."""
     keys = family_of(model.config.model_type).output_bias_keys
     assert keys, "the family has no such biases"
-    config = config_for(model.config, structure, **dict.fromkeys(keys, True))
+    config = config_for(model.config, structure, changed=dict.fromkeys(keys, True))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in build_on_meta(config).named_parameters():
         if name not in tensors:

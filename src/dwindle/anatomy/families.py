@@ -206,7 +206,7 @@ _QWEN35 = Family(
         "mlp": "post_attention_layernorm",
     },
     head_norms=True,
-    groups=["ffn", "stem"],
+    groups=["ffn", "stem", "layer"],
     tiny={
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,

@@ -17,11 +17,12 @@ pruned. Our own tables (``families.py``) and tables from outside (``family_files
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from pydantic import Field, model_validator
 
-from dwindle.anatomy.structure import KINDS, Kind
+from dwindle.anatomy.structure import ALL_KINDS, Block, Kind
 from dwindle.core.config import Config
 
 CUSTOM_PREFIX = "dwindle_"
@@ -38,7 +39,7 @@ _NOT_SET_BY_TABLES = (
     "quantization_config",
 )
 """Configuration keys that name code, or that make another model of it."""
-_UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
+_UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden", "layer": "ffn"}
 
 
 class Family(Config):
@@ -64,7 +65,7 @@ class Family(Config):
     """Whether channels 2i and 2i + 1 of a head rotate together, not i and i + d/2."""
     head_norms: bool = False
     """Whether the outputs of ``q_proj`` and ``k_proj`` are normed (per head or over all heads)."""
-    groups: list[Kind] = Field(default_factory=lambda: list(KINDS))
+    groups: list[Kind] = Field(default_factory=lambda: list(ALL_KINDS))
     """Kinds of group that can be pruned; axes that no group removes are kept whole."""
     output_bias_keys: list[str] = Field(default_factory=list)
     """Configuration keys that together give ``o`` and ``down`` a bias (method flap); empty where no keys do."""
@@ -100,7 +101,32 @@ class Family(Config):
         for kind in self.groups:
             if _UNIT_OF[kind] not in used:
                 raise ValueError(f"groups: {kind}: no row has the unit {_UNIT_OF[kind]!r}: add the rows, or remove it")
+        self._check_blocks()
         return self
+
+    @cached_property
+    def blocks(self) -> dict[str, Block | None]:
+        """The block of every module of a layer, by its name; None for a norm that is no block's, or that of several."""
+        ffn = {name.partition(".")[0] for name, axes in self.layer.items() if "ffn" in axes.replace("+", " ").split()}
+        norms = [(norm, part) for table in (self.norm_before, self.norm_after) for part, norm in table.items()]
+        found: dict[str, Block | None] = {}
+        inner = {name.partition(".")[0] for name in self.layer if name.count(".") > 1}  # modules that hold modules
+        for module in dict.fromkeys(name.partition(".")[0] for name in self.layer):
+            parts = [part for norm, part in norms if norm == module] or [module]
+            owners: set[Block] = {"mlp" if part in ffn else "attn" for part in parts}
+            is_loose = parts == [module] and module not in inner
+            found[module] = None if is_loose or len(owners) > 1 else owners.pop()
+        return found
+
+    def _check_blocks(self) -> None:
+        """Whole blocks can be removed only where every tensor of a layer belongs to one."""
+        loose = [module for module, block in self.blocks.items() if block is None]
+        if loose and "layer" in self.groups:
+            if "groups" in self.model_fields_set:
+                raise ValueError(
+                    f"groups: layer: {loose[0]} is no block's norm: name it in norm_before or norm_after, or remove it"
+                )
+            self.groups.remove("layer")
 
 
 class FamilyFile(Family):

@@ -10,7 +10,8 @@ it), ``num_attention_heads``, ``num_key_value_heads``. Attention is looked up in
 sdpa, flash and what a server registers all work. A layer with irregular groups also has ``queries_per_kv``: with
 ``[2, 1, 3]`` the first two query heads read key/value head 0, the next one head 1, and so on. Its attention function
 receives one key/value head per query head, and that is the ``num_key_value_heads`` that a server is told; transformers'
-caches hold the heads before this gather. Configurations of earlier versions (``layer_shapes``) are read, too.
+caches hold the heads before this gather. ``skip`` names the modules of a layer that were removed whole: a block, which
+adds nothing to the residual stream, and its norms. Configurations of earlier versions (``layer_shapes``) are read, too.
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ def queries_per_kv(config: Any) -> list[list[int]]:
 
 
 def per_layer(shapes: Sequence[Mapping[str, Any]], ffn_key: str) -> dict[int, dict[str, Any]]:
-    """``per_layer_config`` of layers given as ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3]}``."""
+    """``per_layer_config`` of layers given as ``{"intermediate_size": n, "queries_per_kv": [2, 1, 3], "skip": []}``."""
     layers: dict[int, dict[str, Any]] = {}
     for index, shape in enumerate(shapes):
-        layers[index] = {ffn_key: shape["intermediate_size"]}
+        layers[index] = {ffn_key: shape["intermediate_size"]} if shape["intermediate_size"] else {}
+        layers[index] |= {"skip": list(shape["skip"])} if shape.get("skip") else {}
         if heads := list(shape["queries_per_kv"]):  # a convolution has none
             irregular = len(set(heads)) > 1
             kv_heads = sum(heads) if irregular else len(heads)
@@ -92,6 +94,35 @@ def cluster_attention(
 AttentionInterface.register(ATTENTION, cluster_attention)
 
 
+class AbsentBlock(nn.Module):
+    """In place of a block that was removed: adds nothing to the residual stream."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros_like(hidden_states)
+
+
+class AbsentAttention(AbsentBlock):
+    """Attention that was removed; caches count the tokens of every layer, so it stores one head of zeros."""
+
+    def __init__(self, layer_idx: int, head_dim: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, head_dim
+
+    def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:
+            batch, length = hidden_states.shape[:2]
+            nothing = hidden_states.new_zeros(batch, 1, length, self.head_dim)
+            past_key_values.update(nothing, nothing, self.layer_idx)
+        return torch.zeros_like(hidden_states), None
+
+
+def _remove_blocks(layer: Any, own: Any, index: int) -> None:
+    """Replace the modules that a layer does not have; a norm is recognised by having no modules inside."""
+    for name in (name for name in own.skip if hasattr(layer, name)):
+        absent: nn.Module = AbsentBlock() if any(True for _ in getattr(layer, name).children()) else nn.Identity()
+        setattr(layer, name, AbsentAttention(index, own.head_dim) if name == "self_attn" else absent)
+
+
 def _resize_layers(backbone: Any, config: Any) -> None:
     """Replace every decoder layer by one of its own size; layers without heads keep their other block whole."""
     for index, own in enumerate(config.per_layer_config):
@@ -108,6 +139,7 @@ def _resize_layers(backbone: Any, config: Any) -> None:
             # what attention functions are given: the same module, not named cluster attention, and no submodule
             vars(attention)["plain"] = plain = copy.copy(attention)
             plain.config = config
+        _remove_blocks(layer, own, index)
         backbone.layers[index] = layer
 
 
@@ -205,7 +237,9 @@ def _model_class(family: str, base: type[Any], suffix: str, config_class: type[A
 
     def cache_shape(self: Any) -> tuple[list[int], int]:
         """Stored key/value heads of every layer and the head size: what a static cache holds."""
-        return [len(heads) for heads in queries_per_kv(self.config)], self.config.head_dim
+        skips = ["self_attn" in getattr(own, "skip", ()) for own in self.config.per_layer_config]
+        heads = [1 if skip else len(own) for own, skip in zip(queries_per_kv(self.config), skips, strict=True)]
+        return heads, self.config.head_dim
 
     members = {"__module__": __name__, "__init__": __init__, "config_class": config_class}
     if hasattr(base, "_get_static_cache_init_shape"):

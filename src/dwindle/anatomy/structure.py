@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal, Self
@@ -11,8 +11,14 @@ from typing import Any, Literal, Self
 from dwindle.core.errors import UserError
 from dwindle.core.names import public_name
 
-Kind = Literal["attn", "ffn", "stem"]
+Kind = Literal["attn", "ffn", "stem", "layer"]
 KINDS: tuple[Kind, ...] = ("attn", "ffn", "stem")
+"""Kinds that make a model narrower: what is pruned where nothing else is asked for."""
+ALL_KINDS: tuple[Kind, ...] = (*KINDS, "layer")
+"""With whole blocks and layers."""
+Block = Literal["attn", "mlp"]
+BLOCKS: tuple[Block, ...] = ("attn", "mlp")
+"""The blocks of a layer: attention (or what stands in its place, such as a convolution), then the FFN."""
 
 FORMAT = 1
 
@@ -24,6 +30,13 @@ class Layer:
     query_heads: tuple[int, ...]
     kv_of_query: tuple[int, ...]
     ffn: tuple[int, ...]
+    absent: tuple[Block, ...] = ()
+    """Blocks that were removed whole, with their norms."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the whole layer was removed."""
+        return len(self.absent) == len(BLOCKS)
 
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
@@ -43,6 +56,12 @@ class Layer:
         """Whether stock grouped-query attention (equal, contiguous groups) computes this layer; true without heads."""
         return len(set(self.queries_per_kv)) <= 1 and tuple(sorted(self.kv_of_query)) == self.kv_of_query
 
+    def without_blocks(self, blocks: Iterable[Block]) -> Layer:
+        """The layer without whole blocks."""
+        gone = {*self.absent, *blocks}
+        heads = ((), ()) if "attn" in gone else (self.query_heads, self.kv_of_query)
+        return Layer(*heads, () if "mlp" in gone else self.ffn, tuple(block for block in BLOCKS if block in gone))
+
     def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
         """The remaining layer; unchanged parts stay the same objects, which makes differences cheap to find."""
         gone = set(query_heads)
@@ -52,7 +71,9 @@ class Layer:
             heads = tuple(self.query_heads[place] for place in kept)
             kv_of_query = tuple(self.kv_of_query[place] for place in kept)
         channels = _drop(self.ffn, ffn)
-        return self if heads is self.query_heads and channels is self.ffn else Layer(heads, kv_of_query, channels)
+        if heads is self.query_heads and channels is self.ffn:
+            return self
+        return Layer(heads, kv_of_query, channels, self.absent)
 
     def unit(self, name: str) -> tuple[int, ...]:
         """The indices of one unit of an anatomy table."""
@@ -90,10 +111,11 @@ def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Heads, channels or hidden indices that are removed together in one event.
+    """Heads, channels, hidden indices or whole blocks that are removed together in one event.
 
     ``attn`` and ``ffn``: ``members[l]`` are the query heads (channels) of layer l;
-    ``stem``: ``members[0]`` are the hidden indices, the same in every tensor.
+    ``stem``: ``members[0]`` are the hidden indices, the same in every tensor;
+    ``layer``: ``members[l]`` are places in ``BLOCKS``, both for the whole layer l.
     """
 
     kind: Kind
@@ -108,32 +130,60 @@ class Structure:
     layers: tuple[Layer, ...]
 
     @classmethod
-    def full(cls, *, hidden: int, ffn: list[int], kv_of_query: list[list[int]]) -> Structure:
-        """A model with nothing removed; irregular key/value maps (a model pruned earlier) are allowed."""
+    def full(
+        cls,
+        *,
+        hidden: int,
+        ffn: list[int],
+        kv_of_query: list[list[int]],
+        absent: Sequence[tuple[Block, ...]] | None = None,
+    ) -> Structure:
+        """A model with nothing removed; irregular key/value maps and absent blocks (pruned earlier) are allowed."""
         upto = cache(lambda n: tuple(range(n)))  # equal layers share their indices, so that wide models stay small
         heads = {tuple(kv): tuple(kv) for kv in kv_of_query}
-        layers = tuple(Layer(upto(len(kv)), heads[tuple(kv)], upto(n)) for kv, n in zip(kv_of_query, ffn, strict=True))
+        layers = tuple(
+            Layer(upto(len(kv)), heads[tuple(kv)], upto(n), gone)
+            for kv, n, gone in zip(kv_of_query, ffn, absent or [()] * len(ffn), strict=True)
+        )
         return cls(upto(hidden), layers)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The place in the model of every layer that is not gone."""
+        present = (number for number, layer in enumerate(self.layers) if not layer.is_gone)
+        return {number: place for place, number in enumerate(present)}
+
+    @property
+    def present(self) -> tuple[Layer, ...]:
+        """The layers that are not gone."""
+        return tuple(layer for layer in self.layers if not layer.is_gone)
 
     @property
     def is_uniform(self) -> bool:
         """Whether all layers have the same sizes and regular grouped-query attention, as in a stock model.
 
-        Layers without heads (convolutions, linear attention) may stand between those with heads.
+        Layers without heads (convolutions, linear attention) may stand between those with heads; whole layers may be
+        gone, but not one block of a layer alone.
         """
-        heads = {(len(la.query_heads), len(la.kv_heads)) for la in self.layers if la.query_heads}
-        widths = {len(la.ffn) for la in self.layers}
-        return len(heads) <= 1 and len(widths) == 1 and all(la.is_regular for la in self.layers)
+        layers = self.present
+        heads = {(len(la.query_heads), len(la.kv_heads)) for la in layers if la.query_heads}
+        widths = {len(la.ffn) for la in layers}
+        return len(heads) <= 1 and len(widths) == 1 and all(la.is_regular and not la.absent for la in layers)
 
     @property
     def with_heads(self) -> Layer:
         """The first layer that has heads; the first one if none has."""
-        return next((layer for layer in self.layers if layer.query_heads), self.layers[0])
+        return next((layer for layer in self.layers if layer.query_heads), self.present[0])
 
     def without(self, group: Group) -> Structure:
         """The structure after removing one group."""
         if group.kind == "stem":
             return replace(self, hidden=_drop(self.hidden, group.members[0]))
+        if group.kind == "layer":
+            pairs = zip(self.layers, group.members, strict=True)
+            return replace(
+                self, layers=tuple(la.without_blocks(BLOCKS[n] for n in gone) if gone else la for la, gone in pairs)
+            )
         key = "query_heads" if group.kind == "attn" else "ffn"
         layers = tuple(la.without(**{key: gone}) for la, gone in zip(self.layers, group.members, strict=True))
         return replace(self, layers=layers)
@@ -151,7 +201,8 @@ class Structure:
             len(self.layers) == len(other.layers)
             and _is_part(other.hidden, self.hidden)
             and all(
-                a is b or (_is_part(b.query_heads, a.query_heads) and _is_part(b.ffn, a.ffn))
+                a is b
+                or (_is_part(b.query_heads, a.query_heads) and _is_part(b.ffn, a.ffn) and {*a.absent} <= {*b.absent})
                 for a, b in zip(self.layers, other.layers, strict=True)
             )
         )
@@ -163,6 +214,7 @@ class Structure:
                 "kv_heads": list(la.kv_heads),
                 "kv_of_query": list(la.kv_of_query),
                 "ffn": list(la.ffn),
+                **({"absent": list(la.absent)} if la.absent else {}),
             }
             for la in self.layers
         ]
@@ -173,7 +225,8 @@ class Structure:
         if data.get("format") != FORMAT:
             raise UserError(f"{where}: format {data.get('format')!r} is not {FORMAT}: written by another version?")
         layers = tuple(
-            Layer(tuple(la["query_heads"]), tuple(la["kv_of_query"]), tuple(la["ffn"])) for la in data["layers"]
+            Layer(tuple(la["query_heads"]), tuple(la["kv_of_query"]), tuple(la["ffn"]), tuple(la.get("absent", ())))
+            for la in data["layers"]
         )
         return cls(tuple(data["hidden"]), layers)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from dwindle.core.errors import UserError
 
-SHAPE_KEYS = ("hidden", "heads", "ffn")
+SHAPE_KEYS = ("hidden", "heads", "ffn", "layers")
 
 MAX_COUNT = 10**18
 """Of parameters or tokens; beyond it is a typing mistake."""
@@ -73,7 +73,10 @@ def _parse_shape(text: str, key: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
         if name not in SHAPE_KEYS or not re.fullmatch(r"[0-9]{1,12}", number) or int(number) == 0:
-            raise UserError(f"{key}: {part.strip()!r:.60} is not part of a shape such as hidden=512,heads=8,ffn=1280")
+            raise UserError(
+                f"{key}: {part.strip()!r:.60} is not part of a shape such as hidden=512,heads=8,ffn=1280,layers=24"
+                + (f": {name} must be at least 1" if name in SHAPE_KEYS and number.strip("0") == "" else "")
+            )
         if name in shape:
             raise UserError(f"{key}: {text!r} gives {name} twice")
         shape[name] = int(number)

@@ -26,8 +26,6 @@ from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
 from dwindle.pruning.methods import METHODS
 
-KINDS = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
-
 SETTINGS = (
     "method", "selection", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds",
     "interleaves", "amplitude", "distance", "balance",
@@ -327,7 +325,8 @@ def _run_it(card: Card) -> str:
 
     family, groups = card.model_type.removeprefix(CUSTOM_PREFIX), _kv_groups(card.structure)
     uneven = any(len(set(group.values())) > 1 for group in groups)
-    differ = len({(len(la["kv_heads"]), len(la["ffn"])) for la in card.structure.get("layers") or ()}) > 1
+    layers = [la for la in card.structure.get("layers") or () if not _is_gone(la)]
+    differ = len({(len(la["kv_heads"]), len(la["ffn"])) for la in layers}) > 1
     custom = card.custom_code and card.runtime == "transformers"
     code = how_to_run(
         card.runtime,
@@ -362,7 +361,9 @@ def _not_stock(structure: Mapping[str, Any]) -> str:
     uneven = any(len(set(groups.values())) > 1 for groups in _kv_groups(structure))
     found = ["query groups of different sizes within a layer"] if uneven else []
     heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers if la["query_heads"]}
-    different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len({len(la["ffn"]) for la in layers}) > 1))]
+    widths = {len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())}
+    different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len(widths) > 1))]
+    found += ["layers without attention or FFN"] if any(len(la.get("absent", ())) == 1 for la in layers) else []
     found += [f"layers with different numbers of {' and '.join(different)}"] if different else []
     return f"The model has {' and '.join(found)}" if found else "No stock configuration supports its sizes"
 
@@ -371,30 +372,47 @@ def _architecture(card: Card) -> str:
     structure, layers = card.structure, card.structure.get("layers") or []
     if not layers:
         return ""
-    gone = dict.fromkeys(KINDS, 0)
-    for event in card.prunes:
-        if event.get("type") in gone:
-            gone[event["type"]] += sum(map(len, event.get("indices", ())))
     heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
-    hidden, num, ffn = len(structure["hidden"]), len(layers), [len(la["ffn"]) for la in layers]
+    hidden, ffn = len(structure["hidden"]), [len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())]
+    blocks = Counter(block for la in layers for block in la.get("absent", ()))
+    left = sum(not _is_gone(la) for la in layers)
+    gone = {kind: _gone_from(card, kind, block) for kind, block in (("attn", "attn"), ("ffn", "mlp"), ("stem", ""))}
     if card.rotation is not None:
         gone["stem"] = card.rotation.get("of", hidden) - hidden
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(len(heads), 1)), format_range(heads or [0])),
         ("key/value heads per layer", _kv_before(kv, card.first, gone["attn"]), format_range(kv or [0])),
-        ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / num), format_range(ffn)),
-        ("layers", f"{num}", f"{num}"),
+        ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / max(len(ffn), 1)), format_range(ffn or [0])),
+        ("layers", f"{len(layers)}", f"{left}"),
     ]
+    for block, name in (("attn", "layers with attention"), ("mlp", "layers with an FFN")):
+        if len(layers) - blocks[block] != left:
+            rows.append((name, f"{len(layers)}", f"{len(layers) - blocks[block]}"))
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     drawn = card_figure.architecture_svg(structure, card.ledger) is not None
     figure = f"![Heads and FFN channels of every layer: filled is kept]({card_figure.NAME})\n\n" if drawn else ""
     return f"{figure}| | before | after |\n|---|---:|---:|\n{table}"
 
 
+def _is_gone(layer: Mapping[str, Any]) -> bool:
+    return len(layer.get("absent", ())) == 2
+
+
+def _gone_from(card: Card, kind: str, block: str) -> int:
+    """Heads or channels removed from the layers that still have the block."""
+    layers, gone = card.structure["layers"], 0
+    for event in card.prunes:
+        if event.get("type") == kind:
+            pairs = zip(layers, event.get("indices", ()), strict=False)  # of stem there is one list
+            gone += sum(len(members) for layer, members in pairs if block not in layer.get("absent", ()))
+    return gone
+
+
 def _stored_as(model_type: str, structure: Mapping[str, Any]) -> str:
     layers = structure.get("layers") or []
-    return mistral_note(model_type, len(structure["hidden"]), len(layers[0]["query_heads"])) if layers else ""
+    heads = max((len(layer["query_heads"]) for layer in layers), default=0)
+    return mistral_note(model_type, len(structure["hidden"]), heads) if heads else ""
 
 
 def mistral_note(model_type: str, hidden: int, heads: int) -> str:

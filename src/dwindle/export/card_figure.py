@@ -19,11 +19,18 @@ def architecture_svg(structure: Mapping[str, Any], ledger: Sequence[Mapping[str,
     """Heads as squares and FFN widths as bars, a column per layer; None if nothing was removed from a layer."""
     layers = structure.get("layers") or []
     gone_heads, gone_ffn = (_removed(ledger, kind, len(layers)) for kind in ("attn", "ffn"))
-    if not layers or not any(map(len, [*gone_heads, *gone_ffn])):
+    blocks = _removed(ledger, "layer", len(layers))
+    if not layers or not any(map(len, [*gone_heads, *gone_ffn, *blocks])):
         return None
     pitch = min((_WIDTH - _LEFT) / len(layers), 60.0)
     heads = [sorted({*layer["query_heads"], *gone}) for layer, gone in zip(layers, gone_heads, strict=True)]
     ffn = [len(layer["ffn"]) + len(gone) for layer, gone in zip(layers, gone_ffn, strict=True)]
+    for place, gone in enumerate(blocks):  # drawn as large as the largest
+        if 0 in gone:
+            heads[place] = max(heads, key=len)
+            gone_heads[place] = {*heads[place]}
+        if 1 in gone:
+            ffn[place] = max(ffn)
     parts = [*_text(0, 20, "heads"), *_text(0, 20 + _AREA + _GAP, "FFN")]
     for place, layer in enumerate(layers):
         left = _LEFT + place * pitch

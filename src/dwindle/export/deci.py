@@ -57,13 +57,13 @@ def write_config(model: Any, folder: Path) -> None:
         "architectures": [ARCHITECTURE],
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
         "block_configs": [
-            _block(len(la.query_heads) // len(la.kv_heads), len(la.ffn), len(structure.hidden))
+            _block(len(la.query_heads) // max(len(la.kv_heads), 1), len(la.ffn), len(structure.hidden))
             for la in structure.layers
         ],
         "head_dim": anatomy.head_dim,
         "intermediate_size": max(len(la.ffn) for la in structure.layers),
         "model_type": "nemotron-nas",
-        "num_attention_heads": len(structure.layers[0].query_heads),
+        "num_attention_heads": len(structure.with_heads.query_heads),
         "rope_theta": rope.pop("rope_theta"),  # where readers that are not transformers look
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
     }
@@ -73,12 +73,16 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 def _block(queries_per_kv: int, width: int, hidden: int) -> dict[str, Any]:
-    ffn: dict[str, Any] = {"no_op": False, "replace_with_linear": False, "sparsify": None}
-    if width % _MULTIPLE:
+    """The entry of a layer; a block that it does not have is a ``no_op``."""
+    ffn: dict[str, Any] = {"no_op": not width, "replace_with_linear": False, "sparsify": None}
+    if not width:
+        ffn["ffn_mult"] = None
+    elif width % _MULTIPLE:
         ffn["intermediate_size"] = width
     else:  # readers compute ⌊2/3 · factor · hidden⌋ and round up to 256
         ffn["ffn_mult"] = round(1.5 * (width - 0.5) / hidden, 6)
-    attention = {"n_heads_in_group": queries_per_kv, "no_op": False, "replace_with_linear": False, "sparsify": None}
+    group, missing = queries_per_kv or None, not queries_per_kv
+    attention = {"n_heads_in_group": group, "no_op": missing, "replace_with_linear": False, "sparsify": None}
     return {"attention": attention, "ffn": ffn}
 
 
@@ -113,15 +117,17 @@ def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[
 
     for number, block in enumerate(config["block_configs"]):
         layer = f"model.layers.{number}"
-        y = norm(f"{layer}.input_layernorm", x)
-        q, k, v = (linear(f"{layer}.self_attn.{p}_proj", y).view(len(ids), -1, size).transpose(0, 1) for p in "qkv")
-        assert len(q) == heads and len(k) == heads // block["attention"]["n_heads_in_group"]
-        attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
-        x = x + linear(f"{layer}.self_attn.o_proj", attended.transpose(0, 1).reshape(len(ids), -1))
-        y = norm(f"{layer}.post_attention_layernorm", x)
-        gate, up = (linear(f"{layer}.mlp.{part}_proj", y) for part in ("gate", "up"))
-        assert up.shape[-1] == ffn_width(block["ffn"], config["hidden_size"])
-        x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
+        if not block["attention"]["no_op"]:
+            y = norm(f"{layer}.input_layernorm", x)
+            q, k, v = (linear(f"{layer}.self_attn.{p}_proj", y).view(len(ids), -1, size).transpose(0, 1) for p in "qkv")
+            assert len(q) == heads and len(k) == heads // block["attention"]["n_heads_in_group"]
+            attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+            x = x + linear(f"{layer}.self_attn.o_proj", attended.transpose(0, 1).reshape(len(ids), -1))
+        if not block["ffn"]["no_op"]:
+            y = norm(f"{layer}.post_attention_layernorm", x)
+            gate, up = (linear(f"{layer}.mlp.{part}_proj", y) for part in ("gate", "up"))
+            assert up.shape[-1] == ffn_width(block["ffn"], config["hidden_size"])
+            x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     return F.linear(norm("model.norm", x), head)
 

@@ -74,7 +74,7 @@ def unsupported(model: Any) -> str | None:
     """What such a program cannot compute; None if it computes all."""
     config = model.config
     if any(not layer.query_heads for layer in Anatomy.of(model).source.layers):
-        return "layers without attention have no cache of keys"
+        return "layers without attention have no cache of keys (pass --stock if they lost it)"
     window = getattr(config, "sliding_window", None)
     if window is not None and window < context_of(model):
         return f"a sliding window of {window} tokens"

@@ -31,7 +31,7 @@ from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
 from dwindle.export.origin import origin_of
-from dwindle.export.resize import Resized, resize
+from dwindle.export.resize import Blocks, Resized, resize
 from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
@@ -210,7 +210,8 @@ class _Export:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
         own_scale = getattr(self.loaded.model.config, "embed_scale", None)  # Gemma's, which only stock weights absorb
         uniform = self.stock or (own_scale is not None and Anatomy.of(self.loaded.model).source.is_uniform)
-        resized = self._resized(uniform=uniform, min_hidden=self._coupled_hidden())
+        fills = gguf_writer.blocks_to_fill(Anatomy.of(self.loaded.model).source)
+        resized = self._resized(uniform=uniform, min_hidden=self._coupled_hidden(), fills=fills)
         model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
@@ -326,13 +327,16 @@ class _Export:
         anatomy = Anatomy.of(model)
         return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
-    def _resized(self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False) -> Resized:
+    def _resized(
+        self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False, fills: Blocks = frozenset()
+    ) -> Resized:
         found = resize(
             self.loaded.model,
             uniform=uniform,
             round_to=self.round_to,
             min_hidden=min_hidden,
             equal_queries=equal_queries,
+            fills=fills,
         )
         if self.verify and found.changed:
             verification.verify_resized(found.model, self.loaded.model, self._prompts())
@@ -379,7 +383,7 @@ class _Export:
 def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     """Row lengths that are not multiples of the block size, as text: ``hidden 31``, ``FFN 68 in all layers``."""
     structure = anatomy.source
-    widths = [len(layer.ffn) for layer in structure.layers]
+    widths = [len(layer.ffn) for layer in structure.layers if layer.ffn]
     odd = [width for width in widths if width % block]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:

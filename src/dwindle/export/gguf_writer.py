@@ -20,6 +20,7 @@ from dwindle.core.progress import Bar
 from dwindle.export import onnx_graph
 from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
+from dwindle.export.resize import Blocks
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 from dwindle.sources.gguf_rope import yarn_factor
 
@@ -91,6 +92,15 @@ def architecture_of(model: Any) -> str:
     return architecture
 
 
+def blocks_to_fill(structure: Structure) -> Blocks:
+    """Absent blocks that llama.cpp does not skip.
+
+    It reads the size of a head from the first layer, and of a layer without an FFN it drops the attention, too.
+    """
+    absent = ((number, block) for number, layer in enumerate(structure.layers) for block in layer.absent)
+    return frozenset((number, block) for number, block in absent if block == "mlp" or number == 0)
+
+
 def is_known(model_type: str) -> bool:
     """Whether llama.cpp computes models of this family at some sizes; a dense Granite 4 is written as a Granite 3."""
     return model_type == "granitemoehybrid" or _NAMES.get(model_type, model_type) in ARCHITECTURES
@@ -113,6 +123,10 @@ def _unsupported(model: Any, architecture: str) -> str | None:
         if known.biases is not None and name.endswith(".bias") and part not in known.biases:
             return f"ignores the bias of {part.rpartition('.')[2]}"
     kinds = getattr(config, "layer_types", None) or []
+    if config.model_type == "smollm3" and config.no_rope_layers != [
+        (n + 1) % 4 > 0 for n in range(config.num_hidden_layers)
+    ]:
+        return "rotates all but every fourth layer"
     if config.model_type == "exaone4" and "sliding_attention" in kinds:
         return "knows sliding-window layers only in the 32B model"
     if config.model_type == "gemma3_text" and config.query_pre_attn_scalar != config.head_dim:

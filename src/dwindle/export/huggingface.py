@@ -115,7 +115,7 @@ def _write_files(
     model: Any, tokenizer: Any, folder: Path, out: Path, weights: bool, layout: str | None, about: About
 ) -> None:
     structure = about["structure"].to_json(about["source"])
-    structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
+    structure["layer_parameters"] = _layer_parameters(model.config, about["structure"])
     if any(event.get("event") == "rotate" for event in about["ledger"]):
         structure["rotated"] = True  # its hidden indices number directions, not channels of the source
     if weights:
@@ -155,6 +155,12 @@ def _write_files(
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     if (figure := card_figure.architecture_svg(structure, about["ledger"])) is not None:
         (folder / card_figure.NAME).write_text(figure, encoding="utf-8")
+
+
+def _layer_parameters(config: Any, structure: Structure) -> list[int]:
+    """Parameters of every layer of the source; 0 for those that are gone, which the model's configuration lacks."""
+    counts = Anatomy.of_config(config).layer_counts(Structure(structure.hidden, structure.present))
+    return [counts[structure.places[n]] if n in structure.places else 0 for n in range(len(structure.layers))]
 
 
 def _save_quietly(model: Any, folder: Path) -> None:

@@ -187,6 +187,8 @@ class _Decoder:
         eps = self.config.rms_norm_eps
         factor = float(getattr(self.config, "residual_multiplier", 1.0))
         for name, block in (("self_attn", self._attention), ("mlp", self._ffn)):
+            if family.blocks.get(name) in layer.absent:
+                continue
             before, after = family.norm_before.get(name), family.norm_after.get(name)
             inside = x if before is None else self._norm(x, f"{prefix}{before}.weight", eps)
             inside = block(inside, number, layer)
@@ -411,7 +413,7 @@ class _Decoder:
         ]
         outputs = [helper.make_tensor_value_info("logits", kinds.FLOAT, ["batch", "sequence", self.config.vocab_size])]
         for number, layer in enumerate(layers):
-            for part in ("key", "value"):
+            for part in ("key", "value") if layer.kv_heads else ():
                 heads = len(layer.kv_heads)
                 past, present = ["batch", heads, "past", dim], ["batch", heads, "total", dim]
                 inputs.append(helper.make_tensor_value_info(f"past_key_values.{number}.{part}", kinds.FLOAT, past))

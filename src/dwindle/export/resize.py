@@ -17,13 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Row
-from dwindle.anatomy.build import build, config_for, has_stock_config, stock_form
+from dwindle.anatomy.build import build, build_on_meta, config_for, has_stock_config, stock_form
 from dwindle.anatomy.family import CUSTOM_PREFIX
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Block, Structure
 from dwindle.core.errors import UserError
 
 NOTHING = -1
 """Index of a position that is filled with zeros."""
+_FILLED_WIDTH = 32
+"""FFN channels of a block of zeros: the fewest that every type of GGUF stores."""
+
+Blocks = frozenset[tuple[int, Block]]
+"""Blocks by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,13 @@ class Resized:
 
 
 def resize(
-    model: Any, *, uniform: bool, round_to: int = 1, min_hidden: int = 1, equal_queries: bool = False
+    model: Any,
+    *,
+    uniform: bool,
+    round_to: int = 1,
+    min_hidden: int = 1,
+    equal_queries: bool = False,
+    fills: Blocks = frozenset(),
 ) -> Resized:
     """The same function at sizes that stock attention supports.
 
@@ -84,15 +95,19 @@ def resize(
     its own (llama.cpp's ``deci``). ``round_to`` pads hidden and FFN widths to a multiple, ``min_hidden`` sets the least
     hidden width, ``equal_queries`` gives all layers one number of query heads. The number of
     queries per key/value head is the one that gives the smallest model: 1 only repeats key/value heads, the largest
-    group of a layer only pads queries, and values between do both.
+    group of a layer only pads queries, and values between do both. ``fills`` are absent blocks to be filled with zeros
+    in layers that stay unequal; ``uniform`` fills all.
     """
     anatomy = Anatomy.of(model)
     before = anatomy.source
-    plans = _plans(before, uniform=uniform, round_to=round_to, equal_queries=equal_queries)
+    if uniform:
+        fills = frozenset((number, block) for number, layer in enumerate(before.layers) for block in layer.absent)
+    plans = _plans(before, uniform=uniform, round_to=round_to, equal_queries=equal_queries, fills=fills)
     after = Structure.full(
         hidden=math.ceil(max(len(before.hidden), min_hidden) / round_to) * round_to,
         ffn=[len(plan.ffn) for plan in plans],
         kv_of_query=[[place // plan.queries_per_kv for place in range(len(plan.query))] for plan in plans],
+        absent=[tuple(b for b in la.absent if (number, b) not in fills) for number, la in enumerate(before.layers)],
     )
     if uniform:
         after = _accepted(model.config, after, anatomy.head_dim, round_to)
@@ -104,7 +119,9 @@ def resize(
     _refuse_wide_norms(anatomy, before, plans)
     _refuse_inner_norms(anatomy, len(after.hidden))
     larger = _enlarged(model, anatomy, plans, hidden, after)
-    return Resized(larger, *sizes, kv[0], kv[1], _steps(before, plans, hidden, round_to))
+    count = sum(parameter.numel() for parameter in larger.parameters())  # with blocks that the table does not have
+    steps = _steps(before, plans, hidden, round_to, fills)
+    return Resized(larger, sizes[0], count, kv[0], kv[1], steps)
 
 
 def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> Structure:
@@ -121,15 +138,24 @@ def _accepted(config: Any, after: Structure, head_dim: int, round_to: int) -> St
     )
 
 
-def _steps(before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int) -> tuple[str, ...]:
+def _steps(
+    before: Structure, plans: Sequence[PaddedLayer], hidden: tuple[int, ...], round_to: int, fills: Blocks
+) -> tuple[str, ...]:
     """Steps as text: added heads or equalized layers are "made stock", everything else is padding."""
     pairs = list(zip(plans, before.layers, strict=True))
-    heads = any(len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads) for p, la in pairs)
-    equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers})
-    wider = len(hidden) > len(before.hidden) or any(len(p.ffn) > len(la.ffn) for p, la in pairs)
+    numbered = [(number, *pair) for number, pair in enumerate(pairs)]
+    heads = any(
+        (number, "attn") not in fills and (len(p.query) != len(la.query_heads) or len(p.kv) != len(la.kv_heads))
+        for number, p, la in numbered
+    )
+    equal = len({len(p.ffn) for p in plans}) == 1 < len({len(la.ffn) for la in before.layers if la.ffn})
+    wider = len(hidden) > len(before.hidden) or any(
+        (number, "mlp") not in fills and len(p.ffn) > len(la.ffn) for number, p, la in numbered
+    )
     padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to a multiple of the heads"
     only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
-    return (*(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
+    filled = [f"{len(fills)} removed blocks filled with zeros"] if fills else []
+    return (*filled, *(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
 
 def _enlarged(
@@ -147,6 +173,9 @@ def _enlarged(
             tensor = ((tensor.double() + offset) * math.sqrt(share) - offset).to(tensor.dtype)
         tensors[name] = tensor
     config = config_for(model.config, after)
+    for name, parameter in build_on_meta(config).named_parameters():
+        if name not in tensors:  # of a removed block, which zeros compute
+            tensors[name] = torch.zeros(parameter.shape, dtype=tensor.dtype, device=tensor.device)
     name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
     setattr(config, name, getattr(model.config, name) * share)
     larger = stock_form(build(config, tensors), after)
@@ -155,19 +184,30 @@ def _enlarged(
     return larger
 
 
-def _plans(structure: Structure, *, uniform: bool, round_to: int, equal_queries: bool) -> list[PaddedLayer]:
+def _plans(
+    structure: Structure, *, uniform: bool, round_to: int, equal_queries: bool, fills: Blocks
+) -> list[PaddedLayer]:
     counts = [layer.queries_per_kv for layer in structure.layers]
     widths = [len(layer.ffn) for layer in structure.layers]
     if equal_queries:
         sizes = _with_equal_queries(counts)
     elif not uniform:
-        sizes = [_smallest([layer]) for layer in counts]
+        sizes = [(1, 1) if (n, "attn") in fills else _smallest([layer]) for n, layer in enumerate(counts)]
+        widths = [_FILLED_WIDTH if (number, "mlp") in fills else width for number, width in enumerate(widths)]
     else:
         sizes = [_smallest([layer for layer in counts if layer])] * len(counts)
         widths = [max(widths)] * len(widths)
     return [
-        _layer_plan(layer, per_kv, kv_heads, _padded(width, round_to, present=len(la.ffn)))
-        for layer, (per_kv, kv_heads), width, la in zip(counts, sizes, widths, structure.layers, strict=True)
+        _layer_plan(
+            layer,
+            per_kv,
+            kv_heads,
+            _padded(width, round_to, present=len(la.ffn)),
+            adds_heads=(number, "attn") in fills,
+        )
+        for number, (layer, (per_kv, kv_heads), width, la) in enumerate(
+            zip(counts, sizes, widths, structure.layers, strict=True)
+        )
     ]
 
 
@@ -203,7 +243,9 @@ def _with_equal_queries(layers: Sequence[tuple[int, ...]]) -> list[tuple[int, in
     return min(found, key=lambda plan: sum((per_kv + 1) * kv_heads for per_kv, kv_heads in plan))
 
 
-def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...]) -> PaddedLayer:
+def _layer_plan(
+    counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...], *, adds_heads: bool
+) -> PaddedLayer:
     query: list[int] = []
     kv: list[int] = []
     first = 0
@@ -213,7 +255,7 @@ def _layer_plan(counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[
             query += [*members, *[NOTHING] * (per_kv - len(members))]
             kv.append(head)
         first += count
-    missing = kv_heads - len(kv) if counts else 0  # a layer without heads gets none
+    missing = kv_heads - len(kv) if counts or adds_heads else 0  # a convolution gets none
     return PaddedLayer((*query, *[NOTHING] * (missing * per_kv)), (*kv, *[NOTHING] * missing), ffn)
 
 
@@ -277,6 +319,7 @@ def _refuse_wide_norms(anatomy: Anatomy, before: Structure, plans: Sequence[Padd
     same = all(
         len(p.query) == len(la.query_heads) and len(p.kv) == len(la.kv_heads)
         for p, la in zip(plans, before.layers, strict=True)
+        if "attn" not in la.absent
     )
     if wide and not same:
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -63,10 +63,10 @@ def calibrate(
         num_tokens = min(config.num_gram_tokens or windows.numel(), windows.numel())
         found.inputs = InputStatistics(num_tokens)
         units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
-        taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units), found.inputs.add)
+        taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units, prunable.physical), found.inputs.add)
     try:
         with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:
-            found.loss = _passes(prunable, windows, metric, found, taps, names, bar)
+            found.loss = _passes(prunable, windows, metric, config, found, taps, names, bar)
     finally:
         if taps is not None:
             taps.remove()
@@ -90,6 +90,7 @@ def _passes(
     prunable: Prunable,
     windows: Tensor,
     metric: Metric,
+    config: PruneConfig,
     found: Calibration,
     taps: InputTaps | None,
     wanted: set[str] | None,
@@ -99,15 +100,15 @@ def _passes(
 
     A window is a pass of its own only where it must be: for squared gradients.
     """
-    model, anatomy = prunable.model, prunable.anatomy
-    wanted = {row.name for _, row in anatomy.outputs} if wanted is None else wanted
-    names = wanted if metric.needs & {"gradient", "fisher", "groups"} else set()
-    scored = {name: p for name, p in model.named_parameters() if name in names}
+    model, scored = prunable.model, dict[str, nn.Parameter]()
+    if metric.needs & {"gradient", "fisher", "groups"}:
+        names = {row.name for _, row in prunable.outputs} if wanted is None else wanted
+        scored = {name: p for name, p in prunable.parameters.items() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     size = 1 if metric.needs & {"fisher", "groups"} else batch_size(prunable, windows)
     first = 0
-    with _only_these_need_gradients(model, names):
+    with _only_these_need_gradients(model, scored.values()):
         for batch in torch.split(windows, size):
             last = first + len(batch)
             if taps is not None and found.inputs is not None:
@@ -120,17 +121,19 @@ def _passes(
                 loss.backward()
                 prunable.mask_gradients()
                 if "groups" in metric.needs:
-                    _accumulate_groups(found, scored, prunable, last)
+                    _accumulate_groups(found, scored, prunable, last, "layer" in config.effective_groups)
                 _accumulate(found, scored, metric, len(batch) / len(windows))
             first = last
             bar.advance(len(batch))
     return float(total) / len(windows)
 
 
-def _accumulate_groups(found: Calibration, scored: dict[str, nn.Parameter], prunable: Prunable, count: int) -> None:
+def _accumulate_groups(
+    found: Calibration, scored: dict[str, nn.Parameter], prunable: Prunable, count: int, blocks: bool
+) -> None:
     """The mean over the first ``count`` sequences, of which this is the last."""
     gradients = {name: p.grad for name, p in scored.items() if p.grad is not None}
-    this = begin_scores(prunable, gradients, None, metric_named("group"))()
+    this = begin_scores(prunable, gradients, None, metric_named("group"), blocks=blocks)()
     found.groups = this.smoothed(found.groups, 1 - 1 / count)
 
 
@@ -154,11 +157,11 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor, share: float) -> Non
 
 
 @contextmanager
-def _only_these_need_gradients(model: nn.Module, names: set[str]) -> Iterator[None]:
-    before = {name: p.requires_grad for name, p in model.named_parameters()}
+def _only_these_need_gradients(model: nn.Module, those: Iterable[nn.Parameter]) -> Iterator[None]:
+    before, chosen = {name: p.requires_grad for name, p in model.named_parameters()}, {id(p) for p in those}
     try:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in names)
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
         yield
     finally:
         for name, parameter in model.named_parameters():

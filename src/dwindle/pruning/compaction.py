@@ -9,7 +9,7 @@ from functools import cache
 from itertools import combinations
 
 from dwindle.anatomy.anatomy import Anatomy, lost
-from dwindle.anatomy.structure import Layer, Structure
+from dwindle.anatomy.structure import Block, Layer, Structure
 
 MAX_SHAPES = 8
 """Default maximum number of different layer shapes in a rebuilt model."""
@@ -17,28 +17,32 @@ MAX_SHAPES = 8
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Query heads per key/value head, and FFN channels."""
+    """Query heads per key/value head, FFN channels, and blocks that are absent."""
 
     queries: tuple[int, ...]
     ffn: int
+    absent: tuple[Block, ...] = ()
 
     def around(self, other: LayerShape) -> LayerShape | None:
         """The smallest shape that contains both; None if their query heads are unevenly distributed and differ.
 
-        None also if only one of them has heads.
+        None also if only one of them has heads, or a block that the other lacks.
         """
         ffn = max(self.ffn, other.ffn)
+        if self.absent != other.absent:
+            return None
         if self.queries == other.queries:
-            return LayerShape(self.queries, ffn)
+            return LayerShape(self.queries, ffn, self.absent)
         if len({*self.queries}) != 1 or len({*other.queries}) != 1:
             return None
-        return LayerShape((max(self.queries[0], other.queries[0]),) * max(len(self.queries), len(other.queries)), ffn)
+        queries = (max(self.queries[0], other.queries[0]),) * max(len(self.queries), len(other.queries))
+        return LayerShape(queries, ffn, self.absent)
 
     @property
     def layer(self) -> Layer:
         """A layer of this shape, for counting parameters."""
         kv_of_query = tuple(kv for kv, queries in enumerate(self.queries) for _ in range(queries))
-        return Layer(tuple(range(len(kv_of_query))), kv_of_query, tuple(range(self.ffn)))
+        return Layer(tuple(range(len(kv_of_query))), kv_of_query, tuple(range(self.ffn)), self.absent)
 
 
 def bucketed(
@@ -47,10 +51,10 @@ def bucketed(
     """The structure to compact to: the alive parts, with widths padded to multiples by pruned but still physical ones.
 
     Heads and channels of layers are padded to at most ``max_shapes`` different shapes; the heads of a layer that does
-    not have enough of them are not padded.
+    not have enough of them are not padded. Removed blocks and layers are never kept.
     """
     hidden = -(-len(alive.hidden) // multiple) * multiple
-    shapes = [LayerShape(la.queries_per_kv, -(-len(la.ffn) // multiple) * multiple) for la in alive.layers]
+    shapes = [LayerShape(la.queries_per_kv, -(-len(la.ffn) // multiple) * multiple, la.absent) for la in alive.layers]
 
     @cache
     def size(shape: LayerShape) -> int:
@@ -95,7 +99,7 @@ def _padded_layer(alive: Layer, here: Layer, aim: LayerShape) -> Layer:
     if tuple(map(len, chosen)) != aim.queries:
         return padded
     queries = {query: kv for kv, own in zip(heads, chosen, strict=True) for query in own}
-    return Layer(tuple(sorted(queries)), tuple(queries[query] for query in sorted(queries)), padded.ffn)
+    return replace(padded, query_heads=tuple(sorted(queries)), kv_of_query=tuple(queries[q] for q in sorted(queries)))
 
 
 def _padded(alive: tuple[int, ...], present: tuple[int, ...], width: int) -> tuple[int, ...]:

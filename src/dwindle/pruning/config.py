@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from dwindle.anatomy.family import Family
-from dwindle.anatomy.structure import KINDS, Kind
+from dwindle.anatomy.structure import ALL_KINDS, KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
@@ -39,8 +39,9 @@ class PruneConfig(Config):
     group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform
     taylor1. The other methods have scores of their own."""
     groups: list[Kind] | None = None
-    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels). Not set: all that the method
-    prunes."""
+    """Prunable kinds of group: attn (heads), ffn (FFN channels), stem (hidden channels), layer (whole layers; with
+    selection global also the attention or the FFN of one). Not set: all that the method prunes, but no layers with
+    efficientllm."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
     compare: Literal["mean", "sum", "saved"] = "mean"
@@ -85,6 +86,11 @@ class PruneConfig(Config):
         return METHODS[self.method].default_metric is None
 
     @property
+    def uses_metric(self) -> bool:
+        """Whether a metric may be chosen."""
+        return "metric" in METHODS[self.method].settings
+
+    @property
     def effective_selection(self) -> Selection:
         """The selection in use; without training stock shapes where none is set."""
         return self.selection or "coupled"
@@ -92,15 +98,23 @@ class PruneConfig(Config):
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
-        wanted = KINDS if self.groups is None else self.groups
-        return tuple(kind for kind in wanted if kind in METHODS[self.method].groups)
+        kinds = METHODS[self.method].kinds
+        wanted = kinds if self.groups is None else self.groups
+        allowed = ALL_KINDS if self.method == "efficientllm" else kinds
+        return tuple(kind for kind in wanted if kind in allowed)
+
+    def with_layers(self) -> Self:
+        """For a target that names layers: they are prunable where nothing else was said."""
+        if self.groups is not None or self.method != "efficientllm":
+            return self
+        return self.model_copy(update={"groups": list(ALL_KINDS)})
 
     def for_family(self, family: Family) -> Self:
         """With the groups that the family has; one that was asked for and that it does not have is refused."""
-        if set(KINDS) == {*family.groups}:
+        if {*self.effective_groups} <= {*family.groups}:
             return self
         has = tuple(kind for kind in self.effective_groups if kind in family.groups)
-        all_kinds = set(KINDS) == set(self.groups or KINDS)
+        all_kinds = set(KINDS) <= set(self.groups or KINDS)
         missing = [kind for kind in self.groups or () if kind not in family.groups]
         if (missing and not all_kinds) or not has:
             wanted = (missing or list(self.effective_groups))[0]
@@ -119,7 +133,7 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        metric = {} if self.has_own_score else {"metric": self.effective_metric}
+        metric = {"metric": self.effective_metric} if self.uses_metric else {}
         return used | metric | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
@@ -127,12 +141,13 @@ class PruneConfig(Config):
         """Settings that the method does not use are refused, not ignored."""
         method = self.method
         if self.groups is not None and not self.groups:
-            raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(KINDS)}")
+            raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(ALL_KINDS)}")
+        self._check_layers()
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
-        if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
+        if method != "shortgpt" and self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
-        if not set(self.groups or KINDS) & set(METHODS[method].groups):
-            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].groups)} alone: remove it")
+        if not set(self.groups or KINDS) & set(METHODS[method].kinds):
+            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].kinds)} alone: remove it")
         try:
             if self.num_gram_tokens == 0:
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
@@ -147,6 +162,21 @@ class PruneConfig(Config):
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         return self
 
+    def _check_layers(self) -> None:
+        groups = self.groups or []
+        if self.method == "shortgpt":
+            for name, value in (("metric", self.metric), ("groups", None if groups == ["layer"] else self.groups)):
+                if value is not None:
+                    raise ValueError(f"{name}: shortgpt scores and removes whole layers: remove it")
+            if self.second_order:
+                raise ValueError("second_order: shortgpt removes whole layers and updates nothing: remove it")
+        elif self.keeps_hidden_size and "layer" in groups:
+            raise ValueError(f"groups: layer: {self.method} keeps all layers: choose among attn and ffn")
+        elif "layer" in groups and self.round_to > 1 and self.effective_selection == "coupled":
+            raise ValueError(
+                "round_to: with the group layer give selection global, or a shape such as layers=24,ffn=1024"
+            )
+
 
 class PretrainPruneConfig(PruneConfig):
     """What is pruned during training, and when."""
@@ -154,7 +184,7 @@ class PretrainPruneConfig(PruneConfig):
     enabled: bool = True
     """Set to false to train without pruning."""
     target: str = ""
-    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280"."""
+    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280,layers=24"."""
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -188,6 +218,11 @@ class PretrainPruneConfig(PruneConfig):
     def effective_metric(self) -> str:
         """The metric in use: what measured best where none is set."""
         return self.metric or ("group" if self.method == "efficientllm" else super().effective_metric)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of methods that prune and train in turns; those that prune once do so at the start."""
+        return self.interleaves if self.method in METHODS_OF["interleaves"] else 1
 
     def effective_smoothing(self, steps_before: int) -> float:
         """The factor in use: a group's derivative is noisy in one step, so it is averaged over those before events."""
@@ -226,7 +261,10 @@ class PretrainPruneConfig(PruneConfig):
                 raise ValueError(f"{name}: sheared removes everything after its mask phase (horizon): remove it")
         for name in ("horizon", "ratio") if self.keeps_hidden_size else ():
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: method {self.method} prunes in prune.interleaves stages: remove it")
+                when = (
+                    "in prune.interleaves stages" if self.method in METHODS_OF["interleaves"] else "once, at the start"
+                )
+                raise ValueError(f"{name}: method {self.method} prunes {when}: remove it")
         if self.horizon is not None and self.ratio is not None:
             raise ValueError("horizon: give either horizon or ratio, not both (…=none unsets one)")
         _ = self.steps_ratio

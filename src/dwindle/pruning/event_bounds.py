@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import Layer, Structure
+from dwindle.anatomy.structure import BLOCKS, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import (
@@ -24,6 +24,7 @@ from dwindle.pruning.layouts import (
     most_kv,
     round_widths,
     rounding_floors,
+    shallower,
     with_sizes,
 )
 from dwindle.pruning.pacing import Stages
@@ -47,8 +48,10 @@ def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Eve
     """
     source, end, size = anatomy.source, target.shape, target.num_parameters
     now, heads = Shape.of(source), layouts(source, config)
+    if end is None and "layer" in config.effective_groups:
+        return _with_layers(anatomy, size, config)
     if end is not None:
-        widths = now.hidden - end.hidden + now.ffn - end.ffn
+        widths = now.hidden - end.hidden + now.ffn - end.ffn + now.layers - end.layers
         few = many = [layout.num_events + widths for layout in layouts_of(source, config, end.heads)]
     elif config.round_to > 1:
         round_results = (_Grid(anatomy, layout, config, most_kv).until_round(size) for layout in heads)
@@ -58,6 +61,22 @@ def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Eve
         few = [events for pair in zip(low, high, strict=True) for events in _ends(*pair, low, size)]
         many = [events for grid in high for events in grid.while_above(size)]
     return EventRange(min(few), max(many))
+
+
+def _with_layers(anatomy: Anatomy, size: int, config: PruneConfig) -> EventRange:
+    """Bounds where whole layers are groups, too: as few as if all groups were the largest, as many as without them."""
+    source, most = anatomy.source, 1
+    for removed in range(len(anatomy.removable_layers(source)) + 1):
+        start = shallower(anatomy, source, len(source.places) - removed)
+        for layout in layouts(source, config):
+            most = max(
+                most, *(removed + n for n in _Grid(anatomy, layout, config, most_kv, start).while_above(size)), 1
+            )
+    narrower = anatomy.count(replace(source, hidden=source.hidden[1:])).total
+    of_layers = sum(int(size[0]) for _, size in _kinds(anatomy, config, np.arange(1), np.max)) * anatomy.num_layers
+    total = anatomy.count(source).total
+    largest = max(*anatomy.layer_counts(source), of_layers, total - narrower)
+    return EventRange(max(-(-(total - size) // largest), 1), most + 1)
 
 
 def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]:
@@ -85,13 +104,16 @@ class _Grid:
     Tensors have at most one axis of each, so the count without i hidden and j FFN channels is a[i] − j·b[i].
     """
 
-    def __init__(self, anatomy: Anatomy, layout: Layout, config: PruneConfig, kv_count: KvCount) -> None:
-        self.now = now = Shape.of(anatomy.source)
+    def __init__(
+        self, anatomy: Anatomy, layout: Layout, config: PruneConfig, kv_count: KvCount, start: Structure | None = None
+    ) -> None:
+        start = start or anatomy.source
+        self.now = now = Shape.of(start)
         self.layout, self.config = layout, config
 
         def count(hidden: int, ffn: int) -> int:
-            shape = Shape(now.hidden - hidden, layout.heads, now.ffn - ffn)
-            return anatomy.count(with_sizes(anatomy.source, shape, layout.kv_count(kv_count))).total
+            shape = replace(now, hidden=now.hidden - hidden, heads=layout.heads, ffn=now.ffn - ffn)
+            return anatomy.count(with_sizes(start, shape, layout.kv_count(kv_count))).total
 
         ffn = count(0, 0) - count(0, 1)
         both = count(1, 0) - count(1, 1)
@@ -138,14 +160,19 @@ def global_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Even
     full = _curve(i, len(source.hidden), lambda n: anatomy.count(replace(source, hidden=source.hidden[:n])).total)
     excess: Counts = full - target.num_parameters
     fewest, left = -(-i // round_to), excess.clip(0)
-    for number, size in sorted(_kinds(anatomy, config, i, np.max), key=lambda kind: -kind[1][0]):
+    largest = _kinds(anatomy, config, i, np.max)
+    if "layer" in config.effective_groups:  # no layer is larger than at the start
+        largest.append((anatomy.num_layers, np.full(len(i), max(anatomy.layer_counts(source)), dtype=np.int64)))
+    for number, size in sorted(largest, key=lambda kind: -kind[1][0]):
         taken: Counts = np.minimum(-(-left // size), number)
         fewest, left = fewest + taken, (left - taken * size).clip(0)
     most, room = -(-i // round_to) + 1, excess - 1
     for number, size in sorted(_kinds(anatomy, config, i, np.min), key=lambda kind: kind[1][0]):
         taken = np.minimum(room.clip(0) // size, number)
         most, room = most + taken, room - taken * size
-    limit = int(most[excess > 0].max())
+    limit = int(most[excess > 0].max()) + (
+        len(BLOCKS) * anatomy.num_layers if "layer" in config.effective_groups else 0
+    )
     return EventRange(min(fewest[left == 0].tolist(), default=limit), limit)
 
 
@@ -193,11 +220,11 @@ def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[...,
             kinds.append((number, pick(sizes, axis=0)))
 
     if "attn" in config.effective_groups:
-        alone = [replace(source, layers=(la,)) for la in source.layers]
+        alone = [replace(source, layers=(la,)) for la in source.layers if la.query_heads]
         number = sum(max(layout.num_events for layout in layouts(one, config)) for one in alone)
         add(number, lambda la: _head_steps(la, config))
     if "ffn" in config.effective_groups:
-        number = sum(max(-(-(len(la.ffn) - config.min_ffn) // round_to), 0) for la in source.layers)
+        number = sum(max(-(-(len(la.ffn) - config.min_ffn) // round_to), 0) for la in source.layers if la.ffn)
         add(number, lambda la: [(la, la.without(ffn=la.ffn[:n])) for n in {round_to, len(la.ffn) % round_to} - {0}])
     return kinds
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import Layer, Structure
+from dwindle.anatomy.structure import BLOCKS, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.target import Shape, Target
@@ -22,16 +22,31 @@ KvCount = Callable[[Layer, int], int]
 def smallest(source: Structure, floor: Shape) -> Structure:
     """A structure at the floors, by index (for counting)."""
     layers = tuple(
-        Layer(la.query_heads[: floor.heads], la.kv_of_query[: floor.heads], la.ffn[: floor.ffn]) for la in source.layers
+        Layer(la.query_heads[: floor.heads], la.kv_of_query[: floor.heads], la.ffn[: floor.ffn], la.absent)
+        for la in source.layers
     )
     return Structure(source.hidden[: floor.hidden], layers)
+
+
+def shallower(anatomy: Anatomy, structure: Structure, num_layers: int) -> Structure:
+    """A structure with so many layers, for counting: the last ones are gone, if they may be."""
+    gone = anatomy.removable_layers(structure)[: max(len(structure.places) - num_layers, 0)] if num_layers else []
+    if not gone:
+        return structure
+    layers = enumerate(structure.layers)
+    return Structure(structure.hidden, tuple(la.without_blocks(BLOCKS) if n in gone else la for n, la in layers))
+
+
+def fewest_layers(anatomy: Anatomy, structure: Structure) -> int:
+    """The number of layers that are left when no more may be removed whole."""
+    return len(structure.places) - len(anatomy.removable_layers(structure))
 
 
 def final_count(anatomy: Anatomy, target: Target) -> int:
     """Parameters at a target; for an exact shape, an estimate while the key/value heads are not known."""
     if target.shape is None:
         return target.num_parameters
-    return anatomy.count(smallest(anatomy.source, target.shape)).total
+    return anatomy.count(smallest(shallower(anatomy, anatomy.source, target.shape.layers), target.shape)).total
 
 
 def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
@@ -40,7 +55,8 @@ def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
     if shape is None:
         return target.num_parameters
     found = layouts_of(anatomy.source, config.for_family(anatomy.family), shape.heads)
-    return max(anatomy.count(with_sizes(anatomy.source, shape, la.kv_count(most_kv))).total for la in found)
+    start = shallower(anatomy, anatomy.source, shape.layers)
+    return max(anatomy.count(with_sizes(start, shape, la.kv_count(most_kv))).total for la in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +114,17 @@ def fewest_kv(layer: Layer, heads: int) -> int:
 
 
 def with_sizes(structure: Structure, shape: Shape, kv_count: KvCount) -> Structure:
-    """A structure of these sizes, for counting: every layer is pruned by as much as the smallest one must be."""
+    """A structure of these sizes, for counting: every layer is pruned by as much as the smallest one must be.
+
+    It has all layers of the given one (``shallower``).
+    """
     now, layers = Shape.of(structure), list[Layer]()
     for layer in structure.layers:
         heads = len(layer.query_heads) - now.heads + shape.heads if layer.query_heads else 0
-        kv = kv_count(layer, heads)
+        kv = kv_count(layer, heads) if heads else 0
         kv_of_query = tuple(query * kv // heads for query in range(heads))
-        layers.append(Layer(layer.query_heads[:heads], kv_of_query, layer.ffn[: len(layer.ffn) - now.ffn + shape.ffn]))
+        ffn = layer.ffn[: len(layer.ffn) - now.ffn + shape.ffn] if layer.ffn else ()
+        layers.append(Layer(layer.query_heads[:heads], kv_of_query, ffn, layer.absent))
     return Structure(structure.hidden[: shape.hidden], tuple(layers))
 
 
@@ -142,7 +162,7 @@ def rounded_shape(
             for hidden in wide:
                 ffn = widest(anatomy, alive, target, layout, hidden, widths)
                 if ffn is not None:
-                    fits.append(Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads))
+                    fits.append(Rounded(Shape(hidden, layout.heads, ffn, own.layers), layout.kv_heads))
         if fits:
             return min(fits, key=distance)
     raise UserError(f"round_to {multiple}: no multiple fits the target: choose a smaller one")
@@ -162,7 +182,7 @@ def widest(
     """The largest FFN width with which these sizes fit, whichever key/value heads are kept."""
 
     def count(ffn: int) -> int:
-        shape = Shape(hidden, layout.heads, ffn)
+        shape = Shape(hidden, layout.heads, ffn, len(alive.places))
         return anatomy.count(with_sizes(alive, shape, layout.kv_count(most_kv))).total
 
     fitting = bisect_right(widths, target.num_parameters, key=count)
@@ -183,8 +203,9 @@ def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> Non
             f"{config.min_ffn} FFN channels) and the source's {most.hidden} and {most.ffn}: {fix}"
         )
     least = min(
-        anatomy.count(with_sizes(source, Shape(hiddens[0], layout.heads, widths[0]), layout.kv_count(most_kv))).total
+        anatomy.count(with_sizes(source, replace(most, hidden=hiddens[0], heads=layout.heads, ffn=widths[0]), kv)).total
         for layout in layouts(source, config)
+        for kv in [layout.kv_count(most_kv)]
     )
     if least > target.num_parameters:
         raise UserError(

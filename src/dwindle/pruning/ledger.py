@@ -11,6 +11,7 @@
 
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
+Of ``layer``, one list per layer, too: 0 is its attention block, 1 its FFN, both together the whole layer.
 ``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
 ``rotate`` (slicegpt) cannot be replayed: hidden channels are then directions that the ledger does not hold.
 """
@@ -24,7 +25,7 @@ from types import NoneType
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import KINDS, Group, Structure
+from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, KINDS, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile
@@ -93,7 +94,7 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
         "tokens": tokens,
         "type": choice.group.kind,
         "indices": [list(members) for members in choice.group.members],
-        "saliency": {kind: choice.saliency.get(kind) for kind in KINDS},
+        "saliency": {kind: choice.saliency.get(kind) for kind in ALL_KINDS if kind in (*KINDS, *choice.saliency)},
         "parameters": choice.num_parameters,
     }
 
@@ -190,12 +191,12 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
         _check_sizes(event, sizes_of(structure), sizes_of(anatomy.source))
     if event["event"] != "prune":
         return structure
-    if event["type"] not in KINDS:
-        raise ValueError(f"type is {event['type']!r:.30}, not one of {', '.join(KINDS)}")
+    if event["type"] not in ALL_KINDS:
+        raise ValueError(f"type is {event['type']!r:.30}, not one of {', '.join(ALL_KINDS)}")
+    if event["type"] == "layer" and "layer" not in anatomy.family.groups:
+        raise ValueError("type is layer: this family keeps such groups whole")
     group = _group(event)
-    alive = (
-        (structure.hidden,) if group.kind == "stem" else tuple(la.unit(_UNITS[group.kind]) for la in structure.layers)
-    )
+    alive = (structure.hidden,) if group.kind == "stem" else tuple(_alive(group, la) for la in structure.layers)
     if len(group.members) != len(alive):
         raise ValueError(f"indices has {len(group.members)} lists where {len(alive)} are needed")
     if not any(group.members):
@@ -205,14 +206,25 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
             raise ValueError("indices are not whole numbers, each once")
         if missing := set(members).difference(there):
             raise ValueError(f"index {min(missing)} of {group.kind} is not there or was removed before")
-        if there and len(members) == len(there):
+        if there and len(members) == len(there) and group.kind != "layer":
             raise ValueError(f"nothing of {group.kind} would be left")
-    return structure.without(group)
+    rest = structure.without(group)
+    if group.kind == "layer" and not anatomy.has_every_kind(rest):
+        raise ValueError("no layer, no attention block or no FFN of some kind would be left")
+    return rest
+
+
+def _alive(group: Group, layer: Layer) -> tuple[int, ...]:
+    if group.kind == "layer":
+        return tuple(place for place, block in enumerate(BLOCKS) if block not in layer.absent)
+    return layer.unit(_UNITS[group.kind])
 
 
 def _check_sizes(event: Event, least: Sizes, most: Sizes) -> None:
     """The sizes of a compaction lie between what is alive and the source's."""
     for key in least:
+        if key == "layers":  # some are gone, not necessarily in this rebuild
+            continue
         size, low, high = (
             value if isinstance(value, list) else [value] for value in (event[key], least[key], most[key])
         )

@@ -12,7 +12,7 @@ from typing import Literal
 from dwindle.anatomy.structure import KINDS, Kind
 
 MethodName = Literal[
-    "efficientllm", "adapt", "uniform", "wanda-sp", "flap", "llm-pruner", "minitron", "slicegpt", "sheared"
+    "efficientllm", "adapt", "uniform", "wanda-sp", "flap", "llm-pruner", "minitron", "shortgpt", "slicegpt", "sheared"
 ]
 
 _LAYERS: tuple[Kind, ...] = ("attn", "ffn")
@@ -120,6 +120,17 @@ METHODS: dict[MethodName, Method] = {
         kinds=KINDS,
         settings=("round_to", "rounds"),
     ),
+    "shortgpt": Method(
+        "ShortGPT",
+        "1 − E cos(h, h') of the residual stream before and after the layer",
+        "whole layers",
+        "nothing",
+        "removes whole layers alone, so the target is met within one layer",
+        "the whole layers that change the residual stream least (ShortGPT)",
+        kinds=("layer",),
+        default_metric="magnitude",
+        in_training=True,
+    ),
     "slicegpt": Method(
         "SliceGPT (one shared rotation)",
         "eigenvalues of E[x xᵀ], x the residual stream as the norms scale it",
@@ -128,7 +139,7 @@ METHODS: dict[MethodName, Method] = {
         "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
         "after blocks or convolutions; cannot be replayed; prunes before training, not during it",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
-        groups=("stem",),
+        kinds=("stem",),
         settings=("round_to",),
     ),
     "sheared": Method(
@@ -139,7 +150,7 @@ METHODS: dict[MethodName, Method] = {
         "needs training; query heads are removed inside key/value groups, which all stay; layers stay; the text's "
         "mixture stays as it is",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
-        groups=KINDS,
+        kinds=KINDS,
         settings=("round_to",),
         in_training=True,
         without_training=False,

@@ -178,7 +178,7 @@ class Rounds:
 def training_pacing(config: PretrainPruneConfig, *, start: int, end: int, first_step: int, num_steps: int) -> Pacing:
     """When a run of ``num_steps`` prunes from ``start`` to ``end`` parameters, after ``first_step`` steps without."""
     if config.keeps_hidden_size:
-        return Stages(start, end, first_step, num_steps, config.interleaves)
+        return Stages(start, end, first_step, num_steps, config.num_stages)
     if config.steps_ratio is not None:
         return Ratio(*config.steps_ratio, first_step=first_step)
     assert config.effective_horizon is not None

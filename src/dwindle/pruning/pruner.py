@@ -31,7 +31,7 @@ from dwindle.pruning.ledger import Ledger, prune_event, source_event
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
-from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import MOMENTS, Prunable
 from dwindle.pruning.target import Target, parse_target, sizes_of
@@ -60,7 +60,7 @@ class Pruner(Callback):
     ) -> None:
         self.prunable = prunable
         self.pacing = pacing
-        self.config = config = config.for_family(prunable.anatomy.family)
+        self.config = config = settled(config, prunable.anatomy, target)
         self.seed = seed
         self.source = source
         self.rebuild = rebuild
@@ -207,14 +207,15 @@ class Pruner(Callback):
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
-        anatomy, parameters = self.prunable.anatomy, self.prunable.parameters
-        gradients = {row.name: local(g) for _, row in anatomy.outputs if (g := parameters[row.name].grad) is not None}
+        outputs, parameters = self.prunable.outputs, self.prunable.parameters
+        gradients = {row.name: local(g) for _, row in outputs if (g := parameters[row.name].grad) is not None}
         fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
         elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
-        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss)
+        blocks = "layer" in self.config.effective_groups
+        return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
 
     def _mask_smoothed(self) -> None:
         if self._smoothed is not None:
@@ -285,13 +286,14 @@ class Pruner(Callback):
             return {}
         named = {f"attn.{i}": t for i, t in enumerate(self._smoothed.attn)}
         named |= {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
-        return named | {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
+        named |= {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
+        return named | {f"blocks.{i}": t for i, t in enumerate(self._smoothed.blocks)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         layers = range(self.prunable.anatomy.num_layers)
         attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
-        kv = [tensors[f"kv.{i}"] for i in layers if f"kv.{i}" in tensors]
-        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv)
+        kv, blocks = ([tensors[f"{part}.{i}"] for i in layers if f"{part}.{i}" in tensors] for part in ("kv", "blocks"))
+        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
 
 
 class AdamFisher(Mapping[str, Tensor]):
@@ -381,7 +383,7 @@ class AttachedPruner:
         self.pruner.edit_gradients(loop)
         if not self.pruner.scores_step(self.step + 1):
             return
-        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.anatomy.outputs]
+        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.outputs]
         assert all(gradient is not None for gradient in gradients), "call after_backward() after loss.backward()"
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
         if bool(torch.stack(norms).isfinite().all()):
@@ -408,9 +410,9 @@ class AttachedPruner:
         held = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
         def rebuild(model: nn.Module) -> torch.optim.Optimizer:
-            fresh = dict(model.named_parameters())
+            fresh = prunable.parameters
             for group, own in zip(optimizer.param_groups, held, strict=True):
-                group["params"] = [fresh[name] for name in own]
+                group["params"] = [fresh[name] for name in own if name in fresh]
             return optimizer
 
         self.pruner.rebuild = rebuild

@@ -19,7 +19,7 @@ from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.rotation import check_rotatable, sliced_size
 from dwindle.pruning.saliency import ElementScores, score_model
 from dwindle.pruning.second_order import repair
-from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
@@ -45,7 +45,7 @@ def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig)
 
 def needs_text(config: PostTrainingConfig) -> bool:
     """Whether there is anything to calibrate."""
-    if config.has_own_score or config.second_order or config.method == "adapt":
+    if config.has_own_score or config.second_order or config.method in ("adapt", "shortgpt"):
         return True
     return bool(metric_named(config.effective_metric).needs)
 
@@ -55,7 +55,7 @@ def prune_in_rounds(
 ) -> list[Event]:
     """Prune the model in place; the ledger of what was removed."""
     anatomy = prunable.anatomy
-    config = config.for_family(anatomy.family)
+    config = settled(config, anatomy, target)
     strategy, pacing = make_strategy(anatomy, target, config), _pacing(anatomy, target, config)
     events, num_events = [source_event(source, anatomy, config.record())], 0
     passes, num_rounds = 1 if windows is None else len(windows), strategy.num_rounds
@@ -112,7 +112,8 @@ def group_scores(strategy: Strategy, prunable: Prunable, found: Calibration, met
         assert found.groups is not None
         return found.groups.copy()
     make = ElementScores if strategy.uses_elements else score_model
-    return make(prunable, found.gradients, found.fishers, metric)
+    blocks = "layer" in strategy.config.effective_groups
+    return make(prunable, found.gradients, found.fishers, metric, blocks=blocks)
 
 
 def remove(prunable: Prunable, choices: list[Choice], found: Calibration, config: PostTrainingConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Row, places
-from dwindle.anatomy.structure import KINDS, Group, Kind, Structure
+from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
 from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
@@ -52,12 +52,12 @@ class LayerCurvature(Mapping[str, Tensor]):
     ) -> None:
         self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
         self._exchange = exchange or Exchange()
-        rows = [row for kind, row in prunable.anatomy.outputs if kind != "whole"]
+        rows = [row for kind, row in prunable.outputs if kind != "whole"]
         self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
 
     def __getitem__(self, name: str) -> Tensor:
         number, row = self._rows[name]
-        parameter: Tensor = self._prunable.model.get_parameter(name)
+        parameter: Tensor = self._prunable.parameters[name]
         weight = local(parameter.detach())
         f_I = weight.new_zeros(weight.shape[1])
         assert row.module in self._inputs, f"inputs of {row.module} were not recorded"  # get() would hide a KeyError
@@ -99,6 +99,8 @@ class Scores:
     stem: Tensor
     kv: list[Tensor] = field(default_factory=list)
     """Saliencies of key/value heads with their queries, if not the sum over the queries (metric ``group``)."""
+    blocks: list[Tensor] = field(default_factory=list)
+    """For each layer those of its attention, its FFN and the whole layer, if blocks are prunable."""
 
     @property
     def current(self) -> Scores:
@@ -111,6 +113,7 @@ class Scores:
             [t.clone() for t in self.ffn],
             self.stem.clone(),
             [t.clone() for t in self.kv],
+            [t.clone() for t in self.blocks],
         )
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
@@ -121,6 +124,12 @@ class Scores:
 
     def remove(self, group: Group) -> None:
         """Exclude a group from further choices; the sums of other groups do not change."""
+        if group.kind == "layer":
+            for layer, places_ in enumerate(group.members):
+                for place in places_:
+                    (self.attn, self.ffn)[place][layer].fill_(float("inf"))
+                    self.blocks[layer][[place, 2]] = float("inf")
+            return
         if group.kind == "stem":
             self.stem[places(group.members[0], self.structure.hidden)] = float("inf")
             return
@@ -144,7 +153,8 @@ class Scores:
             return [value[place] for value, place in zip(values, where, strict=True)]
 
         stem = self.stem[places(structure.hidden, self.structure.hidden)]
-        return Scores(structure, pick(self.attn, "query"), pick(self.ffn, "ffn"), stem, pick(self.kv, "kv"))
+        kv = pick(self.kv, "kv")
+        return Scores(structure, pick(self.attn, "query"), pick(self.ffn, "ffn"), stem, kv, self.blocks)
 
     def smoothed(self, previous: Scores | None, factor: float) -> Scores:
         """``factor``·previous + (1 − factor)·this."""
@@ -161,14 +171,20 @@ class Scores:
             mix(self.ffn, previous.ffn),
             mix([self.stem], [previous.stem])[0],
             mix(self.kv, previous.kv),
+            mix(self.blocks, previous.blocks),
         )
 
 
 def score_model(
-    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
+    prunable: Prunable,
+    gradients: Mapping[str, Tensor],
+    fishers: Mapping[str, Tensor],
+    metric: Metric,
+    *,
+    blocks: bool = False,
 ) -> Scores:
     """Scores of the current model; elements of pruned groups are zero and add nothing to other groups."""
-    return begin_scores(prunable, gradients, fishers, metric)()
+    return begin_scores(prunable, gradients, fishers, metric, blocks=blocks)()
 
 
 def begin_scores(
@@ -178,6 +194,7 @@ def begin_scores(
     metric: Metric,
     *,
     fused: bool = False,
+    blocks: bool = False,
 ) -> Callable[[], Scores]:
     """Start computing ``score_model``; calling the result waits for it.
 
@@ -186,7 +203,8 @@ def begin_scores(
     run while the groups are chosen on the host.
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
-    over weights and gradients instead of eight, for GPUs; results differ by rounding.
+    over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies
+    of whole blocks and layers.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
@@ -196,24 +214,39 @@ def begin_scores(
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
-    weight = prunable.parameters[prunable.anatomy.output_row(0, "ffn").name]
+    weight = prunable.parameters[prunable.outputs[0][1].name]
     stem = rows[0].new_zeros(weight.shape[0])
     first, held = row_range(weight)
     torch.sum(torch.stack(rows), 0, out=stem[first : first + held])
-    flat = torch.cat([heads, *columns["ffn"], stem])
+    wholes = [column.sum()[None] for column in columns["whole"]] if blocks else []
+    flat = torch.cat([heads, *columns["ffn"], stem, *wholes])
     transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
 
     def result() -> Scores:
-        flat, kv = transfer.result(), list[Tensor]()
+        everything, kv, of_blocks = transfer.result(), list[Tensor](), list[Tensor]()
         lengths = [len(part) for kind in KINDS for part in prunable.pruned[kind]]
-        count = prunable.anatomy.num_layers
+        count, flat = prunable.anatomy.num_layers, everything[: sum(lengths)]
+        if blocks:
+            signed = torch.split(flat, lengths)
+            of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], everything[sum(lengths) :].tolist())
         if metric.squares_sums:
             kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
-            flat = flat.square()
+            flat, of_blocks = flat.square(), [values.square() for values in of_blocks]
         parts = list(torch.split(flat.masked_fill_(prunable.pruned_flags, float("inf")), lengths))
-        return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv)
+        return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv, of_blocks)
 
     return result
+
+
+def _block_sums(
+    prunable: Prunable, heads: Sequence[Tensor], channels: Sequence[Tensor], whole: Sequence[float]
+) -> list[Tensor]:
+    """Sums over the attention, the FFN and the whole of every layer; ``whole``: other projections, in their order."""
+    attn, ffn = ([float(values.sum()) for values in sums] for sums in (heads, channels))
+    others = [row for kind, row in prunable.outputs if kind == "whole"] if whole else []
+    for row, value in zip(others, whole, strict=True):
+        (ffn if row.block == "mlp" else attn)[row.layer or 0] += value
+    return [torch.tensor([a, b, a + b], dtype=torch.float64) for a, b in zip(attn, ffn, strict=True)]
 
 
 def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
@@ -244,9 +277,15 @@ class ElementScores:
     """
 
     def __init__(
-        self, prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
+        self,
+        prunable: Prunable,
+        gradients: Mapping[str, Tensor],
+        fishers: Mapping[str, Tensor],
+        metric: Metric,
+        *,
+        blocks: bool = False,
     ) -> None:
-        self.structure = prunable.physical
+        self.structure, self._prunable, self._with_blocks = prunable.physical, prunable, blocks
         nothing = torch.zeros(len(self.structure.hidden), 0)
         self._heads_OH = [nothing] * prunable.anatomy.num_layers
         self._channels_ON = [nothing] * prunable.anatomy.num_layers
@@ -269,6 +308,12 @@ class ElementScores:
             [e.sum(0, dtype=torch.float64) for e in self._channels_ON],
             torch.stack([e.sum(1, dtype=torch.float64) for e in everything]).sum(0),
         ).mask(prunable.pruned)
+        self._sum_blocks()
+
+    def _sum_blocks(self) -> None:
+        if self._with_blocks:
+            whole = [float(e.sum(dtype=torch.float64)) for e in self._whole_OI]
+            self.current.blocks = _block_sums(self._prunable, self._heads_OH, self._channels_ON, whole)
 
     def copy(self) -> ElementScores:
         other = copy(self)
@@ -280,13 +325,21 @@ class ElementScores:
 
     def remove(self, group: Group) -> None:
         """Exclude a group and subtract its elements from the sums of other groups."""
+        self._remove(group)
+        self._sum_blocks()
+
+    def _remove(self, group: Group) -> None:
         scores = self.current
+        if group.kind == "layer":
+            self._remove_blocks(group)
+            return
         if group.kind == "stem":
             rows = places(group.members[0], self.structure.hidden)
             for element in self._whole_OI:
                 if element.shape[1] == len(self.structure.hidden):
                     scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
                     element[:, rows] = 0
+                element[rows] = 0
             scores.stem[rows] = float("inf")
             for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
                 for element, total in zip(elements, sums, strict=True):
@@ -301,6 +354,20 @@ class ElementScores:
             scores.stem -= elements[layer][:, columns].sum(1, dtype=torch.float64)
             elements[layer][:, columns] = 0
             sums[layer][columns] = float("inf")
+
+    def _remove_blocks(self, group: Group) -> None:
+        self.current.remove(group)
+        others = [row for kind, row in self._prunable.outputs if kind == "whole"]
+        gone = [e for row, e in zip(others, self._whole_OI, strict=True) if _is_gone(row, group)]
+        for layer, members in enumerate(group.members):
+            gone += [(self._heads_OH, self._channels_ON)[place][layer] for place in members]
+        for element in gone:
+            self.current.stem -= element.sum(1, dtype=torch.float64)
+            element.zero_()
+
+
+def _is_gone(row: Row, group: Group) -> bool:
+    return row.layer is not None and any(BLOCKS[place] == row.block for place in group.members[row.layer])
 
 
 def _elements(
@@ -319,7 +386,7 @@ def _operands(
 
     Layer-wise metrics skip projections whose columns belong to no group of the layer: their inputs are not recorded.
     """
-    for kind, row in prunable.anatomy.outputs:
+    for kind, row in prunable.outputs:
         if kind == "whole" and isinstance(fishers, LayerCurvature):
             continue
         weight = local(prunable.parameters[row.name].detach())

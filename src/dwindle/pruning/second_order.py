@@ -37,7 +37,7 @@ Sink = Callable[[str, Tensor], None]
 def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool) -> tuple[str, ...]:
     """The kinds of columns whose inputs are needed: the prunable ones, and those that the metric scores."""
     of = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
-    units = [of[kind] for kind in groups] if second_order else []
+    units = [of[kind] for kind in groups if kind in of] if second_order else []
     return tuple(dict.fromkeys([*(("query", "ffn") if "inputs" in metric.needs else ()), *units]))
 
 
@@ -46,7 +46,7 @@ class Tap:
     """One input, and the matrices that read it (their columns are removed together)."""
 
     key: str
-    """The module that is hooked."""
+    """The module that is hooked, by its name in the source."""
     rows: tuple[Row, ...]
     unit: str
     """What the columns count: ``query``, ``ffn`` or ``hidden``."""
@@ -54,6 +54,8 @@ class Tap:
     """Whether the input is that module's output (the head is not always called as a module)."""
     norm: str | None = None
     """The gain of the norm that makes this input; None where readers see the residual stream itself (OLMo 2)."""
+    module: str = ""
+    """The hooked module's name in the model."""
 
     @property
     def layer(self) -> int | None:
@@ -61,22 +63,31 @@ class Tap:
         return None if self.unit == "hidden" else self.rows[0].layer
 
 
-def taps_of(anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden")) -> list[Tap]:
-    """Every input of the model with prunable columns, from the anatomy table alone."""
+def taps_of(
+    anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden"), structure: Structure | None = None
+) -> list[Tap]:
+    """Every input with prunable columns of a model with this structure, from the anatomy table alone."""
+    structure = structure or anatomy.source
     readers: dict[tuple[str, str], list[Row]] = {}
-    for row in anatomy.rows:
+    for row in (row for row in anatomy.rows if row.is_in(structure)):
         if row.layer is not None and len(row.axes) == 2 and row.axes[1][0] in units:
             writes = row.axes == (("hidden",), ("hidden",))  # its inputs are inside the block, not the residual stream
             parent = row.module if writes else row.module.rpartition(".")[0]
             readers.setdefault((parent, row.axes[1][0]), []).append(row)
     taps = [
-        Tap(rows[0].module, tuple(rows), unit, norm=_norm_before(parent, anatomy) if unit == "hidden" else None)
+        Tap(
+            rows[0].module,
+            tuple(rows),
+            unit,
+            norm=_norm_before(parent, anatomy) if unit == "hidden" else None,
+            module=anatomy.name_in(rows[0], structure).rpartition(".")[0],
+        )
         for (parent, unit), rows in readers.items()
     ]
     if "hidden" in units:
         heads = tuple(row for row in anatomy.rows if row.name == "lm_head.weight")  # none where it is tied
         final = next(row for row in anatomy.rows if row.layer is None and row.is_norm)
-        taps.append(Tap(final.module, heads, "hidden", at_output=True, norm=final.name))
+        taps.append(Tap(final.module, heads, "hidden", at_output=True, norm=final.name, module=final.module))
     return taps
 
 
@@ -103,7 +114,7 @@ class InputTaps:
         self._is_placeholder = False
         """Whether the batch is the placeholder (token 0) of an idle process, which must not count."""
         backbone: nn.Module = model.model
-        self._modules: list[Any] = [model.get_submodule(tap.key) for tap in taps]
+        self._modules: list[Any] = [model.get_submodule(tap.module) for tap in taps]
         self._handles: list[RemovableHandle] = []
         for tap, module in zip(taps, self._modules, strict=True):
             module.tap_stride = 0
@@ -219,7 +230,7 @@ class InputWatch:
     def attach(self, prunable: Prunable) -> None:
         """Hook the current model, before its first step: a layer that is already compiled ignores new hooks."""
         if prunable.model is not self._model:
-            taps = taps_of(prunable.anatomy, self._units)
+            taps = taps_of(prunable.anatomy, self._units, prunable.physical)
             self._taps = InputTaps(prunable.model, taps, self.inputs.add, only_in_training=True)
             self._model = prunable.model
 
@@ -290,8 +301,9 @@ def repair(
 def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
     """Every input that loses columns; their indices are copied to the device in one transfer."""
     removed = prunable.anatomy.removed(prunable.alive, keep, prunable.physical)
-    units = tuple(dict.fromkeys(unit for unit, _ in removed if unit != "kv"))
-    taps = [tap for tap in taps_of(prunable.anatomy, units) if (tap.unit, tap.layer) in removed]
+    units = tuple(dict.fromkeys(unit for unit, _ in removed if unit in ("query", "ffn", "hidden")))
+    taps = [tap for tap in taps_of(prunable.anatomy, units, prunable.physical) if (tap.unit, tap.layer) in removed]
+    taps = [tap for tap in taps if all(row.is_in(keep) for row in tap.rows)]  # of a removed block nothing is kept
     one_each = {(tap.unit, tap.layer): tap for tap in taps}
     places = {key: columns(prunable, tap, removed) for key, tap in one_each.items()}
     device = next(iter(prunable.parameters.values())).device

@@ -4,7 +4,11 @@ A group whose weights and Adam moments are zero remains zero under training, pro
 
 - every RMSNorm divides by the number of alive channels (``ActiveRMSNorm``);
 - ``mask_gradients`` is called before clipping: under grouped-query attention a pruned query head whose key/value head
-  is alive attends uniformly, so its columns of ``o`` would receive a gradient although they are zero.
+  is alive attends uniformly, so its columns of ``o`` would receive a gradient although they are zero. The same holds
+  for the biases that a removed block would add.
+
+A block or layer is removed by zeroing all of its tensors, norms included: its output is then zero, and so is the
+RMSNorm of it in families that have one there; no gradient but that of a bias reaches it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Removed, Row, cut
 from dwindle.anatomy.build import build, build_on_meta, config_for, stock_form
-from dwindle.anatomy.structure import Group, Kind, Structure
+from dwindle.anatomy.structure import BLOCKS, Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
@@ -44,10 +48,12 @@ class Prunable:
         self.physical = self.alive = physical
         self._count = self.anatomy.count(physical).total
         self.pruned_flags, self.pruned = _nothing_pruned(physical)
-        self._norms = _install_norms(model, self.anatomy)
+        self.outputs = [(kind, row) for kind, row in self.anatomy.outputs if row.is_in(physical)]
+        self._norms = _install_norms(model, self.anatomy, physical)
         self._norm_widths: list[float] = []
         self._named: dict[str, nn.Parameter] = {}
         self._idle_columns: dict[int, Tensor] = {}
+        self._idle_rows: list[Row] = []
 
     @property
     def num_parameters(self) -> int:
@@ -90,6 +96,10 @@ class Prunable:
             gradient = self.parameters[self.anatomy.output_row(layer, "attn").name].grad
             if gradient is not None:
                 local(gradient).index_fill_(1, columns, 0.0)
+        for row in self._idle_rows:
+            gradient = self.parameters[row.name].grad
+            if gradient is not None:
+                local(gradient).zero_()
 
     def compacted(self, keep: Structure | None = None) -> nn.Module:
         """A new model with stock modules: the alive parts, or any structure between alive and physical.
@@ -100,8 +110,12 @@ class Prunable:
         assert self.physical.contains(keep) and keep.contains(self.alive)
         if not any(is_sharded(parameter) for _, parameter in self._parameters()):
             return cut(self.model, self.anatomy, keep, self.physical)
-        whole = {row.name: self._cut(row, gathered(p), keep).to("cpu", copy=True) for row, p in self._parameters()}
-        smaller = stock_form(build(config_for(self.model.config, keep), whole), keep)
+        whole: dict[str, Tensor] = {}
+        for row, parameter in self._parameters():
+            tensor = gathered(parameter)  # by all processes, also what is not kept
+            if row.is_in(keep):
+                whole[self.anatomy.name_in(row, keep)] = self._cut(row, tensor, keep).to("cpu", copy=True)
+        smaller = stock_form(build(config_for(self.model.config, keep, self.physical), whole), keep)
         smaller.generation_config = self.model.generation_config
         return smaller
 
@@ -126,13 +140,15 @@ class Prunable:
         states: dict[str, dict[str, Any]] = {}
         with torch.no_grad():
             for row, parameter in self._parameters():
-                weights[row.name] = self._cut(row, parameter.detach(), keep)
                 state = optimizer.state.pop(parameter, {}) if optimizer is not None else {}
-                states[row.name] = {
-                    key: self._cut(row, state.pop(key), keep) if key in MOMENTS else state[key] for key in [*state]
-                }
+                if row.is_in(keep):
+                    name = self.anatomy.name_in(row, keep)
+                    weights[name] = self._cut(row, parameter.detach(), keep)
+                    states[name] = {
+                        key: self._cut(row, state.pop(key), keep) if key in MOMENTS else state[key] for key in [*state]
+                    }
                 release(parameter)
-        fresh = build(config_for(self.model.config, keep), weights)
+        fresh = build(config_for(self.model.config, keep, self.physical), weights)
         fresh.generation_config = self.model.generation_config
         fresh.train(training)
         self._adopt(fresh, keep)
@@ -154,16 +170,18 @@ class Prunable:
         before, alive, training = self.physical, self.alive, self.model.training
         old = {row.name: parameter for row, parameter in self._parameters()}
         states = {name: optimizer.state.pop(parameter, {}) for name, parameter in old.items()}
+        rows = self.anatomy.rows_in(keep)  # by the names in the new model
 
-        def sliced(name: str, tensor: Tensor) -> Tensor:
-            return self.anatomy.slice(self.anatomy[name], gathered(tensor), keep, before)
+        def sliced(row: Row, tensor: Tensor) -> Tensor:
+            return self.anatomy.slice(row, gathered(tensor), keep, before)
 
         def fetch(name: str) -> Tensor:
-            whole = sliced(name, old[name])
-            release(old[name])
+            parameter = old[rows[name].name]
+            whole = sliced(rows[name], parameter)
+            release(parameter)
             return whole
 
-        fresh = build_on_meta(config_for(self.model.config, keep))
+        fresh = build_on_meta(config_for(self.model.config, keep, before))
         fresh.generation_config, fresh.config.dtype = self.model.generation_config, self.model.config.dtype
         self._adopt(fresh, keep)
         moved = rebuild(fresh, fetch)
@@ -172,10 +190,10 @@ class Prunable:
         self.restore(alive)
         self._check_shapes()
         for name, parameter in fresh.named_parameters():
-            state = states.pop(name)
+            state = states.pop(rows[name].name)
             if state:
                 moved.state[parameter] = {
-                    key: shaped_like(parameter, sliced(name, state.pop(key))) if key in MOMENTS else state[key]
+                    key: shaped_like(parameter, sliced(rows[name], state.pop(key))) if key in MOMENTS else state[key]
                     for key in [*state]
                 }
         gc.collect()  # the old modules refer to themselves through their hooks
@@ -196,9 +214,10 @@ class Prunable:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The current parameters by name, cached because walking all modules at every event is slow."""
+        """The current parameters by their names in the source, cached: walking all modules at every event is slow."""
         if not self._named:
-            self._named = dict(self.model.named_parameters())
+            rows = self.anatomy.rows_in(self.physical)
+            self._named = {rows[name].name: parameter for name, parameter in self.model.named_parameters()}
         return self._named
 
     def _mark_pruned(self, keep: Structure, removed: Removed) -> None:
@@ -211,10 +230,12 @@ class Prunable:
         self._count = self.anatomy.count(keep).total
         self._refresh_norms()
         self._refresh_idle_columns({layer for unit, layer in removed if unit == "query" and layer is not None})
+        if any(unit in BLOCKS for unit, _ in removed):
+            self._refresh_idle_rows()
 
     def _refresh_norms(self) -> None:
         """Update all norm widths at once; most events change none."""
-        widths = [float(self.anatomy.shape(row, self.alive)[0]) for row, _ in self._norms]
+        widths = [float(self.anatomy.shape(row, self.alive)[0]) or 1.0 for row, _ in self._norms]  # 0 in removed blocks
         if widths == self._norm_widths:
             return
         self._norm_widths = widths
@@ -242,6 +263,12 @@ class Prunable:
         self._norm_widths = []
         self._refresh_norms()
         self._refresh_idle_columns(range(self.anatomy.num_layers))
+        self._refresh_idle_rows()
+
+    def _refresh_idle_rows(self) -> None:
+        """Update the biases of removed blocks, which would add to the residual stream."""
+        rows = [self.anatomy[name] for name in self.parameters]
+        self._idle_rows = [row for row in rows if row.axes == (("hidden",),) and not row.is_in(self.alive)]
 
     def _refresh_idle_columns(self, layers: Iterable[int]) -> None:
         """Update the columns that ``mask_gradients`` clears, on the device because every step uses them."""
@@ -289,13 +316,14 @@ def _with_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
     yield from (state[key] for key in MOMENTS if key in state)
 
 
-def _install_norms(model: nn.Module, anatomy: Anatomy) -> list[tuple[Row, ActiveRMSNorm]]:
+def _install_norms(model: nn.Module, anatomy: Anatomy, physical: Structure) -> list[tuple[Row, ActiveRMSNorm]]:
     installed = []
-    for row in anatomy.rows:
+    for full_name, row in anatomy.rows_in(physical).items():
         if not row.is_norm or (row.axes == (("hidden",),) and "stem" not in anatomy.family.groups):
             continue
-        parent = model.get_submodule(row.module.rpartition(".")[0])
-        name = row.module.rpartition(".")[2]
+        module = full_name.rpartition(".")[0]
+        parent = model.get_submodule(module.rpartition(".")[0])
+        name = module.rpartition(".")[2]
         norm: Any = getattr(parent, name)
         if isinstance(norm, nn.LayerNorm):
             raise UserError(f"{row.module} is a LayerNorm, which subtracts the mean: leave stem out of its groups")

@@ -17,6 +17,7 @@ class Shape:
     hidden: int
     heads: int
     ffn: int
+    layers: int
 
     @classmethod
     def of(cls, structure: Structure) -> Shape:
@@ -24,7 +25,8 @@ class Shape:
         return cls(
             len(structure.hidden),
             min((len(la.query_heads) for la in structure.layers if la.query_heads), default=0),
-            min(len(la.ffn) for la in structure.layers),
+            min(len(la.ffn) for la in structure.layers if "mlp" not in la.absent),
+            len(structure.places),
         )
 
 
@@ -32,12 +34,13 @@ Sizes = dict[str, int | list[int]]
 
 
 def sizes_of(structure: Structure) -> Sizes:
-    """Hidden size, heads and FFN width; the smallest and the largest where layers differ."""
+    """Hidden size, heads and FFN width, the smallest and the largest where layers differ; layers, if some are gone."""
     heads = [len(la.query_heads) for la in structure.layers if la.query_heads] or [0]
-    widths = [len(la.ffn) for la in structure.layers]
+    widths = [len(la.ffn) for la in structure.layers if "mlp" not in la.absent]
     spans = {"heads": heads, "ffn": widths}
     own = {name: min(of) if min(of) == max(of) else [min(of), max(of)] for name, of in spans.items()}
-    return {"hidden": len(structure.hidden), **own}
+    layers = len(structure.places)
+    return {"hidden": len(structure.hidden), **own} | ({"layers": layers} if layers < len(structure.layers) else {})
 
 
 def sizes_text(sizes: Sizes) -> str:

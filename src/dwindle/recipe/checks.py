@@ -84,7 +84,7 @@ def _check_prune(recipe: Recipe) -> None:
         'missing: give a size such as "100M" or "60%", or set prune.enabled = false',
     )
     target = parse_size(prune.target, "prune.target")
-    if prune.keeps_hidden_size or prune.effective_selection == "global":
+    if prune.method != "shortgpt" and (prune.keeps_hidden_size or prune.effective_selection == "global"):
         name = f'method "{prune.method}"' if prune.keeps_hidden_size else 'selection "global"'
         has_shape = target.kind == "shape"
         _require(not has_shape, "prune.target", f"{name} gives every layer its own sizes: give a size such as 60%")
@@ -114,9 +114,9 @@ def _check_timing(recipe: Recipe) -> None:
     if prune.keeps_hidden_size:
         steps = recipe.num_steps - before
         _require(
-            prune.interleaves <= steps,
+            prune.num_stages <= steps,
             "prune.interleaves",
-            f"{prune.interleaves} must be between 1 and the {max(steps, 0)} steps after prune.warmup_steps",
+            f"{prune.num_stages} must be between 1 and the {max(steps, 0)} steps after prune.warmup_steps",
         )
         return
     _require(

@@ -24,6 +24,12 @@ class LayerView:
     gone_queries: list[int]
     ffn_before: int
     ffn_after: int
+    absent: tuple[str, ...] = ()
+    """Blocks that were removed whole: attn, mlp."""
+
+    @property
+    def is_gone(self) -> bool:
+        return len(self.absent) == 2
 
     @property
     def queries_after(self) -> int:
@@ -59,9 +65,11 @@ class ArchitectureView:
     """The file that the structure was read from, relative to the run."""
 
     def total(self, kind: str) -> int:
-        """Number of heads, FFN channels or hidden channels in the source, over all layers."""
+        """Number of heads, FFN channels, hidden channels or blocks in the source, over all layers."""
         if kind == "stem":
             return self.hidden_before
+        if kind == "layer":
+            return 2 * len(self.layers)
         return sum(len(la.kv_of_query) if kind == "attn" else la.ffn_before for la in self.layers)
 
     def to_json(self) -> dict[str, Any]:
@@ -107,18 +115,27 @@ def _structures(run: RunDirectory, ledger: LedgerLog) -> Iterator[tuple[str, Any
 def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> ArchitectureView:
     """``structure`` may be of any step: what was removed before it is in the ledger, the rest is in it."""
     gone, layers = ledger.gone, structure["layers"]
-    if any(len(gone[kind]) not in (0, len(layers)) for kind in ("attn", "ffn")):
+    if any(len(gone[kind]) not in (0, len(layers)) for kind in ("attn", "ffn", "layer")):
         raise ValueError("the ledger has another number of layers")
     gone_queries = gone["attn"] or [set() for _ in layers]
     gone_ffn = gone["ffn"] or [set() for _ in layers]
+    blocks = [tuple(layer.get("absent", ())) for layer in layers]
+    if gone["layer"]:  # the structure may be older than the ledger
+        blocks = [tuple(b for n, b in enumerate(("attn", "mlp")) if n in removed) for removed in gone["layer"]]
     maps = [_kv_map(layer) for layer in layers]
     counts = [1 + max(removed.union(known), default=-1) for removed, known in zip(gone_queries, maps, strict=True)]
+    counts = [max(counts) if "attn" in absent else count for count, absent in zip(counts, blocks, strict=True)]
+    widths = [_before_after(layer["ffn"], removed) for layer, removed in zip(layers, gone_ffn, strict=True)]
+    widest = max(before for before, _ in widths)
     group = _queries_per_kv(maps, counts)
     views = []
-    for place, layer in enumerate(layers):
+    for place in range(len(layers)):
         kv = [maps[place].get(q, None if group is None else q // group) for q in range(counts[place])]
         lost = gone_queries[place].union(q for q in range(counts[place]) if q not in maps[place])
-        views.append(LayerView(kv, sorted(lost), *_before_after(layer["ffn"], gone_ffn[place])))
+        absent = blocks[place]
+        lost = {*range(counts[place])} if "attn" in absent else lost
+        width = (widest, 0) if "mlp" in absent else widths[place]
+        views.append(LayerView(kv, sorted(lost), *width, absent))
     before, after = _before_after(structure["hidden"], set().union(*gone["stem"]))
     weights: list[Any] = [ledger.source.get("layer_parameters"), structure.get("layer_parameters")]
     weighed = all(isinstance(own, list) and len(own) == len(layers) for own in weights)
@@ -129,7 +146,7 @@ def _view(structure: dict[str, Any], ledger: LedgerLog, name: str) -> Architectu
 def _before_after(there: Any, gone: set[int]) -> tuple[int, int]:
     """Counts (before, after); the highest index gives the first, even if lines of the ledger are lost."""
     known = _indices(there)
-    return 1 + max(known | gone), len(known - gone)
+    return 1 + max(known | gone, default=-1), len(known - gone)
 
 
 def _indices(value: Any) -> set[int]:

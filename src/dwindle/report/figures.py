@@ -23,7 +23,8 @@ MAX_TICKS = 1200
 MAX_MARKS = 60
 MAX_TASKS = 8
 
-NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels"}
+NAMES = {"attn": "attention heads", "ffn": "FFN channels", "stem": "hidden channels", "layer": "whole blocks"}
+COLOURS = {"attn": "attn", "ffn": "ffn", "stem": "stem", "layer": "size"}
 
 
 def build_figures(run: Run) -> list[Figure]:
@@ -75,7 +76,7 @@ def _saliency(run: Run) -> Figure | None:
         y = np.array(values)
         usable = np.isfinite(y) & (y > 0)
         if usable.any():
-            series += _smoothed(NAMES[kind], kind, x[usable], y[usable])
+            series += _smoothed(NAMES[kind], COLOURS[kind], x[usable], y[usable])
     series.sort(key=lambda one: one.style != "faint")  # means are drawn over single events
     if not series:
         return None
@@ -109,13 +110,13 @@ def _share(run: Run) -> Figure | None:
         if run.architecture is not None:
             own = own * 100 / max(run.architecture.total(kind), 1)
         xs = np.concatenate([[0.0], x, [end]])
-        series.append(line(NAMES[kind], kind, xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
+        series.append(line(NAMES[kind], COLOURS[kind], xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
     known = run.architecture is not None
     panel = Panel("removed", "percent" if known else "count", series, zero=True)
     caption = "Share of the source's heads and channels that was removed, over all layers."
     if not known:
         caption = "Number of removed heads and channels; the source's sizes are not known yet."
-    if kept := [NAMES[kind] for kind in KINDS if not run.ledger.num_gone(kind)]:
+    if kept := [NAMES[kind] for kind in ("attn", "ffn", "stem") if not run.ledger.num_gone(kind)]:
         caption += f" All {' and '.join(kept)} are kept."
     return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
 
@@ -219,7 +220,7 @@ def _rugs(run: Run) -> list[Rug]:
         own = np.unique(tokens[kinds == place])
         if len(own):
             kept = own[np.unique(np.linspace(0, len(own) - 1, min(len(own), MAX_TICKS)).astype(int))]
-            rugs.append(Rug(NAMES[kind], kind, rounded(kept, 12)))
+            rugs.append(Rug(NAMES[kind], COLOURS[kind], rounded(kept, 12)))
     return rugs
 
 

@@ -28,5 +28,8 @@ def _importance(run: Run, num_layers: int) -> Panel | None:
     if not found:
         return None
     named = {"first iteration": (found[0], "train"), "last iteration": (found[-1], "stem")}
-    series = [Series(name, color, list(range(num_layers)), list(v), "dots") for name, (v, color) in named.items()]
+    series = []
+    for name, (values, color) in named.items():
+        known = [(place, value) for place, value in enumerate(values) if value == value]  # not of layers that are gone
+        series.append(Series(name, color, [place for place, _ in known], [value for _, value in known], "dots"))
     return Panel("importance", "number", series if len(found) > 1 else series[:1])

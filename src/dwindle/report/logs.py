@@ -15,7 +15,7 @@ from dwindle.report.jsonlines import GrowingJsonLines, Record, number
 
 Floats = NDArray[np.float64]
 
-KINDS = ("attn", "ffn", "stem")
+KINDS = ("attn", "ffn", "stem", "layer")
 MAX_DEPTH = 3
 
 
@@ -154,7 +154,7 @@ class LedgerLog:
         self.allocations: list[list[float]] = []
         """Importance of every layer, per iteration (method adapt)."""
         self.gone: dict[str, list[set[int]]] = {kind: [] for kind in KINDS}
-        """Removed indices: a set per layer (attn, ffn), or a single set (stem)."""
+        """Removed indices: a set per layer (attn, ffn; of layer 0 for attention, 1 for the FFN), or one set (stem)."""
 
     def refresh(self) -> None:
         restarted, records = self.lines.read()
@@ -178,7 +178,7 @@ class LedgerLog:
             sizes = {k: v for k, v in found.items() if v and all(type(number) is int for number in v)}
             self.compactions.append(Compaction(int(record["step"]), int(record["tokens"]), sizes))
         elif event == "allocation":
-            self.allocations.append([float(value) for value in record["importance"]])
+            self.allocations.append([np.nan if value is None else float(value) for value in record["importance"]])
         else:
             return event == "resume"  # settings that a resumed run changed
         return True

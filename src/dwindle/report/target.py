@@ -60,7 +60,8 @@ def _other_shape(target: str, structure: Record) -> bool:
         sizes = {
             "hidden": len(structure["hidden"]),
             "heads": min((len(layer["query_heads"]) for layer in layers if layer["query_heads"]), default=0),
-            "ffn": min(len(layer["ffn"]) for layer in layers),
+            "ffn": min(len(layer["ffn"]) for layer in layers if layer["ffn"]),
+            "layers": sum(len(layer.get("absent", ())) < 2 for layer in layers),
         }
         return any(sizes[name] != size for name, size in parse_size(target, "prune.target").shape.items())
     except (KeyError, TypeError, ValueError, UserError):

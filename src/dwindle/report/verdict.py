@@ -152,10 +152,13 @@ def _what_was_removed(run: Run) -> str:
         parts.append(f"{heads:.3g} of {view.total('attn') / num:.4g} attention heads")
     if ffn:
         parts.append(f"{_rounded(ffn)} of {_rounded(view.total('ffn') / num)} FFN channels")
-    alike = len({(la.queries_after, la.ffn_after) for la in view.layers}) == 1
+    alike = len({(la.queries_after, la.ffn_after) for la in view.layers if not la.is_gone}) == 1
     in_each = f"{_and(parts)} in {'each layer' if alike else 'each layer on average'}" if parts else ""
     stem = f"{hidden:,} of {view.hidden_before:,} hidden channels" if hidden else ""
-    return " and ".join(part for part in (in_each, stem) if part)
+    whole, partly = (sum(len(la.absent) == n for la in view.layers) for n in (2, 1))
+    layers = f"{whole} of {num} layers" if whole else ""
+    blocks = f"the attention or the FFN of {partly} layer{'' if partly == 1 else 's'}" if partly else ""
+    return _and([part for part in (in_each, stem, layers, blocks) if part])
 
 
 def _rounded(value: float) -> str:

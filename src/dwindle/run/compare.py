@@ -40,7 +40,7 @@ from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.rounds import group_scores
 from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
 from dwindle.pruning.second_order import repair
-from dwindle.pruning.strategies import make_strategy
+from dwindle.pruning.strategies import is_shallower, make_strategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Sizes, Target, parse_target, sizes_of
 from dwindle.recipe.recipe import Recipe
@@ -184,7 +184,7 @@ def compare(
         work.base,
         windows,
         Metric(_no_score, needs),
-        config,
+        config.with_layers() if any(is_shallower(target, work.base.anatomy) for target in targets.values()) else config,
     )
     result = work.untouched(windows.numel())
     try:
@@ -368,7 +368,7 @@ class _Work:
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
         config, shape = self.config, target.shape
-        size = f"hidden={shape.hidden},heads={shape.heads},ffn={shape.ffn}" if shape else str(target.num_parameters)
+        size = ",".join(f"{key}={n}" for key, n in asdict(shape).items()) if shape else str(target.num_parameters)
         shared: dict[str, Any] = {name: getattr(config, name) for name in PruneConfig.model_fields}
         shared |= {"metric": metric, "second_order": second_order}
         if config.method == "efficientllm":

@@ -53,7 +53,7 @@ class Inspection(Shown):
 
     def render(self) -> RenderableType:
         """Tables for a terminal."""
-        note = mistral_note(self.model_type, self.hidden, self.layers[0]["query_heads"])
+        note = mistral_note(self.model_type, self.hidden, max(layer["query_heads"] for layer in self.layers))
         origin = f"{self.source} is {self.origin}" if self.origin else ""
         notes = [Text(text) for text in (origin, note) if text]
         return Stack(self._sizes(), *notes, self._parts(), self._groups())
@@ -104,6 +104,7 @@ class Inspection(Shown):
             "attn_kv": "attn: one key/value head with its queries in every layer",
             "ffn": "ffn: one channel in every layer",
             "stem": "stem: one hidden channel everywhere",
+            "layer": "layer: the last layer",
         }
         table = Table("group", title="parameters of one group", title_justify="left")
         table.add_column("parameters", justify="right")
@@ -174,4 +175,5 @@ def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
         groups["attn_kv"] = Group("attn", tuple(last_kv))
     groups["ffn"] = Group("ffn", tuple(la.ffn[-1:] for la in structure.layers))
     groups["stem"] = Group("stem", (structure.hidden[-1:],))
+    groups["layer"] = Group("layer", (*((),) * (len(structure.layers) - 1), (0, 1)))
     return {name: parameters_of(group) for name, group in groups.items() if group.kind in anatomy.family.groups}

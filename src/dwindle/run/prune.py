@@ -79,7 +79,7 @@ class Pruned(Shown):
             "shape": sizes_of(self.structure),
             "layers": [
                 {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn)}
-                for la in self.structure.layers
+                for la in self.structure.present
             ],
             "quality": None if self.quality is None else self.quality.to_json(),
         }
@@ -88,10 +88,11 @@ class Pruned(Shown):
         """The result as a table, then loss and samples."""
         title = self.source if out is None else f"{self.source} → {out}"
         table = Table(title=title, title_justify="left")
-        for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN"):
+        after: Sizes = sizes_of(self.structure)
+        before = self.source_sizes | ({"layers": len(self.structure.layers)} if "layers" in after else {})
+        for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN", "layers")[: 3 + len(after)]:
             table.add_column(column, justify="right")
-        rows = (("before", self.before, self.source_sizes), ("after", self.after, sizes_of(self.structure)))
-        for name, count, sizes in rows:
+        for name, count, sizes in (("before", self.before, before), ("after", self.after, after)):
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
         return Group(table, *self.verdict())
@@ -193,7 +194,7 @@ def _check_even(to: str, target: Target, source: Structure) -> None:
         return
     now, least = sizes_of(source), asdict(Shape.of(source))
     for key, wanted in asdict(target.shape).items():
-        if wanted != least[key] and isinstance(now[key], list):
+        if wanted != least[key] and isinstance(now.get(key), list):
             raise UserError(
                 f"--to {to}: the source's layers have {sizes_text({key: now[key]})}: give a size such as 60%"
             )

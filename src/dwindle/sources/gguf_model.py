@@ -296,6 +296,7 @@ def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple
         hidden=values["hidden_size"],
         ffn=[ffn for _, _, ffn in layers],
         kv_of_query=[[kv for kv in range(kvs) for _ in range(heads // kvs)] for heads, kvs, _ in layers],
+        absent=[(*(() if heads else ("attn",)), *(() if ffn else ("mlp",))) for heads, _, ffn in layers],
     )
     config: PreTrainedConfig = config_for(base, structure)
     return config
@@ -319,12 +320,16 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
         column = value if isinstance(value, list) else [value] * num_layers
         if len(column) != num_layers or not all(type(number) is int and number <= MAX_WIDTH for number in column):
             raise UserError(f"source {file.path}: deci.{key} is {value!r:.60}: the file is not a usable model")
-        if min(column) < 1:
-            raise unsupported(file, f"has a layer without attention or FFN (deci.{key} is 0), which is not supported")
+        if min(column) < 0 or max(column) < 1:
+            raise unsupported(file, f"has no attention or no FFN (deci.{key} is {value!r:.60}), which is not supported")
         columns.append(column)
     sizes = list(zip(*columns, strict=True))
-    for number, (heads, kv_heads, _) in enumerate(sizes):
-        if heads % kv_heads:
+    for number, (heads, kv_heads, width) in enumerate(sizes):
+        if not heads == kv_heads == 0 and 0 in (heads, kv_heads):
+            raise unsupported(file, f"has a linear layer in place of attention in layer {number}")
+        if not heads and not width:
+            raise unsupported(file, f"has nothing in layer {number}")
+        if heads and heads % kv_heads:
             raise unsupported(file, f"has {heads} query heads on {kv_heads} key/value heads in layer {number}")
     return sizes
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import KINDS, Group, Kind, Layer, Structure
+from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig
@@ -19,10 +19,12 @@ from dwindle.pruning.layouts import (
     Rounded,
     check_rounding,
     fewest_kv,
+    fewest_layers,
     final_count,
     layouts,
     rounded_shape,
     rounding_floors,
+    shallower,
     splits,
     with_sizes,
 )
@@ -98,7 +100,9 @@ class CoupledStrategy(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self._aim_at(Rounded(Shape(state["hidden"], state["heads"], state["ffn"]), state.get("kv_heads")))
+            layers = state.get("layers", self.anatomy.num_layers)  # not in older checkpoints
+            shape = Shape(state["hidden"], state["heads"], state["ffn"], layers)
+            self._aim_at(Rounded(shape, state.get("kv_heads")))
 
 
 @dataclass(slots=True)
@@ -120,13 +124,14 @@ class Selector:
         self.anatomy, self.target, self.config, self.kv_heads = anatomy, target, config, kv_heads
         self.groups = config.effective_groups
         source = Shape.of(anatomy.source)
-        floor = Shape(config.min_hidden, config.min_heads, config.min_ffn)
+        floor = Shape(config.min_hidden, config.min_heads, config.min_ffn, fewest_layers(anatomy, anatomy.source))
         if target.shape is not None:
             floor = self._exact_floor(target.shape, source)
         self.floor = Shape(
             floor.hidden if "stem" in self.groups else source.hidden,
             floor.heads if "attn" in self.groups else source.heads,
             floor.ffn if "ffn" in self.groups else source.ffn,
+            floor.layers if "layer" in self.groups else source.layers,
         )
         if target.shape is None:
             self._check_reachable()
@@ -161,8 +166,9 @@ class Selector:
             "attn": lambda: self._attn(scores, alive) if now.heads > self.floor.heads else None,
             "ffn": lambda: self._ffn(scores, alive) if now.ffn > self.floor.ffn else None,
             "stem": lambda: self._stem(scores, alive) if now.hidden > self.floor.hidden else None,
+            "layer": lambda: self._layer(scores, alive) if now.layers > self.floor.layers else None,
         }
-        for kind in KINDS:
+        for kind in ALL_KINDS:
             candidate = makers[kind]() if kind in self.groups else None
             if candidate is not None:
                 found[kind] = candidate
@@ -175,10 +181,23 @@ class Selector:
 
     def _ffn(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         values = [s.numpy() for s in scores.ffn]  # many small arrays: numpy's calls cost a tenth of torch's
-        least = [int(v.argmin()) for v in values]
-        members = tuple((la.ffn[p],) for la, p in zip(scores.structure.layers, least, strict=True))
-        total = sum(float(v[p]) for v, p in zip(values, least, strict=True))
-        return self._candidate(alive, Group("ffn", members), total, len(least) * len(alive.hidden))
+        least = [int(v.argmin()) if la.ffn else -1 for v, la in zip(values, alive.layers, strict=True)]
+        members = tuple((la.ffn[p],) if p >= 0 else () for la, p in zip(scores.structure.layers, least, strict=True))
+        found = [float(v[p]) for v, p in zip(values, least, strict=True) if p >= 0]
+        return self._candidate(alive, Group("ffn", members), sum(found), len(found) * len(alive.hidden))
+
+    def _layer(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
+        """The least salient layer that may be removed whole."""
+        best: _CoupledCandidate | None = None
+        for number, places in self.anatomy.removable_blocks(alive):
+            if not alive.layers[number].without_blocks(BLOCKS[place] for place in places).is_gone:
+                continue
+            group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
+            elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
+            candidate = self._candidate(alive, group, float(scores.blocks[number][2]), elements)
+            if best is None or candidate.saliency < best.saliency:
+                best = candidate
+        return best
 
     def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         least = int(scores.stem.argmin())
@@ -231,9 +250,13 @@ class Selector:
         return pickers
 
     def _exact_floor(self, shape: Shape, source: Shape) -> Shape:
-        for kind, key in (("attn", "heads"), ("ffn", "ffn"), ("stem", "hidden")):
+        for kind, key in (("attn", "heads"), ("ffn", "ffn"), ("stem", "hidden"), ("layer", "layers")):
             if kind not in self.groups and getattr(shape, key) != getattr(source, key):
                 raise UserError(f"target {key}={getattr(shape, key)} needs the group {kind}: add it to the groups")
+        if shape.layers < (least := fewest_layers(self.anatomy, self.anatomy.source)):
+            raise UserError(
+                f"target layers={shape.layers}: a layer of every kind is kept, at least {least} here: choose more"
+            )
         layer = self.anatomy.source.with_heads
         kv, per_kv = len(layer.kv_heads), max(layer.queries_per_kv, default=0)
         if layer.query_heads and self.config.attention == "regular" and not splits(shape.heads, kv, per_kv):
@@ -245,18 +268,16 @@ class Selector:
         return shape
 
     def _check_reachable(self) -> None:
-        source, floor = self.anatomy.source, self.floor
+        source, floor = shallower(self.anatomy, self.anatomy.source, self.floor.layers), self.floor
         least = min(
-            self.anatomy.count(
-                with_sizes(source, Shape(floor.hidden, layout.heads, floor.ffn), layout.kv_count(fewest_kv))
-            ).total
+            self.anatomy.count(with_sizes(source, replace(floor, heads=layout.heads), layout.kv_count(fewest_kv))).total
             for layout in layouts(source, self.config)
         )
         if least > self.target.num_parameters:
             raise UserError(
                 f"target {format_count(self.target.num_parameters)} is below the smallest reachable model, "
-                f"{least:,} parameters (at least {self.floor.heads} heads, {self.floor.ffn} FFN and "
-                f"{self.floor.hidden} hidden channels): choose a larger target or make more groups prunable"
+                f"{least:,} parameters (at least {floor.heads} heads, {floor.ffn} FFN and {floor.hidden} hidden "
+                f"channels, {floor.layers} layers): choose a larger target or make more groups prunable"
             )
 
 

@@ -6,7 +6,7 @@ channel of one layer), so events are many, and the candidates of a step are sort
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import Group, Kind, Layer, Structure
+from dwindle.anatomy.structure import BLOCKS, Group, Kind, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import EventRange, global_events
-from dwindle.pruning.layouts import rounding_floors
+from dwindle.pruning.layouts import rounding_floors, shallower
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
@@ -43,7 +43,8 @@ class GlobalStrategy(Strategy):
     """Removes the least salient group of the whole model; holds no state between steps.
 
     With ``round_to``, channels are removed in blocks that keep widths multiples; a source's width that is not a
-    multiple is rounded down before anything else is removed.
+    multiple is rounded down before anything else is removed. A group of kind ``layer`` is the attention or the FFN of a
+    layer, or both; it is compared like any other, by the saliency of what is left of it.
     """
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
@@ -122,6 +123,11 @@ class _Pool:
             candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
             self._attention = [found for found in candidates if found is not None]
             heapify(self._attention)
+        self._whole = [values.tolist() for values in scores.blocks] if "layer" in groups else []
+        """Saliencies of each layer's attention, FFN and both."""
+        self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._whole else {}
+        self._blocks: dict[int, _Candidate] = {}
+        self._compare_blocks(alive, self._removable)
 
     def candidates(self, alive: Structure) -> list[_Candidate]:
         """The least salient group of every kind; while some widths are not multiples, only groups that round them."""
@@ -136,11 +142,59 @@ class _Pool:
             found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
         if self.config.compare == "saved":
             found = [replace(one, saliency=one.saliency / self._saved(alive, one)) for one in found]
+        found += self._least_salient_block()
         odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
         return [one for one in found if odd.get(one.kind)] or found
 
+    def _least_salient_block(self) -> list[_Candidate]:
+        """The attention, FFN or whole layer with the least saliency per element, per parameter saved, or in sum."""
+        if not self._blocks:
+            return []
+        least = min(self._blocks.values(), key=lambda one: one.saliency)
+        divisor = self._hidden if self.config.compare == "mean" else 1
+        return [replace(least, saliency=least.saliency / divisor)]
+
+    def _compare_blocks(self, alive: Structure, layers: Iterable[int]) -> None:
+        """Update the least salient group of whole blocks of these layers; with ``mean``, that of a column."""
+        for number in layers:
+            found = list[_Candidate]()
+            for places in self._removable.get(number, ()):
+                one = _Candidate(self._whole[number][2 if len(places) > 1 else places[0]], "layer", number, places)
+                size = 1
+                if self.config.compare == "mean":
+                    size = self.anatomy.layer_columns(number, [BLOCKS[place] for place in places], alive)
+                elif self.config.compare == "saved":
+                    size = self._saved(alive, one)
+                found.append(replace(one, saliency=one.saliency / size))
+            self._blocks.pop(number, None)
+            if found:
+                self._blocks[number] = min(found, key=lambda one: one.saliency)
+
+    def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
+        """After a removal; sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
+        layers: Iterable[int] = () if chosen.kind == "stem" and self.config.compare != "saved" else self._removable
+        if chosen.kind == "layer":
+            self._removable = _by_layer(self.anatomy.removable_blocks(rest))
+            layers = range(len(rest.layers))
+        elif chosen.kind != "stem":
+            layers = [chosen.layer]
+            lost = 0.0 if self._scores.kv else self._sum_of(chosen)
+            self._whole[chosen.layer][1 if chosen.kind == "ffn" else 0] -= lost
+            self._whole[chosen.layer][2] -= lost
+        self._compare_blocks(rest, layers)
+
+    def _remove_whole(self, chosen: _Candidate, rest: Structure) -> None:
+        self._inputs, left = self.anatomy.num_output_columns(rest), rest.layers[chosen.layer]
+        if "attn" in left.absent:
+            self._attention = [entry for entry in self._attention if entry[1] != chosen.layer]
+            heapify(self._attention)
+        if "mlp" in left.absent:
+            self._channels.remove_layer(chosen.layer)
+
     def remove(self, chosen: _Candidate, rest: Structure) -> None:
-        if chosen.kind == "stem":
+        if chosen.kind == "layer":
+            self._remove_whole(chosen, rest)
+        elif chosen.kind == "stem":
             self._stem.remove_least_salient()
             self._hidden = len(rest.hidden)
             self._inputs = self.anatomy.num_output_columns(rest)
@@ -152,6 +206,15 @@ class _Pool:
             self._inputs -= len(chosen.members) * self.anatomy.head_dim
             if (found := self._least_salient(chosen.layer, rest.layers[chosen.layer])) is not None:
                 heappush(self._attention, found)
+        if self._whole:
+            self._update_blocks(chosen, rest)
+
+    def _sum_of(self, chosen: _Candidate) -> float:
+        """The saliency of a layer's heads or channels."""
+        if chosen.kind == "attn":
+            return sum(self._heads[chosen.layer][query] for query in chosen.members)
+        names = self._scores.structure.layers[chosen.layer].ffn
+        return float(self._scores.ffn[chosen.layer].numpy()[np.searchsorted(names, chosen.members)].sum())
 
     def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
         """(saliency, layer, queries, sum) of the heads of a layer to remove together.
@@ -230,6 +293,11 @@ class _Blocks:
         if (after := self._block(block.layer)) is not None:
             heappush(self._next, after)
 
+    def remove_layer(self, layer: int) -> None:
+        """All channels of a layer."""
+        self._next = [block for block in self._next if block.layer != layer]
+        heapify(self._next)
+
     def _block(self, layer: int) -> _Block | None:
         """The next block of a layer; None at its minimum size."""
         scores, names = self._alive[layer]
@@ -244,9 +312,16 @@ class _Blocks:
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
 
+def _by_layer(removable: list[tuple[int, tuple[int, ...]]]) -> dict[int, list[tuple[int, ...]]]:
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for number, places in removable:
+        found.setdefault(number, []).append(places)
+    return found
+
+
 def _by_score(values: Tensor, names: Sequence[int], alive: Sequence[int]) -> _Ranked:
     """The alive channels by ascending saliency."""
-    alive_names = np.asarray(alive)
+    alive_names = np.asarray(alive, dtype=np.int64)
     scores = values.double().numpy()[np.searchsorted(names, alive_names)]
     order = scores.argsort(kind="stable")
     return scores[order], alive_names[order]
@@ -259,9 +334,10 @@ def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
     layers = list[Layer]()
     for number, layer in enumerate(source.layers):
         ffn = layer.ffn[: config.min_ffn] if "ffn" in config.effective_groups else layer.ffn
-        ends = [Layer(layer.query_heads[: len(kv)], kv, ffn) for kv in _last_heads(layer, config)]
+        ends = [Layer(layer.query_heads[: len(kv)], kv, ffn, layer.absent) for kv in _last_heads(layer, config)]
         layers.append(max(ends, key=lambda end: anatomy.count_layer(number, len(hidden), end)))
-    return Structure(hidden, tuple(layers))
+    smallest = Structure(hidden, tuple(layers))
+    return shallower(anatomy, smallest, 1) if "layer" in config.effective_groups else smallest
 
 
 def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
@@ -311,7 +387,10 @@ def _without(alive: Structure, chosen: _Candidate) -> Structure:
     if chosen.kind == "stem":
         return alive.without(Group("stem", (chosen.members,)))
     layer = alive.layers[chosen.layer]
-    rest = layer.without(**{"ffn" if chosen.kind == "ffn" else "query_heads": chosen.members})
+    if chosen.kind == "layer":
+        rest = layer.without_blocks(BLOCKS[place] for place in chosen.members)
+    else:
+        rest = layer.without(**{"ffn" if chosen.kind == "ffn" else "query_heads": chosen.members})
     return Structure(alive.hidden, (*alive.layers[: chosen.layer], rest, *alive.layers[chosen.layer + 1 :]))
 
 

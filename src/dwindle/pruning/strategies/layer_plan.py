@@ -45,7 +45,7 @@ class LayerPlan:
         """The pruned layer, for counting: its sizes are exact, its channel indices are not."""
         heads = [q for unit in self.units[: len(self.units) - kept[0]] for q in unit]
         rest = self.layer.without(query_heads=heads) if heads else self.layer
-        return Layer(rest.query_heads, rest.kv_of_query, self.layer.ffn[: kept[1]])
+        return Layer(rest.query_heads, rest.kv_of_query, self.layer.ffn[: kept[1]], self.layer.absent)
 
     def next_score(self, kept: tuple[int, int], axis: int) -> float:
         """Saliency of the least salient group of one axis among those kept."""

@@ -236,11 +236,11 @@ def _most_equal(
 
     def count(hidden: int) -> int:
         place = bisect_left(widths, hidden * full.ffn / full.hidden)
-        shape = Shape(hidden, layout.heads, widths[min(place, len(widths) - 1)])
+        shape = Shape(hidden, layout.heads, widths[min(place, len(widths) - 1)], full.layers)
         return anatomy.count(with_sizes(anatomy.source, shape, layout.kv_count(most_kv))).total
 
     place = bisect_right(hiddens, target.num_parameters, key=count)
     for hidden in hiddens[max(place - 1, 0) : place + 1]:
         ffn = widest(anatomy, anatomy.source, target, layout, hidden, widths)
         if ffn is not None:
-            yield Rounded(Shape(hidden, layout.heads, ffn), layout.kv_heads)
+            yield Rounded(Shape(hidden, layout.heads, ffn, full.layers), layout.kv_heads)

@@ -1,0 +1,109 @@
+"""ShortGPT: the whole layers that change the residual stream least are removed, and nothing else.
+
+Block influence of layer l: BI_l = 1 − E cos(h_l, h_{l+1}) over tokens, h_l and h_{l+1} its input and its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+
+from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import BLOCKS, Group, Structure
+from dwindle.core.errors import UserError
+from dwindle.core.sizes import format_count
+from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.event_bounds import EventRange
+from dwindle.pruning.importance import LayerWatch
+from dwindle.pruning.layouts import fewest_layers, shallower
+from dwindle.pruning.pacing import Pacing, Stages
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.target import Shape, Target
+
+
+class ShortGptStrategy(Strategy):
+    """Removes the layers of the lowest block influence until the target; lands at most one layer below it."""
+
+    watches_layers: ClassVar[bool] = True
+
+    def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        super().__init__(anatomy, target, config)
+        self._watch = LayerWatch("cosine")
+        self._gone: set[int] = set()
+        self.influence: list[float | None] = []
+        source, least = Shape.of(anatomy.source), fewest_layers(anatomy, anatomy.source)
+        if target.shape is not None:
+            if (target.shape.hidden, target.shape.heads, target.shape.ffn) != (source.hidden, source.heads, source.ffn):
+                raise UserError("target: method shortgpt removes layers alone: give layers=… or a size such as 60%")
+            if target.shape.layers < least:
+                raise UserError(f"target layers={target.shape.layers}: at least {least} must be kept: choose more")
+        smallest = anatomy.count(shallower(anatomy, anatomy.source, least)).total
+        if target.shape is None and smallest > target.num_parameters:
+            raise UserError(
+                f"target {format_count(target.num_parameters)} is below the smallest model that method shortgpt can "
+                f"reach, {smallest:,} parameters in {least} layer{'s' if least > 1 else ''}: choose a larger target"
+            )
+
+    def is_finished(self, alive: Structure, num_parameters: int) -> bool:
+        if self.target.shape is not None:
+            return len(alive.places) <= self.target.shape.layers
+        return num_parameters <= self.target.num_parameters
+
+    def listen(self, model: nn.Module) -> None:
+        self._watch.attach(model)
+        self._watch.open()
+
+    def choose(
+        self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
+    ) -> Iterator[Choice]:
+        """The structure of the scores is that of the observed model: layers that are gone there were not observed."""
+        places = scores.current.structure.places
+        found = self._watch.close()
+        self._watch.detach()
+        self.influence = [1 + found[places[n]] if n in places else None for n in range(self.anatomy.num_layers)]
+        aim = pacing.aim(step)
+        is_last = aim is None or (self.target.shape is not None and isinstance(pacing, Stages))  # a shape counts layers
+        goal = self.target.num_parameters if is_last or aim is None else aim
+        count = self.anatomy.count(alive).total
+        while count > goal and not self.is_finished(alive, count):
+            values = {n: bi for n, _ in self.anatomy.removable_blocks(alive) if (bi := self.influence[n]) is not None}
+            if not values:
+                break
+            least = min(values, key=values.__getitem__)
+            gone = tuple(place for place, block in enumerate(BLOCKS) if block not in alive.layers[least].absent)
+            group = Group("layer", tuple(gone if n == least else () for n in range(len(alive.layers))))
+            alive = alive.without(group)
+            count = self.anatomy.count(alive).total
+            self._gone.add(least)
+            yield Choice(group, {"layer": values[least]}, alive, count)
+
+    def event_bounds(self, pacing: Pacing) -> EventRange:
+        source = self.anatomy.source
+        if self.target.shape is not None:
+            events = len(source.places) - self.target.shape.layers
+            return EventRange(events, events)
+        excess = self.anatomy.count(source).total - self.target.num_parameters
+        sizes = sorted(self.anatomy.layer_counts(source)[n] for n in self.anatomy.removable_layers(source))
+        return EventRange(_until(excess, sizes[::-1]), _until(excess, sizes))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gone": sorted(self._gone)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._gone = {*state["gone"]}
+
+    def notes(self, step: int) -> list[dict[str, Any]]:
+        """The block influence of every layer."""
+        sparsity = [float(number in self._gone) for number in range(self.anatomy.num_layers)]
+        return [{"event": "allocation", "step": step, "importance": list(self.influence), "sparsity": sparsity}]
+
+
+def _until(excess: int, sizes: list[int]) -> int:
+    """How many layers of these sizes, in this order, until so many parameters are removed."""
+    for number, size in enumerate(sizes, 1):
+        excess -= size
+        if excess <= 0:
+            return number
+    return len(sizes)
