@@ -26,7 +26,7 @@ from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
 from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.export.card_running import Runtime
-from dwindle.pruning.ledger import Event
+from dwindle.pruning.ledger import Event, vocabulary_in
 
 
 def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
@@ -116,6 +116,8 @@ def _write_files(
 ) -> None:
     structure = about["structure"].to_json(about["source"])
     structure["layer_parameters"] = Anatomy.of_config(model.config).layer_counts(about["structure"])
+    if (vocabulary := vocabulary_in(about["ledger"], LEDGER)) is not None:
+        structure["vocabulary"] = vocabulary.to_json()
     if weights:
         _save_quietly(model, folder)
     else:

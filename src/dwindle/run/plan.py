@@ -28,6 +28,7 @@ from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of,
 from dwindle.recipe.recipe import Recipe
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
+from dwindle.run.start import start_of
 from dwindle.sources.loading import load_config, load_tokenizer
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -113,20 +114,21 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
     if not recipe.teacher_weight:
         return None
     teacher, key = distill.teacher or recipe.source.model, "distill.teacher"
-    vocabulary = load_config(teacher).vocab_size
-    if vocabulary != config.vocab_size:
+    theirs, ours = (load_config(source).vocab_size for source in (teacher, recipe.source.model))
+    if theirs != ours:
         raise UserError(
-            f"{key}: {teacher} has {vocabulary:,} tokens, {recipe.source.model} has {config.vocab_size:,}: choose a "
-            "teacher with the same tokenizer"
+            f"{key}: {teacher} has {theirs:,} tokens, {recipe.source.model} has {ours:,}: choose a teacher with the "
+            "same tokenizer"
         )
     if distill.teacher and load_tokenizer(teacher).get_vocab() != load_tokenizer(recipe.source.model).get_vocab():
         raise UserError(
             f"{key}: {teacher} gives other numbers to tokens than {recipe.source.model}: choose a teacher with the "
             "same tokenizer"
         )
-    if distill.top_k > vocabulary:
+    if distill.top_k > config.vocab_size:
+        which = "that are kept" if recipe.vocabulary.size is not None else f"of {teacher}"
         raise UserError(
-            f"distill.top_k: {distill.top_k:,} is above the {vocabulary:,} tokens of {teacher}: use 0 for all"
+            f"distill.top_k: {distill.top_k:,} is above the {config.vocab_size:,} tokens {which}: use 0 for all"
         )
     return teacher
 
@@ -134,7 +136,8 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
 def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
     """Memory of the run on one of the devices that share the weights."""
     source, precision = teacher_of(recipe, config), precision_of(recipe, device)
-    teacher = None if source is None else (load_config(source), teacher_dtype(precision, device))
+    like = None if source is None else start_of(recipe).like(source)
+    teacher = None if like is None else (like.config(), teacher_dtype(precision, device))
     return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
 
 
@@ -266,13 +269,14 @@ def make_plan(recipe: Recipe) -> Plan:
     """Everything that can be known without training; reads no weights."""
     check_data(recipe)
     device = device_of(recipe)
-    config = load_config(recipe.source.model)
+    start = start_of(recipe)
+    config = start.config()
     anatomy = Anatomy.of_config(config)
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
     packed = can_be_packed(config)
-    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model), packed=packed)
+    found = estimate(recipe.data, recipe.task, start.tokenizer, packed=packed)
     often = repetition(found.epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,

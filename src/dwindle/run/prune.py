@@ -27,11 +27,20 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
-from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
+from dwindle.pruning.ledger import (
+    Event,
+    ledger_until,
+    read_ledger,
+    replay_structure,
+    source_event,
+    verified_structure,
+    vocabulary_in,
+)
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
 from dwindle.run.judging import Judge
+from dwindle.run.start import trimmed
 from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 
 _MEASURED_TOKENS = 4096
@@ -255,6 +264,9 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
     if isinstance(at, str) and is_share(at):  # of the source, as in --to and milestones
         at = str(parse_target(at, anatomy, "at").num_parameters)
     events = ledger_until(events, at)
+    if (vocabulary := vocabulary_in(events, os.fspath(ledger))) is not None:
+        loaded = trimmed(loaded, vocabulary)
+        anatomy = Anatomy.of(loaded.model)
     structure = replay_structure(anatomy.source, events)
     model = cut(loaded.model, anatomy, structure, anatomy.source)
     return Pruned(
