@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -299,7 +300,7 @@ def merged_tokenizer(size: int = 640) -> Any:
     trainer: Any = trainers.BpeTrainer(
         vocab_size=size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator([text[:3000] for text in pydoc_documents("valid")][:40], trainer)
+    backend.train_from_iterator([text[:3000] for text in islice(pydoc_documents("valid"), 20)], trainer)
     backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)

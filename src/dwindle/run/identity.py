@@ -143,6 +143,8 @@ def _check_change(
         raise _refused(name, f"it was {was!r} and is {wanted!r}, which only a run that diverged may change", run)
     if name == DOWNWARDS and was and wanted:
         chosen = checkpoint.state["callbacks"].get("Pruner", {}).get("chooser", {})
+        if "@" in was + wanted:
+            raise _refused(name, f"it was {was!r} and is {wanted!r}, and a file's size cannot be changed", run)
         sizes = [parse_target(text, anatomy, name) for text in (was, wanted)]
         has_shape = any(size.shape is not None for size in sizes) or "hidden" in chosen
         if not has_shape and sizes[1].num_parameters <= sizes[0].num_parameters:

@@ -24,11 +24,11 @@ from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
-from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import FileSizes, Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
-from dwindle.run.start import start_of
+from dwindle.run.start import file_sizes, start_of
 from dwindle.sources.loading import load_config, load_tokenizer
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -55,7 +55,7 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     if not prune.enabled:
         return None
     with in_section("prune", PretrainPruneConfig):
-        target = parse_target(prune.target, anatomy, "prune.target")
+        target = parse_target(prune.target, anatomy, "prune.target", _files(recipe))
         strategy = make_strategy(anatomy, target, prune)
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     first, num_steps = recipe.num_steps_before_pruning, recipe.num_steps
@@ -68,6 +68,10 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
     return PruningPlan(target, end, pacing, events, milestones)
+
+
+def _files(recipe: Recipe) -> FileSizes:
+    return lambda type_: file_sizes(start_of(recipe), f"prune.target {recipe.prune.target}")(type_)
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
@@ -174,6 +178,8 @@ class Plan(Shown):
     shape_before: Sizes
     shape_target: Sizes | None
     """None where the target is a number of parameters."""
+    file: str | None
+    """The target, where it is the size of a file."""
     memory_bytes_estimate: int
     text_tokens: dict[str, float]
     """Estimated tokens of each source that is not streamed."""
@@ -200,7 +206,7 @@ class Plan(Shown):
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
             f"{self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
-            "parameters": f"{self.parameters_before:,} → at most {self.parameters_target:,}",
+            "parameters": f"{self.parameters_before:,} → {self._target_text()}",
             "events": self._events_text(),
             "shape now": sizes_text(self.shape_before),
             "shape at the end": sizes_text(self.shape_target or {}),
@@ -216,6 +222,11 @@ class Plan(Shown):
             if text:
                 table.add_row(name, text)
         return table
+
+    def _target_text(self) -> str:
+        if self.file is None:
+            return f"at most {self.parameters_target:,}"
+        return f"about {self.parameters_target:,}, until its file is {self.file}"
 
     def _text(self) -> str:
         return ", ".join(
@@ -294,6 +305,7 @@ def make_plan(recipe: Recipe) -> Plan:
         last_event_step=None if plan is None else plan.pacing.last_step,
         shape_before=sizes_of(anatomy.source),
         shape_target=None if plan is None else _shape_target(anatomy, plan.target),
+        file=recipe.prune.target if plan is not None and plan.target.file is not None else None,
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         text_tokens=found.tokens,
         text_passes=found.epochs(recipe.num_steps * recipe.num_sequences_per_step),

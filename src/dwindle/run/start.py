@@ -17,6 +17,8 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.data.vocabulary import vocabulary_of
 from dwindle.distributed.lazy_weights import Fetch, source_tensors
 from dwindle.distributed.world import World
+from dwindle.export.gguf_size import FileSize
+from dwindle.pruning.target import FileSizes
 from dwindle.recipe.recipe import Recipe
 from dwindle.sources.loading import Loaded, load, load_config, load_generation, load_tokenizer, needed_tokenizer
 from dwindle.sources.vocabulary import Vocabulary, trimmed_config, trimmed_generation, trimmed_tokenizer
@@ -79,6 +81,11 @@ def start_of(recipe: Recipe, run: RunDirectory | None = None) -> Start:
         found = read_json(run.vocabulary, limit=MAX_STATE_BYTES)
         return Start(source, Vocabulary.from_json(found, str(run.vocabulary)))
     return Start(source, vocabulary_of(source, recipe.vocabulary))
+
+
+def file_sizes(start: Start, option: str) -> FileSizes:
+    """Sizes of GGUF files of smaller versions of a start; ``option`` names the target in messages."""
+    return lambda type_: FileSize(start.config(), start.tokenizer(), type_, option)
 
 
 def trimmed(loaded: Loaded, vocabulary: Vocabulary) -> Loaded:
