@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -283,4 +284,32 @@ def tiny_directory(path: Any, family: str = "llama", **options: Any) -> Any:
     model = tiny_model(family, dtype=torch.float32, **{**defaults, **options})
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def merged_tokenizer(size: int = 640) -> Any:
+    """A trained byte-level BPE with a chat template; ``<|endoftext|>`` and ``<|im_end|>`` are its last two tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from dwindle.data.pydoc_text import pydoc_documents
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=size - 2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator([text[:3000] for text in islice(pydoc_documents("valid"), 20)], trainer)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+
+
+def merged_directory(path: Any, size: int = 640, **options: Any) -> Any:
+    """A Hugging Face directory whose tokenizer has merges, so that its vocabulary can be trimmed."""
+    ids = {"eos_token_id": size - 1, "bos_token_id": size - 2, "pad_token_id": size - 2}
+    defaults = {"vocab_size": size, "attention_bias": False, "mlp_bias": False, **ids}
+    tiny_model("llama", dtype=torch.float32, **{**defaults, **options}).save_pretrained(path)
+    merged_tokenizer(size).save_pretrained(path)
     return path

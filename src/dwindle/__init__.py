@@ -8,6 +8,7 @@ at_120m = dwindle.replay("smollm2-135m", "smaller/ledger.jsonl", at="120M")
 dwindle.pretrain(dwindle.load_recipe("demo"), "runs/demo")
 dwindle.resume("runs/demo")
 dwindle.pretrain(dwindle.tuning_recipe("runs/demo", ["answers.jsonl"], texts=["books.txt"]), "runs/tuned")
+dwindle.trim("smollm2-135m", "32k", out="fewer-tokens")
 dwindle.evaluate("smaller", ["piqa", "arc_easy"], data=["sets"])
 dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dwindle.run.new import new_recipe
     from dwindle.run.pretrain import pretrain, resume
     from dwindle.run.prune import prune, replay
+    from dwindle.run.trim import trim
     from dwindle.run.tune import tuning_recipe
     from dwindle.run.winrate import win_rate
     from dwindle.sources.loading import load
@@ -74,6 +76,7 @@ __all__ = [
     "replay",
     "resume",
     "save",
+    "trim",
     "tuning_recipe",
     "win_rate",
 ]
@@ -99,6 +102,7 @@ _HOMES = {
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
     "save": "dwindle.export.own_loop:save",
+    "trim": "dwindle.run.trim:trim",
     "tuning_recipe": "dwindle.run.tune:tuning_recipe",
     "win_rate": "dwindle.run.winrate:win_rate",
 }

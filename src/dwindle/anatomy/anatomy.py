@@ -79,7 +79,7 @@ class Anatomy:
         for key in _NOT_COMPUTED:
             if getattr(config, key, None):
                 raise UserError(f"config.json sets {key}, which dwindle's loss and masks do not compute: unset it")
-        self.family = family
+        self.family, self._config = family, config
         self.head_dim: int = head_dim_of(config)
         self.num_layers: int = config.num_hidden_layers
         self.rows = tuple(self._rows(shapes))
@@ -129,6 +129,22 @@ class Anatomy:
                 raise UserError(f"{where}{config.model_type!r} is not a causal model: {first_line(error)}") from error
             reason = f"{error.args[0]!r} is unknown" if isinstance(error, KeyError) else first_line(error)
             raise UserError(f"{where}no {config.model_type} model has this configuration: {reason}") from error
+
+    def with_vocabulary(self, size: int) -> Anatomy:
+        """The table of the same model with another number of tokens."""
+        shapes = {
+            row.name: tuple(
+                size if units == ("vocab",) else n for units, n in zip(row.axes, row.full_shape, strict=True)
+            )
+            for row in self.rows
+        }
+        return Anatomy(self.family, self._config, shapes)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding."""
+        embedding = next(row for row in self.rows if row.is_embedding)
+        return embedding.full_shape[embedding.axes.index(("vocab",))]
 
     def __getitem__(self, name: str) -> Row:
         return self._by_name[name]

@@ -17,7 +17,7 @@ from dwindle.core.terminal import PlainConsole, plain, say
 
 _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
-    *("new", "pretrain", "tune", "resume", "prune", "tokenize"),
+    *("new", "pretrain", "tune", "resume", "prune", "trim", "tokenize"),
     *("report", "runs", "plot", "eval", "winrate", "table", "compare"),
     *("generate", "chat", "export", "quantize", "bench", "push"),
 )

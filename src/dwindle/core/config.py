@@ -237,6 +237,11 @@ def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[.
     return decorate
 
 
+def described(cls: type[Config], name: str) -> str:
+    """The meaning of a field on one line, for an option that has another name."""
+    return " ".join((cls.model_fields[name].description or "").split())
+
+
 def default_of(cls: type[Config], name: str) -> Any:
     """The default of a field; ``inspect.Parameter.empty`` where it must be given."""
     field = cls.model_fields[name]

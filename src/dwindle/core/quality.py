@@ -21,6 +21,11 @@ NEEDS_TRAINING = 0.1
 """Nats per token that a result may be above its source before training is advised."""
 
 
+def bits_per_byte(nats: float, num_bytes: int) -> float:
+    """Bits per byte from the nats of a whole text: comparable between tokenizers, as nats per token are not."""
+    return nats / num_bytes / math.log(2)
+
+
 @dataclass(slots=True)
 class Sample:
     """The greedy continuations of one prompt."""
@@ -43,6 +48,11 @@ class Quality:
     """False if the text was too short to hold any of it out of the calibration."""
     source_loss: float | None = None
     result_loss: float | None = None
+    bytes: int = 0
+    """Bytes of the text that the bits are measured on; 0 if they are not."""
+    source_bits: float | None = None
+    """Bits per byte of the untouched source with its own tokenizer, if the result has another one."""
+    result_bits: float | None = None
     samples: list[Sample] = field(default_factory=list)
 
     @property
@@ -60,7 +70,15 @@ class Quality:
         """``source 2.71 → 2.97 (+0.26)``; empty if either is not measured."""
         if self.change is None:
             return ""
-        return f"source {self.source_loss:.2f} → {self.result_loss:.2f} ({self.change:+.2f})"
+        loss = f"source {self.source_loss:.2f} → {self.result_loss:.2f} ({self.change:+.2f})"
+        return "; ".join(filter(None, (loss, self.bits())))
+
+    def bits(self) -> str:
+        """``bits per byte 0.912 → 0.921 (+0.009)``; empty unless the tokenizers differ."""
+        if self.source_bits is None or self.result_bits is None:
+            return ""
+        change = self.result_bits - self.source_bits
+        return f"bits per byte {self.source_bits:.3f} → {self.result_bits:.3f} ({change:+.3f})"
 
     def measured_on(self) -> str:
         """``4,080 held-out tokens of pydoc``."""
@@ -86,6 +104,9 @@ class Quality:
             and isinstance(self.held_out, bool)
             and _is_loss(self.source_loss)
             and _is_loss(self.result_loss)
+            and type(self.bytes) is int
+            and _is_loss(self.source_bits)
+            and _is_loss(self.result_bits)
             and _are_texts([sample.prompt for sample in self.samples])
             and _are_texts(told, unset=True)
         )

@@ -6,6 +6,7 @@ RUN/checkpoints/step-00000100/       state.json and tensors (``training.checkpoi
 RUN/milestones/120M/, RUN/model/     Hugging Face directories, each with its structure.json and ledger.jsonl
 RUN/tokens/                          tokenized text
 RUN/tensorboard/, wandb/, mlflow/    what those tools write (``training.trackers``)
+RUN/vocabulary.json                  token ids of the source that are kept, if some are not (``run.start``)
 RUN/quality.json                     held-out loss and greedy samples of source and result (``core.quality``)
 RUN/evaluation/, RUN/report.html     results
 RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
@@ -40,6 +41,7 @@ QUANTIZATION = "quantization.json"
 STATE = "state.json"
 REPORT = "report.html"
 QUALITY = "quality.json"
+VOCABULARY = "vocabulary.json"
 
 LOGS = (METRICS, LEDGER)
 TOOLS = ("tensorboard", "trackio", "wandb", "mlflow")
@@ -67,6 +69,7 @@ class RunDirectory:
         self.ledger = path / LEDGER
         self.report = path / REPORT
         self.quality = path / QUALITY
+        self.vocabulary = path / VOCABULARY
         self.lock = path / ".lock"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
@@ -254,12 +257,17 @@ class RunDirectory:
 
     # Beginning and replacing -------------------------------------------------------------------------------
 
-    def create(self, recipe: str) -> None:
-        """Make the directory of a new run; the run that it replaces is put aside until the first step."""
+    def create(self, recipe: str, vocabulary: str = "") -> None:
+        """Make the directory of a new run; the run that it replaces is put aside until the first step.
+
+        ``vocabulary`` is the record of the tokens that it keeps, if it does not keep all.
+        """
         aside = self._put_aside() if self.recipe.is_file() else nullcontext()
         with aside, atomic_directory(self.path, marker=RECIPE, overwrite=True) as folder:  # no kill leaves half a run
             new = RunDirectory(folder)
             new.recipe.write_text(recipe, encoding="utf-8", newline="\n")
+            if vocabulary:
+                new.vocabulary.write_text(vocabulary, encoding="utf-8", newline="\n")
             new.lock.touch()  # marks a run: anyone may have a recipe.toml
 
     @property

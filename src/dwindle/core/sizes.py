@@ -1,4 +1,4 @@
-"""Numbers and sizes as people write them: ``64k``, ``1.5B``; ``100M``, ``60%``, ``hidden=512,heads=8``."""
+"""Numbers and sizes as people write them: ``64k``; ``100M``, ``60%``, ``hidden=512,heads=8``, ``90MB@q8_0``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ MAX_COUNT = 10**18
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma separates thousands, it is not a decimal point
 _COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
+_FILE = re.compile(
+    r"(?P<number>\d{1,15}\.?\d{0,9}|\.\d{1,9})\s*(?P<unit>[kmg]?)b\s*@\s*(?P<type>\w{1,20})", re.IGNORECASE
+)
 _SHARE = re.compile(r"(?P<percent>\d+\.?\d*|\.\d+)\s*%\s*(?P<nonemb>nonemb)?|(?P<fraction>\d*\.\d+|\d+\.)")
 
 
@@ -37,19 +40,28 @@ def parse_count(text: str | int | float, name: str = "value") -> int:
 class Size:
     """A model's size: a number of parameters (``count``), a share of the source's, or its widths (``shape``)."""
 
-    kind: Literal["count", "share", "nonemb share", "shape"]
+    kind: Literal["count", "share", "nonemb share", "shape", "file"]
     value: float = 0.0
-    """Parameters, or the share of them that is kept; ``nonemb share`` does not count the embeddings."""
+    """Parameters, or the share of them that is kept (``nonemb share``: not counting the embeddings), or bytes."""
     shape: dict[str, int] = field(default_factory=dict)
     """Of SHAPE_KEYS those that were given."""
+    file_type: str = ""
+    """Of a file: the type that ``export`` writes, such as ``q8_0``."""
+
+    @property
+    def block(self) -> int:
+        """The multiple that keeps rows in whole blocks: 32 in a quantized file, else 1."""
+        return 32 if self.kind == "file" and self.file_type not in ("f32", "f16", "bf16") else 1
 
 
 def parse_size(text: str, key: str) -> Size:
-    """A size from ``100M``, ``0.6``, ``60%``, ``50%nonemb`` or ``hidden=512,heads=8,ffn=1280``.
+    """A size from ``100M``, ``0.6``, ``60%``, ``50%nonemb``, ``hidden=512,heads=8,ffn=1280`` or ``90MB@q8_0``.
 
     The one grammar of ``--to``, ``prune.target`` and milestones; ``key`` is the option or key that errors name.
     """
     text = text.strip()
+    if "@" in text:
+        return _parse_file(text, key)
     if "=" in text:
         return Size("shape", shape=_parse_shape(text, key))
     match = _SHARE.fullmatch(text)
@@ -57,7 +69,7 @@ def parse_size(text: str, key: str) -> Size:
         try:
             count = parse_count(text, key)
         except UserError:
-            forms = "100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"
+            forms = "100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280 or 90MB@q8_0"
             raise UserError(f"{key}: {text!r:.60} is not a size such as {forms}") from None
         if count <= 0:
             raise UserError(f"{key}: {text!r} must be above 0")
@@ -66,6 +78,17 @@ def parse_size(text: str, key: str) -> Size:
     if not 0 < share < 1:
         raise UserError(f"{key}: {text!r:.60} must be above 0 and below 100%: it is the share that is kept")
     return Size("nonemb share" if match["nonemb"] else "share", share)
+
+
+def _parse_file(text: str, key: str) -> Size:
+    """The size of a file and its type; units are decimal, as disks and downloads are sold."""
+    match = _FILE.fullmatch(text)
+    if match is None:
+        raise UserError(f"{key}: {text!r:.60} is not a file's size and type such as 90MB@q8_0 or 1.2GB@bf16")
+    num_bytes = float(match["number"]) * {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[match["unit"].lower()]
+    if not 1 <= num_bytes <= MAX_COUNT:
+        raise UserError(f"{key}: {text!r:.60} must be above 0 and no larger than any disk")
+    return Size("file", int(num_bytes), file_type=match["type"].lower())
 
 
 def _parse_shape(text: str, key: str) -> dict[str, int]:

@@ -50,7 +50,7 @@ class TaskConfig(Config):
 
     def make_paths_absolute(self, base: Path) -> None:
         """See ``DataConfig``."""
-        self.chat = [_absolute(path, base) for path in self.chat]
+        self.chat = [absolute_path(path, base) for path in self.chat]
 
 
 class DataConfig(Config):
@@ -127,12 +127,12 @@ class DataConfig(Config):
 
     def make_paths_absolute(self, base: Path) -> None:
         """So that a saved recipe means the same files wherever it is resumed from."""
-        self.train = [_absolute(path, base) for path in self.train]
-        self.valid = [_absolute(path, base) for path in self.valid]
+        self.train = [absolute_path(path, base) for path in self.train]
+        self.valid = [absolute_path(path, base) for path in self.valid]
         for source in self.sources.values():
-            source.paths = [_absolute(path, base) for path in source.paths]
+            source.paths = [absolute_path(path, base) for path in source.paths]
         if self.cache_dir is not None:
-            self.cache_dir = _absolute(self.cache_dir, base)
+            self.cache_dir = absolute_path(self.cache_dir, base)
 
 
 def check_inputs(paths: list[str], option: str) -> None:
@@ -142,7 +142,8 @@ def check_inputs(paths: list[str], option: str) -> None:
             open_input(name, option=option)
 
 
-def _absolute(path: str, base: Path) -> str:
+def absolute_path(path: str, base: Path) -> str:
+    """A path that means the same file from any folder; ids stay as they are."""
     if path in PYDOC_IDS or path.startswith(HUB_PREFIX):
         return path
     return str(base.resolve() / Path(path).expanduser())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dwindle.core.quality import bits_per_byte
 from dwindle.evaluation.tasks import Question
 
 
@@ -67,7 +68,7 @@ def perplexity(loglikelihood: float, *, num_words: int, num_bytes: int, num_toke
     return Perplexity(
         word_perplexity=_exp(-loglikelihood / num_words),
         byte_perplexity=_exp(-loglikelihood / num_bytes),
-        bits_per_byte=-loglikelihood / num_bytes / math.log(2),
+        bits_per_byte=bits_per_byte(-loglikelihood, num_bytes),
         nats_per_token=-loglikelihood / num_tokens,
         num_words=num_words,
         num_bytes=num_bytes,

@@ -16,7 +16,6 @@ import torch
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
-from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, refuse_file
@@ -27,6 +26,7 @@ from dwindle.core.sizes import at_least, format_bytes, format_range
 from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.card_running import Runtime
 from dwindle.export.equivalents import in_common_terms
+from dwindle.export.gguf_size import predicted_bytes
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -53,6 +53,8 @@ class Exported(Shown):
     resized: Resized | None = field(repr=False)
     verified: Verified | None
     warnings: list[str] = field(default_factory=list)
+    predicted_bytes: int | None = None
+    """Of a GGUF file, as a target such as ``90MB@q8_0`` computes it; None for other formats."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -61,6 +63,7 @@ class Exported(Shown):
             "architecture": self.architecture,
             "type": self.type,
             "bytes": self.num_bytes,
+            "predicted_bytes": self.predicted_bytes,
             "parameters": self.parameters,
             "cost": self.resized.cost() if self.resized is not None else None,
             "verified": self.verified.to_json() if self.verified is not None else None,
@@ -81,6 +84,8 @@ class Exported(Shown):
             lines.append(self.resized.describe())
         if self.verified is not None:
             lines.append(f"verified in {self.verified.describe()}")
+        if self.predicted_bytes is not None:
+            lines.append(f"predicted {self.predicted_bytes:,} bytes, written {self.num_bytes:,}")
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 
 
@@ -208,10 +213,7 @@ class _Export:
 
     def gguf(self) -> Exported:
         """Unequal layers are kept (architecture ``deci``) unless ``stock`` or the family requires equal ones."""
-        own_scale = getattr(self.loaded.model.config, "embed_scale", None)  # Gemma's, which only stock weights absorb
-        uniform = self.stock or (own_scale is not None and Anatomy.of(self.loaded.model).source.is_uniform)
-        fills = gguf_writer.blocks_to_fill(Anatomy.of(self.loaded.model).source)
-        resized = self._resized(uniform=uniform, min_hidden=self._coupled_hidden(), fills=fills)
+        resized = self._resized(**gguf_writer.padding_for(self.loaded.model, stock=self.stock))
         model = in_common_terms(resized.model)
         vocabulary = vocabulary_of(self.loaded.tokenizer, model.config.vocab_size, self.loaded.source)
         gguf_writer.architecture_of(model)
@@ -224,6 +226,7 @@ class _Export:
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
             result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
+            result.predicted_bytes = predicted_bytes(model, vocabulary, type_=self.type, **about)
             if vocabulary.warning:
                 result.warnings.append(vocabulary.warning)
             if written.fallbacks:
@@ -318,14 +321,6 @@ class _Export:
             layout=self.layout,
             runtime="vllm" if self.layout is not None else "transformers" if weights else runtime,
         )
-
-    def _coupled_hidden(self) -> int:
-        """The least hidden size: for some families llama.cpp requires heads × head size."""
-        model = self.loaded.model
-        if model.config.model_type.removeprefix(CUSTOM_PREFIX) not in gguf_writer.COUPLED:
-            return 1
-        anatomy = Anatomy.of(model)
-        return len(anatomy.source.with_heads.query_heads) * anatomy.head_dim
 
     def _resized(
         self, *, uniform: bool, min_hidden: int = 1, equal_queries: bool = False, fills: Blocks = frozenset()

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,15 @@ class TypeChoice:
         }
         self.fallbacks: list[Fallback] = []
 
-    def __call__(self, name: str, values: Matrix) -> Any:
+    def __call__(self, name: str, shape: Sequence[int]) -> Any:
         """f32 for gains and biases; in the simple 4-bit files q8_0 for embedding and head."""
-        if values.ndim == 1 or ".shortconv.conv." in name:
+        if len(shape) == 1 or ".shortconv.conv." in name:
             return self._kinds.F32
         if self._type in ("f32", "f16", "bf16"):
             return self._kinds[self._type.upper()]
         is_outer = name in ("token_embd.weight", "output.weight")
         wanted = self._mixed(name) if self._type in _MAIN else "Q8_0" if is_outer else self._type.upper()
-        return self._that_fits(name, wanted, values)
+        return self._that_fits(name, wanted, shape)
 
     def _mixed(self, name: str) -> str:
         """llama.cpp's choice: more bits for the head, and in some layers for values and for the way out of the FFN."""
@@ -98,18 +99,23 @@ class TypeChoice:
                 return "Q6_K" if more_bits(place, count) else main
         return main
 
-    def _that_fits(self, name: str, wanted: str, values: Matrix) -> Any:
-        width, kind = values.shape[-1], wanted
+    def _that_fits(self, name: str, wanted: str, shape: Sequence[int]) -> Any:
+        width, kind, count = shape[-1], wanted, prod(shape)
         if width % self._sizes[self._kinds[kind]][0]:
             kind = _FALLBACKS.get(kind, "F16")
         if kind != "F16" and width % self._sizes[self._kinds[kind]][0]:
             kind = "F16"
         if kind != wanted:
             block, bytes_each = self._sizes[self._kinds[wanted]][0], self._bytes_each(wanted)
-            more = values.size * (self._bytes_each(kind) - bytes_each)
-            padding = -width % block / width * values.size * bytes_each
+            more = count * (self._bytes_each(kind) - bytes_each)
+            padding = -width % block / width * count * bytes_each
             self.fallbacks.append(Fallback(name, kind.lower(), block, more, padding))
         return self._kinds[kind]
+
+    def num_bytes(self, kind: Any, shape: Sequence[int]) -> int:
+        """Bytes of a tensor in a type."""
+        block, size = self._sizes[kind]
+        return int(prod(shape) // block * size)
 
     def _bytes_each(self, kind: str) -> float:
         block, size = self._sizes[self._kinds[kind]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,18 @@ def has_unequal_layers(model_type: str) -> bool:
     return model_type in _PER_LAYER
 
 
+def padding_for(model: Any, *, stock: bool = False) -> dict[str, Any]:
+    """How ``resize`` makes a model fit for GGUF; unequal layers stay unless ``stock``."""
+    anatomy = Anatomy.of(model)
+    own_scale = getattr(model.config, "embed_scale", None)  # Gemma's, which only stock weights absorb
+    coupled = str(model.config.model_type).removeprefix(CUSTOM_PREFIX) in COUPLED
+    return {
+        "uniform": stock or (own_scale is not None and anatomy.source.is_uniform),
+        "min_hidden": len(anatomy.source.with_heads.query_heads) * anatomy.head_dim if coupled else 1,
+        "fills": blocks_to_fill(anatomy.source),
+    }
+
+
 def _other_ways(model: Any) -> str:
     return "hf or onnx" if onnx_graph.unsupported(model) is None else "hf"
 
@@ -159,17 +171,10 @@ def write_gguf(
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     try:
-        writer.add_name(name)
-        if description:
-            writer.add_description(description)
-        if licence:
-            writer.add_license(licence)
-        writer.add_file_type(FILE_TYPES[type_])
-        for key, value in _hyperparameters(model, architecture).items():
-            _add(writer, f"{architecture}.{key}", value)
+        add_about(writer, model, type_, {"name": name, "description": description, "licence": licence})
         vocabulary.write(writer)
         written = Written(architecture)
-        for key, table in _rope_tables(model.config, Anatomy.of(model).head_dim).items():
+        for key, table in rope_tables(model.config, Anatomy.of(model).head_dim).items():
             writer.add_tensor(key, table)
         _add_tensors(gguf, writer, model, type_, written, threads)
         writer.write_header_to_file()
@@ -178,6 +183,18 @@ def write_gguf(
     finally:
         writer.close()
     return written
+
+
+def add_about(writer: Any, model: Any, type_: str, about: Mapping[str, str]) -> None:
+    """The metadata but for the vocabulary."""
+    writer.add_name(about["name"])
+    if about["description"]:
+        writer.add_description(about["description"])
+    if about["licence"]:
+        writer.add_license(about["licence"])
+    writer.add_file_type(FILE_TYPES[type_])
+    for key, value in _hyperparameters(model, writer.arch).items():
+        _add(writer, f"{writer.arch}.{key}", value)
 
 
 class _Layout:
@@ -199,6 +216,10 @@ class _Layout:
         number, _, part = module.removeprefix("model.layers.").partition(".")
         return f"blk.{number}.{self._layer_parts[part]}.{kind}"
 
+    def shape(self, parameter: str, values: torch.Tensor) -> tuple[int, ...]:
+        """The shape that is written."""
+        return tuple(values.squeeze(1).shape if parameter.endswith(".conv.conv.weight") else values.shape)
+
     def reorder(self, parameter: str, values: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
         """Rows of query and key projections in GGUF's rotary order, if the architecture uses it; whole gains."""
         for part, unit in (("q_proj", "query"), ("k_proj", "kv")):
@@ -212,19 +233,24 @@ class _Layout:
         return values
 
 
-def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Written, threads: int) -> None:
+def tensors_of(gguf: Any, model: Any, type_: str) -> tuple[_Layout, dict[str, torch.Tensor], TypeChoice]:
+    """What is written, under which names and in which types."""
     layout = _Layout(model)
     parameters = dict(model.named_parameters())
     if layout.architecture == "olmo2" and "lm_head.weight" not in parameters:  # llama.cpp does not tie it
         parameters["lm_head.weight"] = parameters["model.embed_tokens.weight"]
     names = [layout.name(name) for name in parameters]
     heads = layout.anatomy.source.with_heads
-    kind_of = TypeChoice(gguf, type_, names, len(heads.query_heads) // max(len(heads.kv_heads), 1))
+    return layout, parameters, TypeChoice(gguf, type_, names, len(heads.query_heads) // max(len(heads.kv_heads), 1))
+
+
+def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Written, threads: int) -> None:
+    layout, parameters, kind_of = tensors_of(gguf, model, type_)
     with Bar("writing tensors", len(parameters)) as bar:
         for name, parameter in parameters.items():
             target = layout.name(name)
             values = layout.reorder(name, parameter.detach().float().cpu()).contiguous().numpy()
-            kind = kind_of(target, values)
+            kind = kind_of(target, values.shape)
             packed = quantize(gguf, values, kind, threads)
             writer.add_tensor(target, packed, raw_dtype=kind)
             if kind.name != "F32":
@@ -343,7 +369,7 @@ def _rope_scaling(rope: dict[str, Any], attention_scaling: float) -> dict[str, A
     raise UserError(f"--to gguf: rope scaling {kind!r} with these settings cannot be written: export to hf instead")
 
 
-def _rope_tables(config: Any, head_dim: int) -> dict[str, npt.NDArray[np.float32]]:
+def rope_tables(config: Any, head_dim: int) -> dict[str, npt.NDArray[np.float32]]:
     """Rotary factors that GGUF stores as tensors: Llama 3's divisors and phi3's two tables."""
     rope = _main_rope(config, head_dim)
     if rope.get("rope_type") == "longrope":

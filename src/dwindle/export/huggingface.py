@@ -26,7 +26,7 @@ from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
 from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.export.card_running import Runtime
-from dwindle.pruning.ledger import Event
+from dwindle.pruning.ledger import Event, vocabulary_in
 
 
 def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
@@ -118,6 +118,8 @@ def _write_files(
     structure["layer_parameters"] = _layer_parameters(model.config, about["structure"])
     if any(event.get("event") == "rotate" for event in about["ledger"]):
         structure["rotated"] = True  # its hidden indices number directions, not channels of the source
+    if (vocabulary := vocabulary_in(about["ledger"], LEDGER)) is not None:
+        structure["vocabulary"] = vocabulary.to_json()
     if weights:
         _save_quietly(model, folder)
     else:

@@ -272,9 +272,10 @@ def _spread(
         where = [*_places(units, row.layer, anatomy, plans, hidden)]
         if not where:
             continue
-        index = torch.tensor(where, device=tensor.device)
-        tensor = tensor.index_select(axis, index.clamp(min=0))
-        tensor = tensor.index_fill(axis, (index == NOTHING).nonzero().flatten(), 0)
+        index = torch.tensor(where)
+        empty = (index == NOTHING).nonzero().flatten()
+        tensor = tensor.index_select(axis, index.clamp(min=0).to(tensor.device))
+        tensor = tensor.index_fill(axis, empty.to(tensor.device), 0)
     return tensor.clone() if tensor.data_ptr() else tensor
 
 

@@ -16,7 +16,7 @@ from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import ALL_KINDS, KINDS, Kind
 from dwindle.core.config import Config
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import parse_count
+from dwindle.core.sizes import parse_count, parse_size
 from dwindle.pruning.methods import METHODS, METHODS_OF, MethodName, help_text
 
 DEFAULT_HORIZON = 0.03
@@ -59,8 +59,8 @@ class PruneConfig(Config):
     min_hidden: Annotated[int, Field(ge=1)] = 8
     """Minimum hidden channels."""
     round_to: Annotated[int, Field(ge=1)] = 1
-    """With efficientllm, minitron, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is
-    exact."""
+    """With efficientllm, minitron, slicegpt and sheared: final FFN and hidden sizes are multiples of this; 1 is exact.
+    Not given with a quantized file as the target: 32, its blocks."""
     second_order: bool = False
     """Update the remaining weights when a group is removed, from the layers' inputs (EfficientLLM-B)."""
     damping: Annotated[float, Field(ge=0)] = 0.01
@@ -184,7 +184,8 @@ class PretrainPruneConfig(PruneConfig):
     enabled: bool = True
     """Set to false to train without pruning."""
     target: str = ""
-    """Final size: "100M", "0.6", "60%", "50%nonemb" or "hidden=512,heads=8,ffn=1280,layers=24"."""
+    """Final size: "100M", "0.6", "60%", "50%nonemb", "hidden=512,heads=8,ffn=1280,layers=24", or of the exported file:
+    "90MB@q8_0"."""
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -248,6 +249,16 @@ class PretrainPruneConfig(PruneConfig):
         if match is None:
             raise ValueError(f'ratio: {self.ratio!r} is not pruning steps : gradient steps, such as "4:1" or "1:9"')
         return int(match[1]), int(match[2])
+
+    @model_validator(mode="after")
+    def _round_for_file(self) -> PretrainPruneConfig:
+        """Rows of a quantized file are stored in blocks, so other widths would make it larger."""
+        if "@" in self.target and self.method == "efficientllm" and "round_to" not in self.model_fields_set:
+            try:
+                self.round_to = parse_size(self.target, "target").block
+            except UserError as error:
+                raise ValueError(str(error)) from None
+        return self
 
     @model_validator(mode="after")
     def _check_timing(self) -> PretrainPruneConfig:

@@ -2,6 +2,7 @@
 
     {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […],
      "layer_kv_heads": […], "options": {…}}
+    {"event": "vocabulary", "rows": 49152, "kept": [[0, 31998], [34519, 34519]], "parameters": …}
     {"event": "prune", "step": …, "tokens": …, "type": "ffn", "indices": [[…], …],
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
     {"event": "compact", …}
@@ -12,6 +13,7 @@
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
 Of ``layer``, one list per layer, too: 0 is its attention block, 1 its FFN, both together the whole layer.
+``vocabulary`` follows the source at once if tokens were removed: runs of kept ids, first and last.
 ``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
 ``rotate`` (slicegpt) cannot be replayed: hidden channels are then directions that the ledger does not hold.
 """
@@ -35,9 +37,10 @@ from dwindle.core.run_directory import LEDGER
 from dwindle.core.sizes import parse_count
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.target import Sizes, sizes_of
+from dwindle.sources.vocabulary import Vocabulary
 
 FORMAT = 1
-EVENTS = ("prune", "compact", "allocation", "resume")
+EVENTS = ("vocabulary", "prune", "compact", "allocation", "resume")
 """What may follow the first line."""
 _UNITS = {"attn": "query", "ffn": "ffn"}
 
@@ -78,6 +81,26 @@ def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> E
         **_source_counts(anatomy),
         "options": dict(options),
     }
+
+
+def first_events(
+    source: str, anatomy: Anatomy, options: Mapping[str, Any], vocabulary: Vocabulary | None
+) -> list[Event]:
+    """The first line and, of a model with a trimmed vocabulary (whose ``anatomy`` it is), what was kept of it."""
+    if vocabulary is None:
+        return [source_event(source, anatomy, options)]
+    whole = anatomy.with_vocabulary(vocabulary.num_rows)
+    left = anatomy.count(anatomy.source).total
+    return [
+        source_event(source, whole, options),
+        {"event": "vocabulary", **vocabulary.to_json(), "parameters": left},
+    ]
+
+
+def vocabulary_in(events: Sequence[Event], where: str) -> Vocabulary | None:
+    """The kept ids of a ledger; None if all were kept."""
+    found = next((event for event in events if event.get("event") == "vocabulary"), None)
+    return None if found is None else Vocabulary.from_json(found, where)
 
 
 def _source_counts(anatomy: Anatomy) -> dict[str, list[int]]:
@@ -131,7 +154,7 @@ def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[E
         raise UserError(f"at {at}: give a number of prune events of at least 0, or a size such as '100M'")
     size, done = (None if isinstance(at, int) else parse_count(at, "at")), 0
     for number, event in enumerate(events):
-        if event.get("event") not in ("source", "prune"):
+        if event.get("event") not in ("source", "vocabulary", "prune"):
             continue
         done += event["event"] == "prune"
         if done == at if size is None else event["parameters"] <= size:
@@ -160,11 +183,13 @@ def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) ->
         try:
             if number == 1:
                 _check_source(anatomy, event)
+            elif number == 2 and event["event"] == "vocabulary":
+                anatomy = _trimmed(anatomy, event, where)
             else:
                 structure = _checked_step(anatomy, structure, event)
                 before = _checked_order(event, before)
             count = anatomy.count(structure).total
-            if event["event"] in ("source", "prune") and event["parameters"] != count:
+            if event["event"] in ("source", "vocabulary", "prune") and event["parameters"] != count:
                 raise ValueError(f"parameters is {event['parameters']!r:.30} where {count:,} are left")
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
@@ -178,9 +203,18 @@ def _check_source(anatomy: Anatomy, event: Event) -> None:
             raise ValueError(f"{key} is not that of the source")
 
 
+def _trimmed(anatomy: Anatomy, event: Event, where: str) -> Anatomy:
+    vocabulary = Vocabulary.from_json(event, where)
+    if vocabulary.num_rows != anatomy.num_embeddings:
+        raise ValueError(f"rows is {vocabulary.num_rows:,}, the source's embedding has {anatomy.num_embeddings:,}")
+    return anatomy.with_vocabulary(len(vocabulary.kept))
+
+
 def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Structure:
     if event["event"] not in EVENTS:
         raise ValueError(f"{event['event']!r:.30} is not an event that may follow the first line")
+    if event["event"] == "vocabulary":
+        raise ValueError("a vocabulary is trimmed before anything else")
     if event["event"] == "allocation":
         for key in ("importance", "sparsity"):
             if key == "importance" and event[key] == []:  # methods that give all layers the same share measure none

@@ -27,7 +27,7 @@ from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import bucketed
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
-from dwindle.pruning.ledger import Ledger, prune_event, source_event
+from dwindle.pruning.ledger import Ledger, first_events, prune_event
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
 from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
@@ -35,6 +35,7 @@ from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.surgery import MOMENTS, Prunable
 from dwindle.pruning.target import Target, parse_target, sizes_of
+from dwindle.sources.vocabulary import Vocabulary
 from dwindle.training.callbacks import Callback, synced_length, truncate_to
 
 if TYPE_CHECKING:
@@ -57,12 +58,13 @@ class Pruner(Callback):
         seed: int = 0,
         milestones: Sequence[tuple[str, int]] = (),
         on_milestone: Callable[[str], None] = lambda name: None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.prunable = prunable
         self.pacing = pacing
         self.config = config = settled(config, prunable.anatomy, target)
         self.seed = seed
-        self.source = source
+        self.source, self.vocabulary = source, vocabulary
         self.rebuild = rebuild
         self.milestones = sorted(milestones, key=lambda item: -item[1])
         self.on_milestone = on_milestone
@@ -139,7 +141,8 @@ class Pruner(Callback):
         if trainer.step == 0:
             anatomy = self.prunable.anatomy
             settings = self.config.record() | {"seed": self.seed, "pacing": asdict(self.pacing)}  # type: ignore[call-overload]
-            self.ledger.append(source_event(self.source, anatomy, settings))
+            for event in first_events(self.source, anatomy, settings, self.vocabulary):
+                self.ledger.append(event)
         self._listen(trainer)
         self._report(trainer)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -194,7 +194,7 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     write_DK, read_DK, offset = basis_DK * unit, basis_DK / unit, anatomy.family.gain_offset
 
     def in_fp64(name: str) -> Tensor:
-        return parameters[name].detach().to(write_DK)
+        return cast(Tensor, parameters[name].detach().to(write_DK))
 
     final = next(row.name for row in anatomy.rows if row.layer is None and _role(row) == "norm")
     turn: dict[Role, Callable[[Row], Tensor]] = {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import format_count, parse_size
+from dwindle.core.sizes import format_bytes, format_count, parse_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,25 @@ def sizes_text(sizes: Sizes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class FileLimit:
+    """The largest file that a model may be exported to."""
+
+    max_bytes: int
+    type: str
+    bytes_of: Callable[[Structure], int]
+    """Size of the file of a model with this structure."""
+    bytes_per_parameter: float
+    """Of the layers' matrices."""
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
-    """At most ``num_parameters``; with ``shape``, exactly those sizes."""
+    """At most ``num_parameters``; with ``shape``, exactly those sizes; with ``file``, a file of at most its size."""
 
     num_parameters: int
+    """With ``file`` an estimate."""
     shape: Shape | None = None
+    file: FileLimit | None = None
 
 
 def is_share(text: str, option: str = "at") -> bool:
@@ -62,9 +77,17 @@ def is_share(text: str, option: str = "at") -> bool:
     return parse_size(text, option).kind in ("share", "nonemb share")
 
 
-def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
+FileSizes = Callable[[str], Callable[[Structure], int]]
+"""The sizes of files of a type, by structure; export is a later room, so its callers bring them."""
+
+
+def parse_target(text: str, anatomy: Anatomy, option: str = "--to", files: FileSizes | None = None) -> Target:
     """The target of a size such as ``100M`` or ``60%`` for a model; percentages are of what is kept."""
     size, count = parse_size(text, option), anatomy.count(anatomy.source)
+    if size.kind == "file":
+        if files is None:
+            raise UserError(f"{option} {text.strip()}: a file's size cannot be given here: give a size such as 60%")
+        return _file_target(int(size.value), size.file_type, files(size.file_type), anatomy, f"{option} {text.strip()}")
     if size.kind == "shape":
         return _shape_target(size.shape, anatomy, f"{option} {text.strip()}")
     wanted = size.value
@@ -78,6 +101,31 @@ def parse_target(text: str, anatomy: Anatomy, option: str = "--to") -> Target:
             "nothing would be removed: choose a target below it"
         )
     return Target(int(wanted))
+
+
+def _file_target(
+    max_bytes: int, type_: str, bytes_of: Callable[[Structure], int], anatomy: Anatomy, given: str
+) -> Target:
+    """The parameters are estimated from the bytes that half of the FFN channels take."""
+    source, count = anatomy.source, anatomy.count(anatomy.source)
+    now = bytes_of(source)
+    if now <= max_bytes:
+        raise UserError(
+            f"{given}: the source's file has {format_bytes(now)} already, so nothing would be removed: choose less"
+        )
+    half = replace(source, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in source.layers))
+    rate = (now - bytes_of(half)) / (count.total - anatomy.count(half).total)
+    wanted = int(count.total - (now - max_bytes) / rate)
+    if wanted <= count.embedding:
+        rows = format_bytes(now - rate * count.non_embedding)
+        raise UserError(f"{given}: without its layers the file has {rows}: choose more, or trim the vocabulary first")
+    return Target(wanted, file=FileLimit(max_bytes, type_, bytes_of, rate))
+
+
+def _half(width: int) -> int:
+    """About half, in whole blocks if possible."""
+    block = next(block for block in (256, 32, 1) if width // 2 >= block)
+    return width // 2 // block * block
 
 
 def _shape_target(sizes: dict[str, int], anatomy: Anatomy, given: str) -> Target:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def check_recipe(recipe: Recipe) -> None:
     """Raise at the first value that cannot work; each table's config has already checked what it can check alone."""
     recipe.data.check_values(recipe.task)
+    recipe.vocabulary.check_values("vocabulary.size")
     _check_source_and_validation(recipe)
     _check_amounts(recipe)
     distill = recipe.distill

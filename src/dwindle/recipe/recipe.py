@@ -16,6 +16,7 @@ from dwindle.core.config import Config, apply_overrides, from_dict, read_toml
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
+from dwindle.data.vocabulary import VocabularyConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe
@@ -61,6 +62,8 @@ class Recipe(Config):
 
     source: ModelConfig
     """Where training starts."""
+    vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
+    """Which tokens are kept; the others are removed before anything is pruned."""
     task: TaskConfig = Field(default_factory=TaskConfig)
     """What is learned: text, or the answers of conversations."""
     data: DataConfig = Field(default_factory=DataConfig)
@@ -175,7 +178,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)
-    for section in (resolved.task, resolved.data):
+    for section in (resolved.vocabulary, resolved.task, resolved.data):
         section.make_paths_absolute(Path.cwd())
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]

@@ -180,7 +180,7 @@ class LedgerLog:
         elif event == "allocation":
             self.allocations.append([np.nan if value is None else float(value) for value in record["importance"]])
         else:
-            return event == "resume"  # settings that a resumed run changed
+            return event in ("resume", "vocabulary")  # settings that a resumed run changed; kept tokens
         return True
 
     def _prune(self, record: Record) -> None:

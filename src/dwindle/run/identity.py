@@ -16,6 +16,7 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.pruning.target import parse_target
 from dwindle.recipe.recipe import Recipe
 from dwindle.sources.fingerprint import source_fingerprint
+from dwindle.sources.vocabulary import Vocabulary
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import Checkpoint
 
@@ -37,6 +38,7 @@ MAY_CHANGE = (
 HASHED_ELSEWHERE = (
     "source.model",
     "distill.teacher",
+    "vocabulary.text",
     "task.chat",
     "data.train",
     "data.valid",
@@ -68,13 +70,14 @@ class RunState(Callback):
         self.changes = [*state["changes"], *self.new_changes]
 
 
-def identity_of(recipe: Recipe, valid_windows: Tensor | None) -> dict[str, Any]:
-    """The settings by dotted name, and the hashes of source, teacher and validation text."""
+def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
+    """The settings by dotted name, and the hashes of source, teacher, kept tokens and validation text."""
     teacher = recipe.distill.teacher if recipe.teacher_weight else ""
     valid = None if valid_windows is None else hashlib.sha256(valid_windows.numpy().tobytes()).hexdigest()
     return {
         "valid": valid,
         "settings": dict(_flat(recipe.model_dump(mode="json"))),
+        "vocabulary": None if vocabulary is None else hashlib.sha256(repr(vocabulary.kept).encode()).hexdigest(),
         "source": source_fingerprint(recipe.source.model),
         "teacher": source_fingerprint(teacher) if teacher else None,
     }
@@ -97,8 +100,9 @@ def accept_changes(
     if checkpoint is None or state is None:
         return []
     saved = state["identity"]
-    for key, name in (("source", "source.model"), ("teacher", "distill.teacher"), ("valid", "data.valid")):
-        if saved[key] != now[key]:
+    hashed = {"source": "source.model", "teacher": "distill.teacher"}
+    for key, name in (hashed | {"vocabulary": "vocabulary.text", "valid": "data.valid"}).items():
+        if saved.get(key) != now[key]:  # older runs have no vocabulary
             raise _refused(name, "its content is not the one that the run began with", run)
     changes: dict[str, Any] = {}
     for name in sorted(saved["settings"].keys() | now["settings"].keys()):
@@ -139,6 +143,8 @@ def _check_change(
         raise _refused(name, f"it was {was!r} and is {wanted!r}, which only a run that diverged may change", run)
     if name == DOWNWARDS and was and wanted:
         chosen = checkpoint.state["callbacks"].get("Pruner", {}).get("chooser", {})
+        if "@" in was + wanted:
+            raise _refused(name, f"it was {was!r} and is {wanted!r}, and a file's size cannot be changed", run)
         sizes = [parse_target(text, anatomy, name) for text in (was, wanted)]
         has_shape = any(size.shape is not None for size in sizes) or "hidden" in chosen
         if not has_shape and sizes[1].num_parameters <= sizes[0].num_parameters:

@@ -34,6 +34,7 @@ from dwindle.recipe.recommended import (
     is_goal,
 )
 from dwindle.run.plan import plan_pruning
+from dwindle.run.start import Start, file_sizes
 from dwindle.sources.loading import load_config, load_tokenizer
 
 _VALID_SHARE, _MOST_VALID_TOKENS, _MOST_HELD_OUT = 1 / 100, 256_000, 0.1
@@ -59,7 +60,7 @@ def new_recipe(
     data = DataConfig(train=list(texts), valid=list(valid))
     data.check()
     config = load_config(model)
-    parse_target(to, Anatomy.of_config(config), "to")
+    parse_target(to, Anatomy.of_config(config), "to", file_sizes(Start(model), f"to {to}"))
     found = estimate(data, TaskConfig(), lambda: load_tokenizer(model)).tokens
     length = sum(found.values()) if found else math.inf
     amount = None if tokens is None else parse_count(tokens, "tokens")

@@ -24,10 +24,11 @@ from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
-from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import FileSizes, Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
+from dwindle.run.start import file_sizes, start_of
 from dwindle.sources.loading import load_config, load_tokenizer
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -54,7 +55,7 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
     if not prune.enabled:
         return None
     with in_section("prune", PretrainPruneConfig):
-        target = parse_target(prune.target, anatomy, "prune.target")
+        target = parse_target(prune.target, anatomy, "prune.target", _files(recipe))
         strategy = make_strategy(anatomy, target, prune)
     start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     first, num_steps = recipe.num_steps_before_pruning, recipe.num_steps
@@ -67,6 +68,10 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
     return PruningPlan(target, end, pacing, events, milestones)
+
+
+def _files(recipe: Recipe) -> FileSizes:
+    return lambda type_: file_sizes(start_of(recipe), f"prune.target {recipe.prune.target}")(type_)
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
@@ -113,20 +118,21 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
     if not recipe.teacher_weight:
         return None
     teacher, key = distill.teacher or recipe.source.model, "distill.teacher"
-    vocabulary = load_config(teacher).vocab_size
-    if vocabulary != config.vocab_size:
+    theirs, ours = (load_config(source).vocab_size for source in (teacher, recipe.source.model))
+    if theirs != ours:
         raise UserError(
-            f"{key}: {teacher} has {vocabulary:,} tokens, {recipe.source.model} has {config.vocab_size:,}: choose a "
-            "teacher with the same tokenizer"
+            f"{key}: {teacher} has {theirs:,} tokens, {recipe.source.model} has {ours:,}: choose a teacher with the "
+            "same tokenizer"
         )
     if distill.teacher and load_tokenizer(teacher).get_vocab() != load_tokenizer(recipe.source.model).get_vocab():
         raise UserError(
             f"{key}: {teacher} gives other numbers to tokens than {recipe.source.model}: choose a teacher with the "
             "same tokenizer"
         )
-    if distill.top_k > vocabulary:
+    if distill.top_k > config.vocab_size:
+        which = "that are kept" if recipe.vocabulary.size is not None else f"of {teacher}"
         raise UserError(
-            f"distill.top_k: {distill.top_k:,} is above the {vocabulary:,} tokens of {teacher}: use 0 for all"
+            f"distill.top_k: {distill.top_k:,} is above the {config.vocab_size:,} tokens {which}: use 0 for all"
         )
     return teacher
 
@@ -134,7 +140,8 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
 def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
     """Memory of the run on one of the devices that share the weights."""
     source, precision = teacher_of(recipe, config), precision_of(recipe, device)
-    teacher = None if source is None else (load_config(source), teacher_dtype(precision, device))
+    like = None if source is None else start_of(recipe).like(source)
+    teacher = None if like is None else (like.config(), teacher_dtype(precision, device))
     return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
 
 
@@ -171,6 +178,8 @@ class Plan(Shown):
     shape_before: Sizes
     shape_target: Sizes | None
     """None where the target is a number of parameters."""
+    file: str | None
+    """The target, where it is the size of a file."""
     memory_bytes_estimate: int
     text_tokens: dict[str, float]
     """Estimated tokens of each source that is not streamed."""
@@ -197,7 +206,7 @@ class Plan(Shown):
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
             f"{self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
-            "parameters": f"{self.parameters_before:,} → at most {self.parameters_target:,}",
+            "parameters": f"{self.parameters_before:,} → {self._target_text()}",
             "events": self._events_text(),
             "shape now": sizes_text(self.shape_before),
             "shape at the end": sizes_text(self.shape_target or {}),
@@ -213,6 +222,11 @@ class Plan(Shown):
             if text:
                 table.add_row(name, text)
         return table
+
+    def _target_text(self) -> str:
+        if self.file is None:
+            return f"at most {self.parameters_target:,}"
+        return f"about {self.parameters_target:,}, until its file is {self.file}"
 
     def _text(self) -> str:
         return ", ".join(
@@ -266,13 +280,14 @@ def make_plan(recipe: Recipe) -> Plan:
     """Everything that can be known without training; reads no weights."""
     check_data(recipe)
     device = device_of(recipe)
-    config = load_config(recipe.source.model)
+    start = start_of(recipe)
+    config = start.config()
     anatomy = Anatomy.of_config(config)
     plan = plan_pruning(recipe, anatomy)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
     packed = can_be_packed(config)
-    found = estimate(recipe.data, recipe.task, lambda: load_tokenizer(recipe.source.model), packed=packed)
+    found = estimate(recipe.data, recipe.task, start.tokenizer, packed=packed)
     often = repetition(found.epochs, recipe, "about ")
     return Plan(
         model=recipe.source.model,
@@ -290,6 +305,7 @@ def make_plan(recipe: Recipe) -> Plan:
         last_event_step=None if plan is None else plan.pacing.last_step,
         shape_before=sizes_of(anatomy.source),
         shape_target=None if plan is None else _shape_target(anatomy, plan.target),
+        file=recipe.prune.target if plan is not None and plan.target.file is not None else None,
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         text_tokens=found.tokens,
         text_passes=found.epochs(recipe.num_steps * recipe.num_sequences_per_step),

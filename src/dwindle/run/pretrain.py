@@ -31,11 +31,11 @@ from dwindle.data.batches import BatchStream
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.training_data import TrainingData, open_training_data
 from dwindle.distributed.engines import choose_engine, num_shards
-from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use, source_tensors
+from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
 from dwindle.export.huggingface import save_model, try_save
-from dwindle.pruning.ledger import source_event
+from dwindle.pruning.ledger import first_events
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.sheared import ShearedPruner
 from dwindle.pruning.surgery import Prunable
@@ -57,8 +57,8 @@ from dwindle.run.plan import (
     teacher_of,
 )
 from dwindle.run.result import RunResult
+from dwindle.run.start import start_of
 from dwindle.sources.generation import stopping_at
-from dwindle.sources.loading import load, load_config, load_generation, load_tokenizer
 from dwindle.training.callbacks import Callback, Checkpointer, FirstStep, Validator, truncate_to
 from dwindle.training.checkpoint import Checkpoint, fitting, latest_checkpoint, open_checkpoint, write_failure
 from dwindle.training.compiling import compile_blocks
@@ -108,12 +108,13 @@ def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
     run.check_free(overwrite=overwrite)
     texts = [*recipe.task.chat, *recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
     refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts])
-    config = load_config(recipe.source.model)
+    start = start_of(recipe)
+    config = start.config()
     plan = plan_pruning(recipe, Anatomy.of_config(config))
     teacher_of(recipe, config)
     for warning in plan_warnings(recipe, config, plan):
         warnings.warn(warning, PlanWarning, stacklevel=2)
-    run.create(to_toml(recipe))
+    run.create(to_toml(recipe), start.record())
 
 
 def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -155,7 +156,7 @@ def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
             return
         training.precision = precision_of(recipe, device_of(recipe))
         if not training.micro_batch:
-            config = load_config(recipe.source.model)
+            config = start_of(recipe, run).config()
             shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
             training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
         write_toml(recipe, run.recipe)
@@ -208,11 +209,13 @@ class Job:
         training = recipe.training
         self.device = device_of(recipe)
         self.precision = precision_of(recipe, self.device)
-        self.tokenizer = load_tokenizer(recipe.source.model)
+        self.start = start_of(recipe, run)
+        self.config = self.start.config()
+        self.tokenizer = self.start.tokenizer()
         if recipe.task.kind == "chat":
             self.tokenizer.chat_template = ChatEncoder(self.tokenizer).template
         data, batches = self._data()
-        self.anatomy = Anatomy.of_config(load_config(recipe.source.model))
+        self.anatomy = Anatomy.of_config(self.config)
         self.state = self._state(checkpoint, data)
         if checkpoint is None and self.world.is_main:
             for warning in filter(None, (data.warning, repetition(data.mixture.epochs, recipe))):
@@ -245,14 +248,13 @@ class Job:
 
     def _state(self, checkpoint: Checkpoint | None, data: TrainingData) -> RunState:
         """What a checkpoint records of the run as a whole; another run's checkpoint is refused."""
-        source = self.recipe.source.model
         with nullcontext() if checkpoint is None else fitting(checkpoint.path):
-            generation = generation_of(checkpoint) or stopping_at(load_generation(source), data.end_of_turn)
+            generation = generation_of(checkpoint) or stopping_at(self.start.generation(), data.end_of_turn)
         state = RunState({}, generation)
 
         def compare() -> None:
             if self.world.is_main:
-                state.identity = identity_of(self.recipe, data.valid_windows)
+                state.identity = identity_of(self.recipe, data.valid_windows, self.start.vocabulary)
                 with nullcontext() if checkpoint is None else fitting(checkpoint.path):
                     state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
 
@@ -278,7 +280,7 @@ class Job:
         """The texts of the recipe, and the batches of this process."""
         settings, seed = self.recipe.data, self.recipe.training.seed
         cache = Path(settings.cache_dir) if settings.cache_dir else self.run.tokens
-        task, packed = self.recipe.task, can_be_packed(load_config(self.recipe.source.model))
+        task, packed = self.recipe.task, can_be_packed(self.config)
 
         def open_data() -> TrainingData:
             return open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache, task=task, packed=packed)
@@ -315,8 +317,7 @@ class Job:
 
     def _model(self, checkpoint: Checkpoint | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The source's weights, or those of a checkpoint at the shapes they were saved with; sets up the pruner."""
-        recipe, source = self.recipe, self.recipe.source.model
-        config = load_config(source)
+        recipe = self.recipe
         physical = self.anatomy.source
         if checkpoint is not None and (saved := checkpoint.state["callbacks"].get("Pruner")):
             with fitting(checkpoint.path):
@@ -327,7 +328,7 @@ class Job:
         self.engine = choose_engine(
             self.world, parallel, language_model_loss, device=self.device, precision=self.precision
         )
-        resized = config_for(config, physical)
+        resized = config_for(self.config, physical)
         model = self.engine.build(
             resized, weights_dtype(self.precision), lambda: self._whole_model(checkpoint, resized)
         )
@@ -357,25 +358,22 @@ class Job:
 
     def _fresh_model(self) -> nn.Module:
         """The source at the start of training."""
-        source, dtype = self.recipe.source, weights_dtype(self.precision)
-        if source.random_init:
-            return build_random(load_config(source.model), self.recipe.training.seed).to(self.device, dtype)
-        model: nn.Module = load(source.model, dtype=dtype, device=self.device).model
-        return model
+        dtype = weights_dtype(self.precision)
+        if self.recipe.source.random_init:
+            return build_random(self.config, self.recipe.training.seed).to(self.device, dtype)
+        return self.start.model(dtype, self.device)
 
     def _teacher(self, config: Any) -> Teacher | None:
         """The frozen model of [distill]: whole in every process, or sharded like the model that is trained."""
         source = teacher_of(self.recipe, config)
         if source is None:
             return None
-        dtype = teacher_dtype(self.precision, self.device)
-        model = self.engine.build(
-            load_config(source), dtype, lambda: load(source, dtype=dtype, device=self.device).model
-        )
+        dtype, start = teacher_dtype(self.precision, self.device), self.start.like(source)
+        model = self.engine.build(start.config(), dtype, lambda: start.model(dtype, self.device))
         if self.recipe.training.compile:
             compile_blocks(model)
         states = HiddenStates(model)
-        self.engine.materialize_frozen(states, on_first_use(lambda: source_tensors(source, dtype, self.world)))
+        self.engine.materialize_frozen(states, on_first_use(lambda: start.tensors(dtype, self.world)))
         weight, distill = self.recipe.teacher_weight, self.recipe.distill
         return Teacher.of(states, Distillation(weight, distill.temperature, distill.top_k))
 
@@ -386,7 +384,7 @@ class Job:
             return checkpoint.pieces("model").__getitem__
         if self.recipe.source.random_init:
             return from_main(self._fresh_model, self.world)
-        return source_tensors(self.recipe.source.model, dtype, self.world)
+        return self.start.tensors(dtype, self.world)
 
     def _pruner(self, prunable: Prunable, plan: PruningPlan) -> Pruner:
         kind = ShearedPruner if self.recipe.prune.method == "sheared" else Pruner
@@ -401,6 +399,7 @@ class Job:
             rebuild=self._prepare,
             milestones=plan.milestones,
             on_milestone=self._save_milestone,
+            vocabulary=self.start.vocabulary,
         )
 
     def _prepare(self, model: nn.Module, fetch: Fetch | None = None) -> torch.optim.Optimizer:
@@ -493,7 +492,7 @@ class Job:
                 out,
                 structure=structure,
                 source=source,
-                ledger=ledger or [source_event(source, self.anatomy, {}), *self.state.changes],
+                ledger=ledger or [*first_events(source, self.anatomy, {}, self.start.vocabulary), *self.state.changes],
                 recipe=to_toml(self.recipe),
                 results=results,
                 quality=quality,

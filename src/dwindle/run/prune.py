@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,37 @@ from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import format_count, parse_size
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_and_held_out
+from dwindle.export.gguf_size import FileSize
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
-from dwindle.pruning.ledger import Event, ledger_until, read_ledger, replay_structure, source_event, verified_structure
+from dwindle.pruning.ledger import (
+    Event,
+    ledger_until,
+    read_ledger,
+    replay_structure,
+    source_event,
+    verified_structure,
+    vocabulary_in,
+)
 from dwindle.pruning.methods import METHODS
 from dwindle.pruning.rotation import slice_model
 from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
-from dwindle.pruning.target import Shape, Sizes, Target, is_share, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import (
+    FileSizes,
+    Shape,
+    Sizes,
+    Target,
+    is_share,
+    parse_target,
+    sizes_of,
+    sizes_text,
+)
 from dwindle.run.judging import Judge
+from dwindle.run.start import Start, file_sizes, trimmed
 from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 
 _MEASURED_TOKENS = 4096
@@ -148,7 +167,8 @@ def prune(
         read = source.source if isinstance(source, Loaded) else source
         check_output(out, overwrite=overwrite, sources=[read, *data])
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
-    target = parse_target(to, anatomy)
+    target = parse_target(to, anatomy, files=_files(source, to))
+    config = _for_file(config, to)
     _check_even(to, target, anatomy.source)
     check_prunable(anatomy, target, config)
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
@@ -175,12 +195,28 @@ def prune(
     return result
 
 
+def _for_file(config: PostTrainingConfig, to: str) -> PostTrainingConfig:
+    """With widths in whole blocks, if the target is a quantized file and no multiple was chosen."""
+    if config.method != "efficientllm" or "round_to" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"round_to": parse_size(to, "--to").block})
+
+
+def _files(source: str | PathLike[str] | Loaded, to: str) -> FileSizes:
+    if isinstance(source, Loaded):
+        return lambda type_: FileSize(source.model.config, source.tokenizer, type_, f"--to {to}")
+    return file_sizes(Start(os.fspath(source)), f"--to {to}")
+
+
 def _check_reached(to: str, target: Target, prunable: Prunable) -> None:
     """A result that misses the target is an error, never returned."""
     if target.shape is not None and Shape.of(prunable.alive) != target.shape:
         raise UserError(
             f"--to {to}: the sizes reached are {sizes_text(sizes_of(prunable.alive))}: use one round, or other sizes"
         )
+    if target.file is not None:
+        assert target.file.bytes_of(prunable.alive) <= target.file.max_bytes
+        return
     if target.shape is None and prunable.num_parameters > target.num_parameters:
         raise UserError(
             f"--to {to}: with these minimum sizes and groups nothing more is prunable at {prunable.num_parameters:,} "
@@ -287,6 +323,9 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
     if isinstance(at, str) and is_share(at):  # of the source, as in --to and milestones
         at = str(parse_target(at, anatomy, "at").num_parameters)
     events = ledger_until(events, at)
+    if (vocabulary := vocabulary_in(events, os.fspath(ledger))) is not None:
+        loaded = trimmed(replace(loaded, model=whole), vocabulary)
+        whole, anatomy = loaded.model, Anatomy.of(loaded.model)
     structure = replay_structure(anatomy.source, events)
     model = cut(whole, anatomy, structure, anatomy.source)
     return Pruned(

@@ -41,7 +41,7 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import Plan, PruningPlan, device_of, make_plan, micro_batch_of, plan_pruning, precision_of
 from dwindle.run.pretrain import Job
-from dwindle.sources.loading import load_config, load_tokenizer
+from dwindle.run.start import Start, start_of
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.rng import seed_everything
 from dwindle.training.sampling import NEW_TOKENS, greedy_tokens
@@ -98,16 +98,16 @@ def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None)
         raise UserError(f"price {price}: give the price of an hour, such as 2.5")
     if measure:
         found = rehearse(recipe)
-        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(recipe.source.model)
+        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(start_of(recipe))
         least = plan.memory_bytes_estimate if found.is_one_step else 0
         plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600
     return plan
 
 
-def _tokens_per_s(model: str) -> float:
+def _tokens_per_s(start: Start) -> float:
     """Speed of the tokenizer, on text that every machine has."""
-    encoder, text = DocumentEncoder(load_tokenizer(model)), "\n".join(pydoc_documents("valid"))
+    encoder, text = DocumentEncoder(start.tokenizer()), "\n".join(pydoc_documents("valid"))
     started = time.perf_counter()
     count = sum(len(piece.ids) for piece in encoder.encode([text]))
     return count / max(time.perf_counter() - started, 1e-9)
@@ -117,7 +117,7 @@ def rehearse(recipe: Recipe) -> Rehearsed:
     """Measure a few steps on this machine and predict the run; nothing is written but to a temporary folder."""
     recipe = resolve_recipe(recipe)
     device = device_of(recipe)
-    config = load_config(recipe.source.model)
+    config = start_of(recipe).config()
     recipe.training.precision = precision_of(recipe, device)
     recipe.training.micro_batch = micro_batch_of(recipe, device, config)
     if device == "cuda":
@@ -177,7 +177,7 @@ class _Rehearsal(Job):
             rows = chat = self._chat_rows(2 * max(micro_batch, _WINDOWS) + 1)
             windows = chat.spread(_WINDOWS * seq_len)
         else:
-            vocabulary = load_config(recipe.source.model).vocab_size
+            vocabulary = self.config.vocab_size
             count = (max(micro_batch, _WINDOWS) * 2 + 1) * seq_len + 1
             ids = np.random.default_rng(0).integers(vocabulary, size=count, dtype=np.uint32)
             stream = TokenStream([MemoryTokens("rehearsal", ids, np.zeros(1, dtype=np.uint64))])
@@ -189,7 +189,7 @@ class _Rehearsal(Job):
 
     def _chat_rows(self, count: int) -> PackedChat:
         """Rows of as many examples, with as many learned tokens at their ends, as those of the run have on average."""
-        data, config = self.recipe.data, load_config(self.recipe.source.model)
+        data, config = self.recipe.data, self.config
         packed = can_be_packed(config)
         found = estimate(data, self.recipe.task, lambda: self.tokenizer, packed=packed)
         in_row = min(max(round(found.examples_per_row), 1), (data.seq_len + 1) // 2)

@@ -11,6 +11,7 @@ from dwindle.pruning.methods import MethodName
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.strategies.base import Strategy
 from dwindle.pruning.strategies.coupled import CoupledStrategy
+from dwindle.pruning.strategies.file_size import FileStrategy
 from dwindle.pruning.strategies.global_mixture import GlobalStrategy
 from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
 from dwindle.pruning.strategies.peers import FlapStrategy, LlmPrunerStrategy, MinitronStrategy, WandaSpStrategy
@@ -57,6 +58,8 @@ def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
 def make_strategy(anatomy: Anatomy, target: Target, config: PruneConfig) -> Strategy:
     """The strategy of a configuration; raises if the target is not reachable."""
     config = settled(config, anatomy, target)
+    if target.file is not None:
+        return FileStrategy(anatomy, target, config, make_strategy)
     if config.method == "efficientllm" and config.effective_selection == "global":
         return GlobalStrategy(anatomy, target, config)
     return _STRATEGIES[config.method](anatomy, target, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -50,11 +50,11 @@ class GroupScores(Protocol):
 class Strategy(ABC):
     """Chooses groups until the model is at or below the target; raises if the target is not reachable."""
 
-    uses_elements: ClassVar[bool] = False
+    uses_elements: bool = False
     """Whether pruning without training updates the sums of saliencies element by element after every removal."""
-    compacts_between_rounds: ClassVar[bool] = False
+    compacts_between_rounds: bool = False
     """Whether pruning without training compacts the model between its (many) rounds."""
-    watches_layers: ClassVar[bool] = False
+    watches_layers: bool = False
     """Whether ``listen`` must be called before the forward passes whose results decide the groups."""
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ HeadPicker = Callable[[Layer, Values, Values], tuple[list[int], float]]
 class CoupledStrategy(Strategy):
     """Removes one head (or FFN channel) of every layer, or one hidden channel: all layers keep equal sizes."""
 
-    uses_elements: ClassVar[bool] = True
+    uses_elements = True
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ Sizes = list[tuple[int, int]]
 class LayerwiseStrategy(Strategy):
     """Base of the adaptive and the uniform strategy: layer plans, counting, and one group per kind and event."""
 
-    compacts_between_rounds: ClassVar[bool] = True
+    compacts_between_rounds = True
     spared: frozenset[int] = frozenset()
     """Layers that stay whole."""
 
@@ -175,7 +175,7 @@ class LayerwiseStrategy(Strategy):
 class AdaptStrategy(LayerwiseStrategy):
     """Adapt-Pruner: layers that change the residual stream more are pruned less; sparsities persist over iterations."""
 
-    watches_layers: ClassVar[bool] = True
+    watches_layers = True
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)

@@ -173,7 +173,7 @@ def coupled_scores(prunable: Prunable, rows: list[Row], elements: dict[str, Tens
 class MinitronStrategy(CoupledStrategy):
     """The least active heads, channels and hidden channels, down to one shape of all layers."""
 
-    uses_elements: ClassVar[bool] = False
+    uses_elements = False
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
@@ -15,7 +13,7 @@ from dwindle.pruning.target import Shape, Target
 class ShearedStrategy(CoupledStrategy):
     """Aims at the target's shape, or at a uniform one of its size; the masks (``masks.py``) are the scores."""
 
-    uses_elements: ClassVar[bool] = False
+    uses_elements = False
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)

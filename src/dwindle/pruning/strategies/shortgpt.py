@@ -6,7 +6,7 @@ Block influence of layer l: BI_l = 1 − E cos(h_l, h_{l+1}) over tokens, h_l an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from dwindle.pruning.target import Shape, Target
 class ShortGptStrategy(Strategy):
     """Removes the layers of the lowest block influence until the target; lands at most one layer below it."""
 
-    watches_layers: ClassVar[bool] = True
+    watches_layers = True
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)

@@ -1,0 +1,89 @@
+"""The ``[vocabulary]`` table of a recipe: how many tokens are kept, and on which text they are counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import Field
+
+from dwindle.core.config import Config
+from dwindle.core.errors import UserError
+from dwindle.core.progress import status
+from dwindle.core.sizes import parse_count
+from dwindle.data.config import absolute_path, check_inputs
+from dwindle.data.readers import expand_inputs, open_input
+from dwindle.data.token_files import is_token_files
+from dwindle.data.tokenizing import DocumentEncoder
+from dwindle.sources.loading import load_config, load_generation, load_tokenizer
+from dwindle.sources.vocabulary import Pieces, Vocabulary, choose_ids, trimmed_size, used_elsewhere
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST_CHARS = 200_000_000
+"""Characters of each text that are counted: more would not change which tokens are rare."""
+
+
+class VocabularyConfig(Config):
+    """Which tokens are kept; the others are removed before anything is pruned."""
+
+    size: str | int | None = None
+    """Tokens to keep, such as "32k", rounded down to a multiple of 64; bytes, special and chat tokens always stay. Not
+    set: all."""
+    text: list[str] = Field(default_factory=list)
+    """Text whose most frequent tokens are kept. Not set: those of the first merges, or of the highest scores."""
+
+    def check_values(self, key: str) -> None:
+        """Refuse what no tokenizer could use; ``key`` names ``size`` in messages."""
+        if self.text and self.size is None:
+            raise UserError(f"{key}: missing: say how many tokens to keep, such as 32k, or remove the text")
+        if self.size is not None and parse_count(self.size, key) < 1:
+            raise UserError(f"{key}: {self.size} must be at least 1")
+
+    def make_paths_absolute(self, base: Path) -> None:
+        """See ``DataConfig``."""
+        self.text = [absolute_path(path, base) for path in self.text]
+
+
+def vocabulary_of(
+    source: str | os.PathLike[str], config: VocabularyConfig, *, key: str = "vocabulary.size", option: str = ""
+) -> Vocabulary | None:
+    """The ids of a source that are kept; None without a size. ``key`` and ``option`` name size and text in messages."""
+    config.check_values(key)
+    if config.size is None:
+        return None
+    if config.text:
+        check_inputs(config.text, option or "vocabulary.text")
+    return _chosen(os.fspath(source), parse_count(config.size, key), tuple(config.text), key, option)
+
+
+@lru_cache(maxsize=4)  # a plan, its measurement and the run ask for the same one
+def _chosen(source: str, wanted: int, texts: Sequence[str], key: str, option: str) -> Vocabulary:
+    tokenizer, config = load_tokenizer(source), load_config(source)
+    pieces = Pieces(tokenizer, f"source {source}")
+    required = used_elsewhere(tokenizer, config, load_generation(source))
+    size = trimmed_size(pieces, wanted, required, key)
+    counts = token_counts(texts, tokenizer, option or "vocabulary.text") if texts else None
+    return choose_ids(pieces, size, required, config.vocab_size, counts)
+
+
+def token_counts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, option: str) -> dict[int, int]:
+    """How often each token occurs in the texts."""
+    encoder = DocumentEncoder(tokenizer)
+    counts = np.zeros(max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1), np.int64)
+    for name in expand_inputs(list(texts), option):
+        if is_token_files(name):
+            raise UserError(f"{option}: {name} is a directory of token files: give the text itself")
+        with status(f"counting the tokens of {name}"):
+            documents, num_chars = open_input(name, option=option).documents(), 0
+            for piece in encoder.encode(documents):
+                counts += np.bincount(piece.ids.astype(np.int64), minlength=len(counts))
+                num_chars += len(piece.ids) * 4  # about: a token has four characters
+                if num_chars > _MOST_CHARS:
+                    break
+    return {token: int(count) for token, count in enumerate(counts) if count}

@@ -1,0 +1,159 @@
+"""Fewer tokens: the written model, runs that trim before they prune, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import kl_div, log_softmax
+
+import dwindle
+from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
+from dwindle.pruning.ledger import read_ledger
+from dwindle.run.plan import make_plan
+from dwindle.run.pretrain import pretrain, resume
+from dwindle.run.start import Start, start_of
+from dwindle.training.distill import Distillation, HiddenStates, Teacher
+from dwindle.training.loss import language_model_loss
+from runs import COMPACT_OFTEN, metrics, tiny_recipe
+from tiny import merged_directory
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("trim")
+    merged_directory(place / "model", 640)
+    return place
+
+
+def recipe(place: Path, **tables: Any) -> Any:
+    given: dict[str, Any] = {
+        "vocabulary": {"size": 384, "text": ["pydoc:valid"]},
+        "data": {"valid": ["pydoc:valid"], "valid_tokens": 480},
+        "training": {"micro_batch": 4},
+        "prune": {"target": "80%", "horizon": 0.9, **COMPACT_OFTEN},
+        "distill": {"weight": 0.5},
+        "checkpoint": {"every": 4, "keep_last": 9},
+    }
+    return tiny_recipe(place, steps=8, sequences=4, **given | tables)
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    pretrain(recipe(place), place / "run")
+    return place / "run"
+
+
+def test_the_written_model(place: Path) -> None:
+    """Rows, tokenizer, ids in configuration and generation settings, structure and ledger."""
+    out = place / "trimmed"
+    result = dwindle.trim(place / "model", "400", out=out)
+    source, smaller = dwindle.load(place / "model"), dwindle.load(out)
+    kept = torch.tensor(result.vocabulary.kept)
+    assert len(kept) == 384 == smaller.model.config.vocab_size == len(smaller.tokenizer)
+    for name, weight in smaller.model.named_parameters():
+        before = source.model.get_parameter(name)
+        assert torch.equal(weight, before[kept] if before.shape[0] == 640 else before), name
+    eos = smaller.tokenizer.eos_token_id
+    assert kept[eos] == 639 and smaller.model.config.eos_token_id == smaller.model.generation_config.eos_token_id == eos
+    recorded = json.loads((out / "structure.json").read_text())["vocabulary"]
+    ledger = read_ledger(out)
+    assert [event["event"] for event in ledger] == ["source", "vocabulary"]
+    assert recorded == result.vocabulary.to_json() == {key: ledger[1][key] for key in ("rows", "kept")}
+    assert [event["parameters"] for event in ledger] == [result.before.total, result.after.total]
+    assert result.quality is not None and "bits per byte" in result.quality.bits()
+    chat = [{"role": "user", "content": "def f(x):"}]
+    texts = [tok.apply_chat_template(chat, tokenize=False) for _, tok in (source, smaller)]
+    assert texts[0] == texts[1] == smaller.tokenizer.decode(smaller.tokenizer(texts[1]).input_ids)
+    again = dwindle.replay(place / "model", out)
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), smaller.model.parameters(), strict=True))
+
+
+def test_the_teacher_is_restricted_and_renormalised(place: Path) -> None:
+    """Its divergence against a plain one: the whole model's probabilities of the kept tokens over their sum."""
+    vocabulary = start_of(recipe(place)).vocabulary
+    assert vocabulary is not None
+    start = Start(str(place / "model"), vocabulary)
+    whole, teacher, student = (s.model(torch.float64) for s in (Start(start.source), start, start))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter += 0.05 * torch.randn(
+                parameter.shape, dtype=parameter.dtype, generator=torch.Generator().manual_seed(1)
+            )
+    tokens = torch.randint(384, (2, 13), generator=torch.Generator().manual_seed(0))
+    how = Distillation(0.5, 2.0)
+    found = language_model_loss(
+        student, tokens, chunk_tokens=7, teacher=Teacher.of(HiddenStates(teacher), how)
+    ).distillation
+    kept = torch.tensor(vocabulary.kept)
+    with torch.no_grad():
+        probabilities = torch.softmax(whole(kept[tokens[:, :-1]]).logits / 2, -1)[..., kept]
+        renormalised = probabilities / probabilities.sum(-1, keepdim=True)
+        ours = log_softmax(student(tokens[:, :-1]).logits / 2, -1)
+    assert found is not None
+    torch.testing.assert_close(found, 4 * kl_div(ours, renormalised, reduction="sum"), rtol=1e-10, atol=0)
+
+
+def test_a_run_trims_then_prunes(place: Path, run: Path) -> None:
+    model, tokenizer = dwindle.load(run / "model")
+    assert model.config.vocab_size == len(tokenizer) == 384
+    ledger = read_ledger(run)
+    assert [event["event"] for event in ledger[:3]] == ["source", "vocabulary", "prune"]
+    assert read_ledger(run / "model") == ledger
+    assert ledger[0]["parameters"] > ledger[1]["parameters"] > ledger[2]["parameters"]
+    text = "def f(x):\n    return 'Zürich' + x  # 你好 🙂"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    again = dwindle.replay(place / "model", run / "ledger.jsonl")
+    shapes = [{name: parameter.shape for name, parameter in one.named_parameters()} for one in (again.model, model)]
+    assert shapes[0] == shapes[1] and again.tokenizer.get_vocab() == tokenizer.get_vocab()
+    plan = make_plan(recipe(place))
+    assert plan.parameters_before == ledger[1]["parameters"]
+    assert metrics(run)[-1]["parameters"] <= plan.parameters_target
+
+
+def test_a_trimmed_run_resumes_bit_equal(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the middle; the tokens are those that were chosen at the beginning, and nothing is counted again."""
+    copy = place / "copy"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    shutil.rmtree(RunDirectory(copy).checkpoint(8))
+    monkeypatch.setattr("dwindle.data.vocabulary.token_counts", lambda *_: pytest.fail("counted again"))
+    resume(copy)
+    for name, weight in load_file(copy / "model" / "model.safetensors").items():
+        assert torch.equal(weight, load_file(run / "model" / "model.safetensors")[name]), name
+    assert metrics(copy) == metrics(run) and (copy / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+    assert (copy / "model" / "tokenizer.json").read_bytes() == (run / "model" / "tokenizer.json").read_bytes()
+
+
+def test_other_tokens_are_another_run(place: Path, run: Path) -> None:
+    copy = place / "other"
+    shutil.copytree(run, copy)
+    shutil.rmtree(copy / "model")
+    shutil.rmtree(RunDirectory(copy).checkpoint(8))
+    record = json.loads((copy / "vocabulary.json").read_text())
+    record["kept"] = [[0, 381], [638, 639]]
+    (copy / "vocabulary.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"data.valid|vocabulary.text: its content is not"):
+        resume(copy)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"size": 100}, r"^vocabulary.size 100: \d+ tokens must stay .*: choose at least \d+$"),
+        ({"size": "50k"}, r"^vocabulary.size 50,000: the source has 640 tokens: choose fewer$"),
+        ({"size": "many"}, "vocabulary.size: 'many' is not a number"),
+        ({"size": 384, "text": ["missing.txt"]}, "vocabulary.text: .*missing.txt does not exist"),
+        ({"text": ["pydoc:valid"]}, "vocabulary.size: missing"),
+    ],
+)
+def test_bad_vocabularies_are_refused(place: Path, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        pretrain(recipe(place, vocabulary=settings), place / "refused")
+    assert not (place / "refused").exists()
