@@ -146,7 +146,7 @@ class PruneConfig(Config):
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
         if method != "shortgpt" and self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
-        if not set(self.groups or KINDS) & set(METHODS[method].kinds):
+        if not self.effective_groups:
             raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].kinds)} alone: remove it")
         try:
             if self.num_gram_tokens == 0:
