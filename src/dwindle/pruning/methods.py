@@ -129,6 +129,7 @@ METHODS: dict[MethodName, Method] = {
         "the whole layers that change the residual stream least (ShortGPT)",
         kinds=("layer",),
         default_metric="magnitude",
+        settings=("rounds",),
         in_training=True,
     ),
     "slicegpt": Method(
