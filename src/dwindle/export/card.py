@@ -94,7 +94,7 @@ class Card:
     @property
     def before(self) -> int | None:
         found = self.first.get("parameters")
-        return found if isinstance(found, int) else None
+        return found if isinstance(found, int) and found > 0 else None
 
     @property
     def after(self) -> int | None:

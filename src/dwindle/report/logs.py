@@ -216,7 +216,7 @@ class LedgerLog:
 
     @property
     def source_parameters(self) -> float | None:
-        return number(self.source.get("parameters"))
+        return number(self.source.get("parameters")) or None  # a damaged ledger may say 0
 
     def option(self, name: str) -> Any:
         options = self.source.get("options")

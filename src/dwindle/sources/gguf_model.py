@@ -379,7 +379,10 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -
         part = name.split(".")[-2]
         tensor = tensor.unsqueeze(1) if target.endswith(".conv.conv.weight") else tensor
         if architecture.permuted and part in heads:
-            count = heads[part][int(name.split(".")[1])]
+            number = int(name.split(".")[1])
+            if number >= len(per_kv):
+                raise unsupported(file, f"holds {name}, but its metadata says {len(per_kv)} layers")
+            count = heads[part][number]
             if tensor.shape[0] % (2 * count):
                 raise unsupported(file, f"holds {name} with {tensor.shape[0]} rows for {count} heads")
             tensor = interleaved_to_halves(tensor, count)
