@@ -87,7 +87,7 @@ METHODS: dict[MethodName, Method] = {
         "mean |W| · ‖x‖₂",
         "the same share of heads and channels in every layer; layers in order, later ones see pruned inputs",
         "nothing",
-        "keeps the hidden size; removes whole key/value heads only; prunes before training, not during it",
+        "keeps the hidden size; removes whole key/value heads only",
         "the same share of every layer, by weights times inputs (Wanda-sp)",
     ),
     "flap": Method(
@@ -95,7 +95,7 @@ METHODS: dict[MethodName, Method] = {
         "Var(x) · ‖W‖², squared for heads, as a z-score of its layer and kind",
         "one threshold for all layers and kinds",
         "bias of `o` and `down`: the mean of what they lose",
-        "keeps the hidden size; not stock; needs a family with biases on both; prunes before training, not during it",
+        "keeps the hidden size; not stock; needs a family with biases on both",
         "what varies least over the text, in any layer; biases replace its mean (FLAP)",
         settings=("attention",),
         output_bias=True,
@@ -105,8 +105,7 @@ METHODS: dict[MethodName, Method] = {
         "Σ |w·g − ½·w²·E[g²]| over every matrix that a group touches",
         "the same share of heads and channels in every layer but the first 4 and last 2 of 32",
         "nothing",
-        "keeps the hidden size; spared layers stay whole, so the result is not stock; prunes before training, not "
-        "during it",
+        "keeps the hidden size; spared layers stay whole, so the result is not stock",
         "the same share of every layer but the first and last ones (LLM-Pruner)",
         settings=("attention", "rounds"),
     ),
@@ -115,7 +114,7 @@ METHODS: dict[MethodName, Method] = {
         "√Σ_sequences (mean |x|)²; for hidden channels of every norm's output",
         "one shape for all layers: the target's, or equal shares of hidden size, heads and FFN",
         "nothing",
-        "query heads are removed inside key/value groups, which all stay; prunes before training, not during it",
+        "query heads are removed inside key/value groups, which all stay",
         "what is least active, to one shape (Minitron)",
         kinds=KINDS,
         settings=("round_to", "rounds"),
@@ -138,7 +137,7 @@ METHODS: dict[MethodName, Method] = {
         "the k principal directions of the stream, the same k everywhere",
         "everything is rotated; gains of norms are folded into what reads them",
         "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
-        "after blocks or convolutions; cannot be replayed; prunes before training, not during it",
+        "after blocks or convolutions; cannot be replayed",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
         kinds=("stem",),
         settings=("round_to",),
@@ -168,14 +167,24 @@ METHODS_OF: dict[str, tuple[str, ...]] = {
 
 def help_text() -> str:
     """The methods, each with what it cannot do, for ``--help`` and the reference of recipes."""
-    return " ".join(f"{name} ({one.paper}): {one.shares}; {one.cannot}." for name, one in METHODS.items())
+    words = [f"{name}: {one.shares}; {one.cannot}." for name, one in METHODS.items()]
+    before = [name for name, one in METHODS.items() if not one.in_training]
+    return f"{' '.join(words)} Before training, not during it: {', '.join(before)}."
 
 
 def markdown() -> str:
     """The table of methods in the docs."""
-    head = ["`method`", "from", "score", "shared out", "repairs", "cannot"]
+    head = ["`method`", "from", "score", "shared out", "repairs", "cannot", "prunes"]
     rows = [
-        [f"`{name}`", one.paper, one.score.replace("|", "\\|"), one.shares, one.repairs, one.cannot]
+        [
+            f"`{name}`",
+            one.paper,
+            one.score.replace("|", "\\|"),
+            one.shares,
+            one.repairs,
+            one.cannot,
+            "before or during training" if one.in_training else "before training",
+        ]
         for name, one in METHODS.items()
     ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *rows])
