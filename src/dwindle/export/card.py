@@ -36,7 +36,7 @@ SETTINGS = (
 
 REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 
-_RULES = {
+_RULES: dict[str, str] = {
     "global": "always the least salient group of any layer",
     "coupled": "always the least salient group of its type, one in every layer",
     **{name: method.card for name, method in METHODS.items() if method.card},

@@ -174,7 +174,8 @@ def _scaled(x_ND: Tensor, norm: Any) -> Tensor:
         raise UserError("method slicegpt: a LayerNorm subtracts the mean, so the stream cannot be rotated")
     epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     x_ND = x_ND.to(torch.promote_types(x_ND.dtype, torch.float32))
-    return x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + epsilon)
+    scaled_ND: Tensor = x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + epsilon)
+    return scaled_ND
 
 
 def principal_directions(moment_DD: Tensor) -> tuple[Tensor, Tensor]:

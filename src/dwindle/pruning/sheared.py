@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import local
+from dwindle.pruning.layouts import largest_count
 from dwindle.pruning.masks import MaskedModel, Masks, parts_of
 from dwindle.pruning.pacing import MaskPhase
 from dwindle.pruning.pruner import Pruner
@@ -37,6 +38,11 @@ class ShearedPruner(Pruner):
     @property
     def name(self) -> str:
         return Pruner.__name__
+
+    @property
+    def end_count(self) -> int:
+        """All key/value groups stay, so the shape says it exactly."""
+        return largest_count(self.prunable.anatomy, self._strategy.target, self.config)
 
     def scores_step(self, step: int) -> bool:
         """Masks, not the gradients of weights, say what is removed."""
