@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import tables
-from common import DEVICE, commit
+from common import DEVICE
+from measures import commit
 
 import dwindle
 from dwindle.core.files import write_text_atomic

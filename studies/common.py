@@ -18,20 +18,18 @@ import re
 import shlex
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import tables
 import torch
+import training_tables as tables
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
+from measures import Clock, Peak, Record, commit, facts, keep_logs, shape_of
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -42,7 +40,7 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data
-from dwindle.pruning.ledger import read_ledger
+from dwindle.pruning.config import PruneConfig
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
 from dwindle.run.pretrain import pretrain, resume
@@ -50,12 +48,9 @@ from dwindle.run.result import RunResult
 from dwindle.sources.loading import load_config
 from dwindle.training.loss import evaluate_loss
 
-Record = dict[str, Any]
 KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
-AT_TARGET_TOKENS = 262144
-"""The training loss over so many tokens after the last event is that of the model as it reached its size."""
 FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
 FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05}
 """What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
@@ -288,7 +283,7 @@ class Study:
             "checkpoint": {"every": 0},
         }
         overrides = [*args.set, *row.overrides]
-        if not any(text.startswith(("prune.method=adapt", "prune.method=uniform")) for text in overrides):
+        if not any(text.startswith("prune.method=") for text in overrides):
             base["prune"] |= FIRST_PRUNING
         if any(text.startswith("prune.ratio=") for text in overrides):
             del base["prune"]["horizon"]
@@ -328,8 +323,9 @@ class Study:
             record["refused"] = str(error)
             return None
         if row.from_one_shot:
-            with clock("prune"):
-                model = self._one_shot(row, size, seed)
+            model, cost = self._one_shot(row, size, seed)
+            record["pruning"] = cost
+            clock.seconds["prune"] = cost["seconds"]
         if not row.trained:
             return str(model)
         with clock("train"):
@@ -343,15 +339,15 @@ class Study:
     def _one_shot_options(self, row: Row, size: str, seed: int) -> Record:
         recipe = self._recipe(row, size, seed, self.args.model)
         prune = recipe.prune
+        knobs = {name: getattr(prune, name) for name in PruneConfig.model_fields}
+        if prune.method == "efficientllm":
+            knobs["selection"] = prune.effective_selection
+        if not prune.has_own_score:
+            knobs["metric"] = prune.effective_metric
         return {
             "to": size,
             "data": self.args.data,
-            "metric": prune.effective_metric,
-            "selection": prune.effective_selection,
-            "groups": prune.groups,
-            "attention": prune.attention,
-            "compare": prune.compare,
-            "round_to": prune.round_to,
+            **knobs,
             "sequences": self.args.sequences,
             "seq_len": recipe.data.seq_len,
             "seed": seed,
@@ -363,15 +359,21 @@ class Study:
             self.args.work / f"one-shot-{fingerprint([self.args.model, self._one_shot_options(row, size, seed)])}"
         )
 
-    def _one_shot(self, row: Row, size: str, seed: int) -> str:
-        """The source pruned after calibration; rows with the same settings share it."""
+    def _one_shot(self, row: Row, size: str, seed: int) -> tuple[str, Record]:
+        """The source pruned after calibration, and what that took; rows with the same settings share it."""
         folder = self._one_shot_folder(row, size, seed)
+        cost = folder.with_suffix(".json")
         with locked(folder.with_suffix(".lock")):
-            if not folder.is_dir():
-                dwindle.prune(
-                    self.args.model, out=folder, device=DEVICE, measure=False, **self._one_shot_options(row, size, seed)
-                )
-        return str(folder)
+            if not folder.is_dir() or not cost.is_file():
+                loaded, peak, clock = dwindle.load(self.args.model, device=DEVICE), Peak(), Clock({})
+                with clock("prune"):
+                    result = dwindle.prune(
+                        loaded, device=DEVICE, measure=False, **self._one_shot_options(row, size, seed)
+                    )
+                result.save(folder, overwrite=True)
+                found = {"seconds": clock.seconds["prune"], "peak_bytes": peak.read(), "device": DEVICE}
+                write_text_atomic(cost, json.dumps(found) + "\n", option="--work")
+        return str(folder), json.loads(cost.read_text(encoding="utf-8"))
 
     def _train(self, recipe: Recipe, run: Path) -> RunResult:
         """Start a run, or resume one that an earlier call stopped."""
@@ -388,6 +390,7 @@ class Study:
         loaded = dwindle.load(model, device=DEVICE)
         seq_len = self._recipe(Row(""), self.args.sizes.split(",")[0], 0, self.args.model).data.seq_len
         found: Record = {"parameters": sum(p.numel() for p in loaded.model.parameters())}
+        found["shape"] = shape_of(loaded.model)
         tokens, cache = parse_count(self.args.valid_tokens, "--valid-tokens"), self.args.work / "tokens"
         for name, text in texts.items():
             windows = validation_windows([text], loaded.tokenizer, seq_len, tokens, cache_dir=cache)
@@ -434,21 +437,6 @@ def fingerprint(what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
 
 
-class Clock:
-    """Seconds per part of a row; for a resumed run those of the last call."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.seconds[name] = round(time.monotonic() - started, 1)
-
-
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
     """Send SIGTERM when the time is over, on which the run saves a checkpoint and stops."""
@@ -469,38 +457,3 @@ def alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def facts(run: Path, target_reached: bool = True) -> Record:
-    """From a finished run's logs: speed, training time, validation loss, and tokens until the target was reached."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
-    found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
-    found |= {"valid_loss": lines[-1]["valid_loss"]} if "valid_loss" in lines[-1] else {}
-    if (run / "ledger.jsonl").is_file():
-        events = [event for event in read_ledger(run) if event["event"] == "prune"]
-        end = events[-1]["tokens"] if events else 0
-        found |= {"events": len(events), "pruning_tokens": end}
-        after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
-        found |= {"loss_at_target": statistics.mean(after)} if after and target_reached else {}
-    return found
-
-
-def keep_logs(run: Path, folder: Path) -> None:
-    """Copy the small files of a run that ``dwindle report`` and ``dwindle plot`` need."""
-    for name in ("recipe.toml", "metrics.jsonl", "ledger.jsonl", "model/structure.json"):
-        if (run / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(run / name, folder / name)
-
-
-@cache
-def commit() -> str:
-    """The commit of this checkout, marked if files differ from it."""
-    here = str(Path(__file__).parent)
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    found = git("rev-parse", "--short=12", "HEAD")
-    return f"{found}+changes" if found and git("status", "--porcelain", "--", "../src", "../studies") else found

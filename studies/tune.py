@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import alarm, commit, keep_logs
+from common import alarm
 from jobs import locked
+from measures import commit, keep_logs
 
 import dwindle
 from dwindle.core.files import write_text_atomic

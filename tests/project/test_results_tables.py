@@ -5,23 +5,28 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.recipe.library import find_recipe
 from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from tiny import shrunk, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results.md"
 
 
 def script(name: str) -> ModuleType:
+    if str(ROOT / "studies") not in sys.path:
+        sys.path.append(str(ROOT / "studies"))
     spec = importlib.util.spec_from_file_location(f"study_{name}", ROOT / "studies" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -63,7 +68,9 @@ def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None
 def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: str) -> None:
     """What the best row sets, the recipe sets as well, and nothing else about pruning and teaching."""
     data = json.loads((PAGE.parent / "results" / "main-table.json").read_text(encoding="utf-8"))
-    rivals = [seeds for seeds in tables.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000]
+    rivals = [
+        seeds for seeds in tables.training.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000
+    ]
     best = min(rivals, key=lambda seeds: sum(row["textbooks"] for row in seeds) / len(seeds))[0]
     recipe = load_recipe("smollm2-135m-to-80m")
     like = load_recipe("smollm2-135m-to-80m", overrides=best["settings"])
@@ -76,9 +83,9 @@ def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: s
 
 def test_only_unusual_settings_are_told(tables: ModuleType) -> None:
     rows = [row(name, 0, 3.0, set=["lr=1", "steps=16"]) for name in ("a", "b", "c")]
-    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
+    found = tables.training.losses({"rows": [*rows, row("a", 0, 3.1, set=["lr=1", "steps=64"], settings=["steps=64"])]})
     assert "[steps=64]" in found and "steps=16" not in found and "lr=1" not in found
-    found = tables.losses({"rows": [*rows, row("a", 0, 3.1, set=["steps=16"], settings=["steps=16"])]})
+    found = tables.training.losses({"rows": [*rows, row("a", 0, 3.1, set=["steps=16"], settings=["steps=16"])]})
     assert "| a [no lr=1] |" in found and "| a |" in found
 
 
@@ -91,7 +98,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     """Seeds are one line with mean and sample deviation; unreached targets and refusals never win."""
     task = {"value": 0.5, "stderr": 0.02}
     scores = {
-        "tasks": dict.fromkeys(tables.TASKS, task) | {"boolq": {"value": 0.38, "stderr": 0.01}},
+        "tasks": dict.fromkeys(tables.training.TASKS, task) | {"boolq": {"value": 0.38, "stderr": 0.01}},
         "average": {"value": 0.41, "stderr": 0.01},
     }
     rows = [
@@ -102,7 +109,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
         row("easy", 0, 1.0, target_reached=False),
         {k: v for k, v in row("never", 0, 0.0).items() if k != "textbooks"} | {"refused": "too few steps"},
     ]
-    lines = tables.losses(json.loads(json.dumps({"rows": rows}))).splitlines()[2:]
+    lines = tables.training.losses(json.loads(json.dumps({"rows": rows}))).splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [line[5:8] for line in cells] == [
         ["3.000", "4.000", "41.00 (±1.00)"],
@@ -111,15 +118,15 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
         ["not possible: too few steps", "", ""],
     ]
     assert cells[1][3:5] == ["0 ×2, 1", "90–91"] and cells[2][4] == "90 (target not reached)"
-    assert tables.tasks({"rows": rows}).splitlines()[2:] == [
+    assert tables.training.tasks({"rows": rows}).splitlines()[2:] == [
         "| 50% | one | 1,000 | 50.00 ±2.00 | 50.00 ±2.00 | 38.00 ±1.00 |"
         + " 50.00 ±2.00 |" * 4
         + " 41.00 ±1.00 | 50.00 ±0.82 |"  # the last: 2 / √6
     ]
     other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
-    found = tables.losses({"rows": other})
+    found = tables.training.losses({"rows": other})
     assert "| one |" in found and "| one [c.d=2] |" in found
-    assert "| two 50% | abc | `run two` |" in tables.commands({"rows": rows})
+    assert "| two 50% | abc | `run two` |" in tables.training.commands({"rows": rows})
 
 
 def test_margins_over_one_shot(tables: ModuleType) -> None:
@@ -131,13 +138,13 @@ def test_margins_over_one_shot(tables: ModuleType) -> None:
         row("late", 0, 2.5, set=["a.b=1"]),
         row("once", 0, 3.15),
     ]
-    lines = tables.margins({"rows": rows}).splitlines()[2:]
+    lines = tables.training.margins({"rows": rows}).splitlines()[2:]
     assert lines == [
         "| 50% | aware | 1,000 | 2 and 2 | 0.200 ± 0.141 | 1.000 ± 0.000 |",
         "| 50% | once | 1,000 | 1 and 2 | 0.050 |  |",
     ]
     taught = [row("one-shot+kd", 0, 3.0), row("aware+kd", 0, 2.9), *rows]
-    assert tables.margins_distilled({"rows": taught}).splitlines()[2:] == [
+    assert tables.training.margins_distilled({"rows": taught}).splitlines()[2:] == [
         "| 50% | aware+kd | 1,000 | 1 and 1 | 0.100 |  |"
     ]
 
@@ -152,7 +159,7 @@ def test_choices_are_told_by_what_they_change(tables: ModuleType) -> None:
         row("easy", 0, 1.0, settings=[*one, "e.f=3"], order=2, target_reached=False),
         row("small", 0, 4.0, settings=[], tokens=500),
     ]
-    small, large = tables.choices({"rows": rows}).split("\n\n50%, 1,000")
+    small, large = tables.training.choices({"rows": rows}).split("\n\n50%, 1,000")
     head, *lines = large.split("\n\n")[1].splitlines()
     assert large.startswith(" tokens, `a.b=1` `c.d=2`:")
     assert head == "| changed | seeds | held-out loss | minus reference |"
@@ -173,7 +180,7 @@ def test_choices_beside_another_row_have_that_as_reference(tables: ModuleType) -
         row("c-4", 0, 2.9, settings=["c.d=4"], order=1),
         *(row(f"e-{n}", 0, 2.7, settings=["c.d=3", f"e.f={n}"], order=2) for n in range(2)),
     ]
-    first, second = tables.choices({"rows": rows}).split("\n\n50%, 1,000 tokens, `c.d=3`:\n\n")
+    first, second = tables.training.choices({"rows": rows}).split("\n\n50%, 1,000 tokens, `c.d=3`:\n\n")
     assert first.count("`c.d=3`") == 1 and "e.f" not in first
     assert second.splitlines()[2:] == [
         "| reference | 0 | 2.800 |  |",
@@ -202,6 +209,39 @@ def test_the_figure_of_scalability() -> None:
     assert books.series[0].y == [pytest.approx(3.1), 2.8] and wiki.series[0].y == [5.0, 5.0]
     with pytest.raises(UserError, match="fewer than two"):
         study.scalability({"rows": rows[1:3]})
+
+
+def test_the_peers_table_and_figure() -> None:
+    """One line for all seeds; a curve for each method, apart without and with training; refused rows say why."""
+    about: dict[str, Any] = {"mixed.test": 3.5, "wikitext2": 4.0, "valid": "psychology", "sequences": 4}
+    cost = {"seconds": 2.5, "peak_bytes": 3 * 2**30, "device": "cpu"}
+    rows = [
+        row("source", 0, 2.0, **about | {"size": "", "tokens": 0, "decode_speedup": 1.0}),
+        row("flap", 0, 5.0, **about, pruning=cost, decode_speedup=1.25) | {"tokens": 0},
+        row("flap", 0, 7.0, **about, pruning=cost, decode_speedup=2.0) | {"tokens": 0, "size": "25%"},
+        row("flap-trained+kd", 0, 3.0, **about, pruning=cost, decode_speedup=1.25),
+        row("flap-trained+kd", 1, 3.2, **about, pruning=cost, decode_speedup=1.25),
+        {k: v for k, v in row("ours", 0, 0.0, valid="psychology").items() if k != "textbooks"} | {"refused": "no"},
+    ]
+    lines = script("tables").TABLES["peers"]({"rows": rows}).splitlines()
+    shown = ["psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "its memory, GiB |"]
+    assert lines[0].split(" | ")[5:] == shown
+    cells = ["| 50%", "flap-trained+kd", "0M", "0, 1", "0.0M", "3.100 ± 0.141", "3.500 ± 0.000", "4.000 ± 0.000"]
+    assert " | ".join([*cells, "1.25 ± 0.00", "2.5", "3.00 |"]) in lines
+    assert any("not possible: no" in line for line in lines)
+    pruned, trained = script("peers_speed").figure({"rows": rows}).panels
+    assert [(s.name, s.x, s.y) for s in pruned.series] == [("flap", [0.5, 0.8], [3.5, 3.5])]
+    assert [s.name for s in trained.series] == ["flap"]
+
+
+def test_speed_is_measured_on_a_model_of_the_same_shape() -> None:
+    source = tiny_model("llama", dtype=torch.float32, attention_bias=False, mlp_bias=False)
+    for kind in ("stock", "unequal", "cluster"):
+        model, _ = shrunk("llama", kind)  # with biases
+        shape = script("measures").shape_of(model)
+        assert shape["output_bias"]
+        built = script("peers_speed").model_of(shape, source)
+        assert {n: p.shape for n, p in built.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
 def test_the_smallest_recipe_has_the_settings_of_its_row() -> None:

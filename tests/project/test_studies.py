@@ -33,11 +33,11 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     settings = ["data.seq_len=24", "training.tokens_per_step=96", "training.lr=3e-3", "data.valid_tokens=240"]
 
-    def call(*words: str) -> list[dict[str, Any]]:
+    def call(*words: str, table: Any = main_table) -> list[dict[str, Any]]:
         options = ["--model", str(tmp_path / "model"), "--data", "pydoc:train", "--valid", "pydoc:valid"]
         options += ["--tokens", "1152", "--valid-tokens", "480", "--sequences", "4", "--out", str(tmp_path / "o.json")]
         monkeypatch.setattr(sys, "argv", ["main_table.py", *options, *words, "--set", *settings])
-        common.run_study("main_table", "", main_table.ROWS, {})
+        common.run_study("main_table", "", table.ROWS, {})
         found: list[dict[str, Any]] = json.loads((tmp_path / "o.json").read_text())["rows"]
         return found
 
@@ -73,6 +73,18 @@ def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFi
 
     before = (tmp_path / "o.json").stat().st_mtime_ns
     assert study(*wanted) == rows and (tmp_path / "o.json").stat().st_mtime_ns == before
+
+
+def test_peers_are_pruned_once_and_trained_alike(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peers
+
+    assert {"wanda-sp", "flap", "llm-pruner", "minitron", "adapt", "ours"} <= peers.ROWS.keys()
+    rows = study("--rows", "flap,flap-trained+kd,ours-trained+kd", "--sizes", "60%", table=peers)
+    assert [r["row"] for r in rows] == ["flap", "flap-trained+kd", "ours-trained+kd"]
+    assert rows[0]["pruning"] == rows[1]["pruning"] and rows[0]["pruning"]["seconds"] >= 0  # the same model
+    assert rows[0]["shape"] == rows[1]["shape"] and rows[0]["shape"]["output_bias"] and rows[0]["tokens"] == 0
+    assert len(list((tmp_path / "o").glob("one-shot-*/model.safetensors"))) == 1
+    assert rows[1]["parameters"] == rows[0]["parameters"] <= int(0.6 * 37408)
 
 
 def test_a_run_that_does_not_fit_the_budget_goes_on_later(

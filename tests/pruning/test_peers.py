@@ -13,6 +13,7 @@ from torch import Tensor
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import with_output_bias
+from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import from_dict
@@ -162,6 +163,18 @@ def test_flap_removes_what_is_below_one_threshold_and_keeps_its_mean() -> None:
     assert sum(p.numel() for p in smaller.parameters()) == prunable.num_parameters  # with all biases
     ids = tokens(2, 9)
     assert torch.allclose(smaller(ids).logits, prunable.model(ids).logits, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", [name for name, table in FAMILIES.items() if table.output_bias_keys])
+def test_a_family_with_bias_keys_gets_biases_and_stays_the_same_model(family: str) -> None:
+    options = {key: False for key in (*FAMILIES[family].output_bias_keys, "attention_bias")}
+    model, ids = tiny_model(family, **options), tokens(2, 9)
+    anatomy = Anatomy.of(model)
+    before = model(ids).logits
+    biased = with_output_bias(model, anatomy.source)
+    names = dict(biased.named_parameters())
+    assert all(f"{row.module}.bias" in names for _, row in anatomy.outputs)
+    assert torch.equal(biased(ids).logits, before)
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -71,18 +71,18 @@ class PruneConfig(Config):
     @property
     def keeps_hidden_size(self) -> bool:
         """Whether only the layers are pruned (Adapt-Pruner, LLM-Pruner, …), not the hidden size."""
-        return "stem" not in METHODS[self.method].groups
+        return "stem" not in METHODS[self.method].kinds
 
     @property
     def effective_metric(self) -> str:
         """The metric in use: without training each paper's own where none is set; the method's name if it has its own
         score."""
-        return self.metric or METHODS[self.method].metric or self.method
+        return self.metric or METHODS[self.method].default_metric or self.method
 
     @property
     def has_own_score(self) -> bool:
         """Whether the method, not a metric, says what groups are worth."""
-        return METHODS[self.method].metric is None
+        return METHODS[self.method].default_metric is None
 
     @property
     def effective_selection(self) -> Selection:
@@ -93,7 +93,7 @@ class PruneConfig(Config):
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
         wanted = KINDS if self.groups is None else self.groups
-        return tuple(kind for kind in wanted if kind in METHODS[self.method].groups)
+        return tuple(kind for kind in wanted if kind in METHODS[self.method].kinds)
 
     def for_family(self, family: Family) -> Self:
         """With the groups that the family has; one that was asked for and that it does not have is refused."""
@@ -131,8 +131,8 @@ class PruneConfig(Config):
         all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
         if self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
             raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
-        if not set(self.groups or KINDS) & set(METHODS[method].groups):
-            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].groups)} alone: remove it")
+        if not set(self.groups or KINDS) & set(METHODS[method].kinds):
+            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].kinds)} alone: remove it")
         try:
             if self.num_gram_tokens == 0:
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")

@@ -34,8 +34,8 @@ class Method:
     """What the method does not do."""
     card: str
     """The rule, as model cards state it."""
-    groups: tuple[Kind, ...] = _LAYERS
-    metric: str | None = None
+    kinds: tuple[Kind, ...] = _LAYERS
+    default_metric: str | None = None
     """The metric if none is set; None: the method has a score of its own, and no metric is chosen."""
     settings: tuple[str, ...] = ()
     """The settings that it uses, of those that not all methods use."""
@@ -46,6 +46,12 @@ class Method:
     output_bias: bool = False
     """Whether its repair needs a bias on ``o`` and ``down``."""
 
+    @property
+    def when(self) -> str:
+        """When it can prune, in words."""
+        times = [time for time, can in (("before", self.without_training), ("during", self.in_training)) if can]
+        return f"{' or '.join(times)} training"
+
 
 METHODS: dict[MethodName, Method] = {
     "efficientllm": Method(
@@ -55,8 +61,8 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "a shape as target needs coupled groups",
         "",
-        groups=KINDS,
-        metric="taylor",
+        kinds=KINDS,
+        default_metric="taylor",
         settings=(*_SCORED, "selection", "compare", "round_to", "attention", "rounds"),
         in_training=True,
     ),
@@ -67,7 +73,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size; layers differ, so the result is not stock",
         "more from layers that change the residual stream less (Adapt-Pruner)",
-        metric="taylor1",
+        default_metric="taylor1",
         settings=(*_SCORED, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
@@ -78,7 +84,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size",
         "the same share of every layer",
-        metric="taylor1",
+        default_metric="taylor1",
         settings=(*_SCORED, "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
@@ -87,7 +93,7 @@ METHODS: dict[MethodName, Method] = {
         "mean |W| · ‖x‖₂",
         "the same share of heads and channels in every layer; layers in order, later ones see pruned inputs",
         "nothing",
-        "keeps the hidden size; removes whole key/value heads only; prunes before training, not during it",
+        "keeps the hidden size; removes whole key/value heads only",
         "the same share of every layer, by weights times inputs (Wanda-sp)",
     ),
     "flap": Method(
@@ -95,7 +101,7 @@ METHODS: dict[MethodName, Method] = {
         "Var(x) · ‖W‖², squared for heads, as a z-score of its layer and kind",
         "one threshold for all layers and kinds",
         "bias of `o` and `down`: the mean of what they lose",
-        "keeps the hidden size; not stock; needs a family with biases on both; prunes before training, not during it",
+        "keeps the hidden size; not stock; needs a family with biases on both",
         "what varies least over the text, in any layer; biases replace its mean (FLAP)",
         settings=("attention",),
         output_bias=True,
@@ -105,8 +111,7 @@ METHODS: dict[MethodName, Method] = {
         "Σ |w·g − ½·w²·E[g²]| over every matrix that a group touches",
         "the same share of heads and channels in every layer but the first 4 and last 2 of 32",
         "nothing",
-        "keeps the hidden size; spared layers stay whole, so the result is not stock; prunes before training, not "
-        "during it",
+        "keeps the hidden size; spared layers stay whole, so the result is not stock",
         "the same share of every layer but the first and last ones (LLM-Pruner)",
         settings=("attention", "rounds"),
     ),
@@ -115,9 +120,9 @@ METHODS: dict[MethodName, Method] = {
         "√Σ_sequences (mean |x|)²; for hidden channels of every norm's output",
         "one shape for all layers: the target's, or equal shares of hidden size, heads and FFN",
         "nothing",
-        "query heads are removed inside key/value groups, which all stay; prunes before training, not during it",
+        "query heads are removed inside key/value groups, which all stay",
         "what is least active, to one shape (Minitron)",
-        groups=KINDS,
+        kinds=KINDS,
         settings=("round_to", "rounds"),
     ),
     "slicegpt": Method(
@@ -126,9 +131,9 @@ METHODS: dict[MethodName, Method] = {
         "the k principal directions of the stream, the same k everywhere",
         "everything is rotated; gains of norms are folded into what reads them",
         "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
-        "after blocks or convolutions; cannot be replayed; prunes before training, not during it",
+        "after blocks or convolutions; cannot be replayed",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
-        groups=("stem",),
+        kinds=("stem",),
         settings=("round_to",),
     ),
     "sheared": Method(
@@ -136,10 +141,10 @@ METHODS: dict[MethodName, Method] = {
         "hard-concrete masks, learned with the weights over the horizon",
         "one shape for all layers: the target's, or equal shares of hidden size, heads and FFN",
         "training",
-        "needs training; query heads are removed inside key/value groups, which all stay; layers stay; the text's "
-        "mixture stays as it is",
+        "needs training; query heads are removed inside key/value groups, which all stay; all layers stay; the "
+        "mixture of the text does not follow the losses of its parts",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
-        groups=KINDS,
+        kinds=KINDS,
         settings=("round_to",),
         in_training=True,
         without_training=False,
@@ -156,14 +161,24 @@ METHODS_OF: dict[str, tuple[str, ...]] = {
 
 def help_text() -> str:
     """The methods, each with what it cannot do, for ``--help`` and the reference of recipes."""
-    return " ".join(f"{name} ({one.paper}): {one.shares}; {one.cannot}." for name, one in METHODS.items())
+    words = [f"{name}: {one.shares}; {one.cannot}." for name, one in METHODS.items()]
+    before = [name for name, one in METHODS.items() if not one.in_training]
+    return f"{' '.join(words)} Before training, not during it: {', '.join(before)}."
 
 
 def markdown() -> str:
     """The table of methods in the docs."""
-    head = ["`method`", "from", "score", "shared out", "repairs", "cannot"]
+    head = ["`method`", "from", "score", "shared out", "repairs", "cannot", "prunes"]
     rows = [
-        [f"`{name}`", one.paper, one.score.replace("|", "\\|"), one.shares, one.repairs, one.cannot]
+        [
+            f"`{name}`",
+            one.paper,
+            one.score.replace("|", "\\|"),
+            one.shares,
+            one.repairs,
+            one.cannot,
+            one.when,
+        ]
         for name, one in METHODS.items()
     ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *rows])

@@ -14,7 +14,6 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -210,9 +209,8 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     if HEAD not in tensors:
         head_VK = (in_fp64(EMBEDDING) * (offset + in_fp64(final))) @ read_DK
         tensors[HEAD] = head_VK.to(tensors[EMBEDDING].dtype)
-    config, structure = deepcopy(model.config), _sliced(anatomy, kept)
-    config.tie_word_embeddings = False
-    smaller = stock_form(build(config_for(config, structure), tensors), structure)
+    structure = _sliced(anatomy, kept)
+    smaller = stock_form(build(config_for(model.config, structure, tie_word_embeddings=False), tensors), structure)
     smaller.generation_config = model.generation_config
     return smaller
 

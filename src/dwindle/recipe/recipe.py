@@ -147,7 +147,7 @@ def recipe_of_run(path: str | Path) -> Recipe:
 
 def _own_score(prune: Mapping[str, Any]) -> bool:
     method = METHODS.get(prune.get("method", "efficientllm"))
-    return method is not None and method.metric is None
+    return method is not None and method.default_metric is None
 
 
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:

@@ -165,7 +165,7 @@ def compare(
     device = chosen_device(device)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("device: cuda is not available on this machine: use cpu")
-    if config.keeps_hidden_size:
+    if config.method != "efficientllm":
         raise UserError(f"method: {config.method} cannot be compared from one calibration: use efficientllm")
     names = list(dict.fromkeys(metrics))
     if not names:

@@ -1,0 +1,58 @@
+"""The peers: other papers' methods and ours, without training and after the same recovery.
+
+    python studies/peers.py --data wikipedia textbooks elife standardebooks mdn --valid psychology \\
+        --wikitext wikitext-2-raw.test.txt --texts mixed.test=mixed.test --tasks-data SETS \\
+        --sizes 80%nonemb,60%nonemb,50%nonemb --seeds 0,1,2 --tokens 16M --kd distill.weight=0.75 \\
+        --set training.optimizer=muon training.lr=2.5e-3 training.tokens_per_step=16384 --out docs/results/peers.json
+    python studies/peers_speed.py docs/results/peers.json --model smollm2-135m --out docs/pictures    # on a CPU
+
+A row is a method; ``NAME-trained+kd`` is its result, trained with the untouched source as teacher: the same text,
+optimizer, rate and teacher for all. Rows of the same method and size share one pruned model. ``--rows pruned`` and
+``--rows trained`` name all of either kind. Call it again to continue.
+"""
+
+from __future__ import annotations
+
+from common import Row, run_study
+from ladder import GLOBAL, GROUP
+
+from dwindle.pruning.methods import METHODS
+
+OURS = "global mixture, group saliency (ours)"
+LEAST_SQUARES = "prune.second_order=true"
+METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    **{
+        name: (method.paper, (f"prune.method={name}",), 1)
+        for name, method in METHODS.items()
+        if method.default_metric is None and method.without_training
+    },
+    "adapt": ("Adapt-Pruner", ("prune.method=adapt",), 50),
+    "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
+    "ours": (OURS, (*GLOBAL, "prune.metric=group"), 1),
+    "ours-b": (f"{OURS}, 8 rounds, second order", (*GLOBAL, "prune.metric=group", LEAST_SQUARES), 8),
+}
+"""Title, settings, rounds without training."""
+
+ROWS = {
+    "source": Row("source, untouched", trained=False, sized=False),
+    **{
+        name: Row(title, overrides, from_one_shot=True, rounds=rounds, trained=False)
+        for name, (title, overrides, rounds) in METHOD_ROWS.items()
+    },
+    **{
+        f"{name}-trained": Row(f"{title}, then training", overrides, from_one_shot=True, rounds=rounds)
+        for name, (title, overrides, rounds) in METHOD_ROWS.items()
+        if name != "ours"
+    },
+    "sheared-trained": Row("Sheared-LLaMA, masks while training", ("prune.method=sheared",)),
+    "ours-trained": Row("global mixture, group saliency, while training (ours)", GROUP),
+}
+_TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared")]
+GROUPS = {
+    "pruned": ["source", *METHOD_ROWS],
+    "trained": _TRAINED,
+    "all": ["source", *METHOD_ROWS, *_TRAINED],
+}
+
+if __name__ == "__main__":
+    run_study("peers", __doc__, ROWS, GROUPS)
