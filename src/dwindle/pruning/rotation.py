@@ -173,8 +173,7 @@ def _scaled(x_ND: Tensor, norm: Any) -> Tensor:
         raise UserError("method slicegpt: a LayerNorm subtracts the mean, so the stream cannot be rotated")
     epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     x_ND = x_ND.to(torch.promote_types(x_ND.dtype, torch.float32))
-    scaled_ND: Tensor = x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + epsilon)
-    return scaled_ND
+    return x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + epsilon)
 
 
 def principal_directions(moment_DD: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,11 +189,11 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     """The model with its stream in these (orthonormal) directions, all gains one and a head of its own."""
     hidden, kept = basis_DK.shape
     unit = (kept / hidden) ** 0.5
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     write_DK, read_DK, offset = basis_DK * unit, basis_DK / unit, anatomy.family.gain_offset
 
     def in_fp64(name: str) -> Tensor:
-        return parameters[name].detach().to(write_DK)
+        return parameters[name].detach().to(write_DK.device, write_DK.dtype)
 
     final = next(row.name for row in anatomy.rows if row.layer is None and _role(row) == "norm")
     turn: dict[Role, Callable[[Row], Tensor]] = {
