@@ -167,7 +167,7 @@ def test_flap_removes_what_is_below_one_threshold_and_keeps_its_mean() -> None:
 
 @pytest.mark.parametrize("family", [name for name, table in FAMILIES.items() if table.output_bias_keys])
 def test_a_family_with_bias_keys_gets_biases_and_stays_the_same_model(family: str) -> None:
-    options = {key: False for key in (*FAMILIES[family].output_bias_keys, "attention_bias")}
+    options = dict.fromkeys((*FAMILIES[family].output_bias_keys, "attention_bias"), False)
     model, ids = tiny_model(family, **options), tokens(2, 9)
     anatomy = Anatomy.of(model)
     before = model(ids).logits

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dwindle.anatomy.structure import Structure
-from dwindle.distributed.shards import local
 from dwindle.pruning.layouts import largest_count
 from dwindle.pruning.masks import MaskedModel, Masks, parts_of
 from dwindle.pruning.pacing import MaskPhase
@@ -32,8 +31,7 @@ class ShearedPruner(Pruner):
         self._first, self._last = self.pacing.first_step, self.pacing.last_step
         self._masked: MaskedModel | None = None
         parts = parts_of(self.prunable.anatomy.source, self._strategy.target.shape)
-        device = local(next(iter(self.prunable.parameters.values()))).device
-        self._masks = Masks(parts, self._last - self._first, "cpu" if device.type == "meta" else device)
+        self._masks = Masks(parts, self._last - self._first)
 
     @property
     def name(self) -> str:
