@@ -60,7 +60,8 @@ def shape_of(model: Any) -> Record:
     structure = Anatomy.of(model).source
     layers = [[list(layer.queries_per_kv), len(layer.ffn)] for layer in structure.layers]
     biased = any(name.endswith("down_proj.bias") for name, _ in model.named_parameters())
-    return {"hidden": len(structure.hidden), "layers": layers, "output_bias": biased}
+    own_head = not model.config.tie_word_embeddings
+    return {"hidden": len(structure.hidden), "layers": layers, "output_bias": biased, "own_head": own_head}
 
 
 def facts(run: Path, target_reached: bool = True) -> Record:

@@ -23,7 +23,7 @@ METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     **{
         name: (method.paper, (f"prune.method={name}",), 1)
         for name, method in METHODS.items()
-        if method.default_metric is None
+        if method.default_metric is None and method.without_training
     },
     "adapt": ("Adapt-Pruner", ("prune.method=adapt",), 50),
     "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
@@ -43,12 +43,14 @@ ROWS = {
         for name, (title, overrides, rounds) in METHOD_ROWS.items()
         if name != "ours"
     },
+    "sheared-trained": Row("Sheared-LLaMA, masks while training", ("prune.method=sheared",)),
     "ours-trained": Row("global mixture, group saliency, while training (ours)", GROUP),
 }
+_TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared")]
 GROUPS = {
     "pruned": ["source", *METHOD_ROWS],
-    "trained": [f"{name}-trained+kd" for name in METHOD_ROWS],
-    "all": ["source", *METHOD_ROWS, *(f"{name}-trained+kd" for name in METHOD_ROWS)],
+    "trained": _TRAINED,
+    "all": ["source", *METHOD_ROWS, *_TRAINED],
 }
 
 if __name__ == "__main__":

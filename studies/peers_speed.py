@@ -43,6 +43,7 @@ def model_of(shape: Any, source: Any) -> Any:
     )
     keys = family_of(source.config.model_type).output_bias_keys if shape["output_bias"] else []
     changed = {"num_hidden_layers": len(layers), **dict.fromkeys(keys, True)}
+    changed["tie_word_embeddings"] = not shape.get("own_head", not source.config.tie_word_embeddings)
     return build_random(config_for(source.config, structure, **changed), seed=0)
 
 

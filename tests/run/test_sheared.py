@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class Watch(Callback):
 
     def after_step(self, trainer: Any) -> None:
         self.hidden.append(trainer.model.config.hidden_size)
-        self.said.append(trainer.notes["next event"])
+        self.said.append(f"{trainer.notes['parameters']}, {trainer.notes['next event']}")
 
 
 def test_masks_for_the_horizon_then_exactly_the_shape(place: Path) -> None:
@@ -70,7 +71,7 @@ def test_masks_for_the_horizon_then_exactly_the_shape(place: Path) -> None:
     removed = [event for event in read_ledger(run) if event["event"] == "prune"]
     assert {event["step"] for event in removed} == {6} and len(removed) == 8 + 1 + 20
     assert watch.hidden == [32] * 5 + [24] * 5  # rebuilt after the cut
-    assert watch.said == ["step 6"] * 5 + ["none, target reached"] * 5
+    assert watch.said == ["29.2k → 15.3k, step 6"] * 5 + ["15.3k, none, target reached"] * 5
     lines = metrics(run)
     assert all({"open_attn", "open_ffn", "open_stem"} <= line.keys() for line in lines[:6])
     assert not any("open_ffn" in line for line in lines[6:])
@@ -117,6 +118,20 @@ def test_compacted_or_not_it_is_the_same_model(place: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         torch.testing.assert_close(weight, theirs[name], atol=2e-4, rtol=0)
+
+
+def test_compiled_layers_compute_with_masks_and_later_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model before and after the cut (it is not rebuilt), with graphs that dynamo made."""
+    monkeypatch.setattr("dwindle.training.compiling.torch.compile", functools.partial(torch.compile, backend="eager"))
+    settings = recipe(place, {"compact_threshold": 1.0, "horizon": 0.3}, training={"compile": True})
+    pretrain(settings, place / "compiled")
+    torch.compiler.reset()
+    settings.training.compile = False
+    pretrain(settings, place / "not-compiled")
+    ours, theirs = metrics(place / "compiled"), metrics(place / "not-compiled")
+    for key in ("loss", "valid_loss", "open_ffn"):
+        pairs = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in b]
+        assert pairs and [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-5), key
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.structure import KINDS, Kind, Structure
-from dwindle.distributed.shards import several_processes
+from dwindle.distributed.shards import local, several_processes
 from dwindle.pruning.saliency import Scores
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape
@@ -95,12 +95,12 @@ def _sizes(structure: Structure, kind: Kind) -> list[int]:
 
 
 class Masks:
-    """log α of every mask with its optimizer, and the multipliers of every constraint."""
+    """log α of every mask with its optimizer, and the multipliers of every constraint; always in host memory."""
 
-    def __init__(self, parts: Sequence[Part], num_steps: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, parts: Sequence[Part], num_steps: int) -> None:
         self.parts, self.num_steps = list(parts), num_steps
-        self.log_alpha = nn.Parameter(torch.full((sum(part.size for part in parts),), START, device=device))
-        self.multipliers_2C = torch.zeros(2, len(parts), device=device)
+        self.log_alpha = nn.Parameter(torch.full((sum(part.size for part in parts),), START))
+        self.multipliers_2C = torch.zeros(2, len(parts))
         rate = min(1.0, 2 * START / (RAMP * num_steps))
         self._optimizer = torch.optim.Adam([self.log_alpha], lr=rate, betas=(0.9, 0.95), eps=_EPSILON)
         moments = {name: torch.zeros_like(self.log_alpha.detach()) for name in ("exp_avg", "exp_avg_sq")}
@@ -111,18 +111,15 @@ class Masks:
         return list(torch.split(flat, [part.size for part in self.parts]))
 
     def noise(self, seed: int) -> Tensor:
-        """u of one step, the same on every device and process."""
-        generator = torch.Generator().manual_seed(seed)
-        u = torch.rand(len(self.log_alpha), generator=generator, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
-        return u.to(self.log_alpha)
+        """u of one step, the same on every process."""
+        return torch.rand(len(self.log_alpha), generator=torch.Generator().manual_seed(seed)).clamp(1e-6, 1 - 1e-6)
 
     def expected(self, log_alpha: Tensor) -> Tensor:
         """ŝ of every part."""
         return torch.stack([open_share(part).mean() for part in self.split(log_alpha)])
 
     def aims(self, step: int) -> Tensor:
-        shares = [aim_at(part.share, step, self.num_steps) for part in self.parts]
-        return torch.tensor(shares, device=self.log_alpha.device)
+        return torch.tensor([aim_at(part.share, step, self.num_steps) for part in self.parts])
 
     def learn(self, gradients: Sequence[Tensor], u: Tensor, step: int) -> Tensor:
         """One step of log α and of the multipliers, from the loss's derivatives by the z of u; returns ŝ before it."""
@@ -140,7 +137,7 @@ class Masks:
     def scores(self, structure: Structure) -> Scores:
         """log α as saliencies; 0 where nothing is masked."""
         found: dict[tuple[Kind, int], Tensor] = {
-            (part.kind, part.layer): own.double().cpu()
+            (part.kind, part.layer): own.double()
             for part, own in zip(self.parts, self.split(self.log_alpha.detach()), strict=True)
         }
 
@@ -173,6 +170,7 @@ class MaskedModel:
         self.masks, self._prunable = masks, prunable
         self._shown: list[Tensor] | None = None
         model = prunable.model
+        self._device = local(next(iter(prunable.parameters.values()))).device
         self._sites = list(_sites(prunable, masks.parts))
         self._handles: list[RemovableHandle] = [model.model.register_forward_pre_hook(self._before)]
         for module in {id(module): module for _, module, _ in self._sites}.values():
@@ -185,8 +183,9 @@ class MaskedModel:
         """New masks for the next step, and those to measure with."""
         masks, log_alpha = self.masks, self.masks.log_alpha.detach()
         self.u = masks.noise(seed)
-        self.trained = [z.clone().requires_grad_() for z in masks.split(sampled(log_alpha, self.u))]
-        self.measured = masks.split(settled(log_alpha))
+        both = torch.stack([sampled(log_alpha, self.u), settled(log_alpha)]).to(self._device)
+        self.trained = [z.clone().requires_grad_() for z in masks.split(both[0])]
+        self.measured = masks.split(both[1])
         self._shown = None
 
     def gradients(self) -> list[Tensor]:
@@ -196,7 +195,7 @@ class MaskedModel:
             dist.all_reduce(own)
             dist.broadcast(own, src=0)  # the same bits everywhere, whatever the reduction did
             own /= dist.get_world_size()
-        return self.masks.split(own)
+        return self.masks.split(own.cpu())
 
     def remove(self) -> None:
         """Compute without masks from now on."""

@@ -46,6 +46,12 @@ class Method:
     output_bias: bool = False
     """Whether its repair needs a bias on ``o`` and ``down``."""
 
+    @property
+    def when(self) -> str:
+        """When it can prune, in words."""
+        times = [time for time, can in (("before", self.without_training), ("during", self.in_training)) if can]
+        return f"{' or '.join(times)} training"
+
 
 METHODS: dict[MethodName, Method] = {
     "efficientllm": Method(
@@ -147,8 +153,8 @@ METHODS: dict[MethodName, Method] = {
         "hard-concrete masks, learned with the weights over the horizon",
         "one shape for all layers: the target's, or equal shares of hidden size, heads and FFN",
         "training",
-        "needs training; query heads are removed inside key/value groups, which all stay; layers stay; the text's "
-        "mixture stays as it is",
+        "needs training; query heads are removed inside key/value groups, which all stay; all layers stay; the "
+        "mixture of the text does not follow the losses of its parts",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
         kinds=KINDS,
         settings=("round_to",),
@@ -183,7 +189,7 @@ def markdown() -> str:
             one.shares,
             one.repairs,
             one.cannot,
-            "before or during training" if one.in_training else "before training",
+            one.when,
         ]
         for name, one in METHODS.items()
     ]

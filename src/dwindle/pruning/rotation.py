@@ -14,9 +14,8 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -190,11 +189,11 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     """The model with its stream in these (orthonormal) directions, all gains one and a head of its own."""
     hidden, kept = basis_DK.shape
     unit = (kept / hidden) ** 0.5
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     write_DK, read_DK, offset = basis_DK * unit, basis_DK / unit, anatomy.family.gain_offset
 
     def in_fp64(name: str) -> Tensor:
-        return cast(Tensor, parameters[name].detach().to(write_DK))
+        return parameters[name].detach().to(write_DK.device, write_DK.dtype)
 
     final = next(row.name for row in anatomy.rows if row.layer is None and _role(row) == "norm")
     turn: dict[Role, Callable[[Row], Tensor]] = {
@@ -209,9 +208,8 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     if HEAD not in tensors:
         head_VK = (in_fp64(EMBEDDING) * (offset + in_fp64(final))) @ read_DK
         tensors[HEAD] = head_VK.to(tensors[EMBEDDING].dtype)
-    config, structure = deepcopy(model.config), _sliced(anatomy, kept)
-    config.tie_word_embeddings = False
-    smaller = stock_form(build(config_for(config, structure), tensors), structure)
+    structure = _sliced(anatomy, kept)
+    smaller = stock_form(build(config_for(model.config, structure, tie_word_embeddings=False), tensors), structure)
     smaller.generation_config = model.generation_config
     return smaller
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dwindle.anatomy.structure import Structure
-from dwindle.distributed.shards import local
+from dwindle.pruning.layouts import largest_count
 from dwindle.pruning.masks import MaskedModel, Masks, parts_of
 from dwindle.pruning.pacing import MaskPhase
 from dwindle.pruning.pruner import Pruner
@@ -31,12 +31,16 @@ class ShearedPruner(Pruner):
         self._first, self._last = self.pacing.first_step, self.pacing.last_step
         self._masked: MaskedModel | None = None
         parts = parts_of(self.prunable.anatomy.source, self._strategy.target.shape)
-        device = local(next(iter(self.prunable.parameters.values()))).device
-        self._masks = Masks(parts, self._last - self._first, "cpu" if device.type == "meta" else device)
+        self._masks = Masks(parts, self._last - self._first)
 
     @property
     def name(self) -> str:
         return Pruner.__name__
+
+    @property
+    def end_count(self) -> int:
+        """All key/value groups stay, so the shape says it exactly."""
+        return largest_count(self.prunable.anatomy, self._strategy.target, self.config)
 
     def scores_step(self, step: int) -> bool:
         """Masks, not the gradients of weights, say what is removed."""
