@@ -34,19 +34,30 @@ def watched(prunable: Prunable, windows: Tensor) -> InputStatistics:
     return found
 
 
-def inputs_by_hand(model: Any, windows: Tensor, module: str, *, output: bool = False) -> Tensor:
-    """All inputs (outputs) of one module, as a plain hook sees them."""
-    seen: list[Tensor] = []
-    found = model.get_submodule(module)
-    if output:
-        handle = found.register_forward_hook(lambda m, args, out: seen.append(out.detach().flatten(0, -2)))
-    else:
-        handle = found.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().flatten(0, -2)))
+def seen_by_hand(model: Any, windows: Tensor, modules: dict[str, bool]) -> dict[str, Tensor]:
+    """All inputs (outputs, where true) of some modules, as plain hooks see them, one window at a time."""
+    seen: dict[str, list[Tensor]] = {module: [] for module in modules}
+
+    def keep(module: str, x: Tensor) -> None:
+        seen[module].append(x.detach().flatten(0, -2))
+
+    handles = []
+    for name, output in modules.items():
+        found = model.get_submodule(name)
+        if output:
+            handles.append(found.register_forward_hook(lambda m, args, out, name=name: keep(name, out)))
+        else:
+            handles.append(found.register_forward_pre_hook(lambda m, args, name=name: keep(name, args[0])))
     with torch.no_grad():
         for window in windows:
             model(input_ids=window[None])
-    handle.remove()
-    return torch.cat(seen)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def inputs_by_hand(model: Any, windows: Tensor, module: str) -> Tensor:
+    return seen_by_hand(model, windows, {module: False})[module]
 
 
 def pruned_keep(prunable: Prunable, kinds: list[str]) -> Structure:
@@ -66,11 +77,14 @@ def test_taps_watch_what_the_readers_read(family: str) -> None:
     readers = {row.name for tap in taps for row in tap.rows}
     matrices = [row for row in prunable.anatomy.rows if len(row.axes) == 2 and row.name != "model.embed_tokens.weight"]
     assert readers == {row.name for row in matrices if row.axes[1] != ("dim",)}  # columns that are kept whole
+    by_hand = seen_by_hand(prunable.model, windows, {tap.key: tap.at_output for tap in taps})
+    read = [row.module for tap in taps for row in tap.rows if row.name != "lm_head.weight"]
+    inputs = seen_by_hand(prunable.model, windows, dict.fromkeys(read, False))
     for tap in taps:
-        x = inputs_by_hand(prunable.model, windows, tap.key, output=tap.at_output)
+        x = by_hand[tap.key]
         for row in tap.rows:
             if row.name != "lm_head.weight":
-                assert torch.equal(x, inputs_by_hand(prunable.model, windows, row.module)), row.name
+                assert torch.equal(x, inputs[row.module]), row.name
         assert torch.allclose(found[tap.key].mean_square(), x.square().mean(0), rtol=1e-9)
         seen = found[tap.key]
         if isinstance(seen, Gram):
@@ -86,10 +100,7 @@ def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
     prunable.prune(random_group("ffn", prunable.alive, 5))  # something is pruned already
     windows = tokens(8, 25)
     found = watched(prunable, windows)
-    by_hand = {
-        tap.key: inputs_by_hand(prunable.model, windows, tap.key, output=tap.at_output)
-        for tap in taps_of(prunable.anatomy)
-    }
+    by_hand = seen_by_hand(prunable.model, windows, {tap.key: tap.at_output for tap in taps_of(prunable.anatomy)})
     before = {name: p.detach().clone() for name, p in prunable.model.named_parameters()}
     keep = pruned_keep(prunable, [kind, kind])
     repair(prunable, keep, found, damping=0.02)
@@ -132,12 +143,10 @@ def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
     keep = pruned_keep(source, ["stem"] * 4)
     repair(repaired, keep, found, damping=0.01)
     taps = [tap for tap in taps_of(source.anatomy) if tap.unit == "hidden" and tap.rows]
-    wanted, streams = {}, {}
-    for tap in taps:
-        x = inputs_by_hand(source.model, windows, tap.key, output=tap.at_output)
-        wanted[tap.key] = x
-        if tap.norm is not None:
-            streams[tap.key] = inputs_by_hand(source.model, windows, tap.norm.removesuffix(".weight"))
+    wanted = seen_by_hand(source.model, windows, {tap.key: tap.at_output for tap in taps})
+    norms = {tap.key: tap.norm.removesuffix(".weight") for tap in taps if tap.norm is not None}
+    before_norms = seen_by_hand(source.model, windows, dict.fromkeys(norms.values(), False))
+    streams = {key: before_norms[norm] for key, norm in norms.items()}
     plain.prune_to(keep)
     repaired.prune_to(keep)
     removed = [i for i in source.alive.hidden if i not in keep.hidden]
