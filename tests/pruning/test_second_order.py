@@ -280,7 +280,7 @@ def test_a_step_gives_tokens_from_all_its_micro_batches(place: Path, tmp_path: P
 
         monkeypatch.setattr(InputStatistics, "add", add)
         options = {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": wanted}
-        pretrain(recipe(place, **options), tmp_path / str(wanted))
+        pretrain(recipe(place, steps=4, **options), tmp_path / str(wanted))
         monkeypatch.undo()
         assert set(taken) == ({each} if each else {1})
 
@@ -367,13 +367,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def recipe(place: Path, **prune: Any) -> Recipe:
+def recipe(place: Path, *, steps: int = 16, **prune: Any) -> Recipe:
     return tiny_recipe(
         place,
-        steps=24,
+        steps=steps,
         training={"micro_batch": 4},
         prune={"target": "60%", "horizon": 0.6, **COMPACT_OFTEN} | prune,
-        checkpoint={"every": 5, "keep_last": 10},
+        checkpoint={"every": 4, "keep_last": 10},
     )
 
 
@@ -406,14 +406,14 @@ def test_pretraining_with_the_update_differs_from_without(place: Path, tmp_path:
     runs = {}
     for second_order in (False, True):
         run = tmp_path / str(second_order)
-        pretrain(recipe(place, second_order=second_order, groups=["ffn"], target="85%"), run)
+        pretrain(recipe(place, steps=8, second_order=second_order, groups=["ffn"], target="85%"), run)
         runs[second_order] = read_ledger(run)
     first = {order: next(e for e in events if e["event"] == "prune") for order, events in runs.items()}
     assert first[False] == first[True]  # the same group is removed first; what is kept is then updated
 
 
 def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) -> None:
-    """stories260K, 10, 20 and 30 % removed without training: B below A, and every metric with data below random."""
+    """stories260K, 10 and 30 % removed without training: B below A, and every metric with data below random."""
     from dwindle.run.compare import compare
 
     text = (shared_data / "corpus" / "tinystories-sample.txt").read_text()
@@ -423,16 +423,16 @@ def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) 
     result = compare(
         shared_data / "models" / "stories260K" / "stories260K.bin",
         metrics=["taylor", "obd", "wanda", "obc", "random"],
-        to=["10%nonemb", "20%nonemb", "30%nonemb"],
+        to=["10%nonemb", "30%nonemb"],
         second_order=True,
         data=[str(tmp_path / "seen.txt")],
         valid=[str(tmp_path / "unseen.txt")],
         sequences=64,
         seq_len=128,
-        valid_tokens=8192,
+        valid_tokens=4096,
     )
     losses = {(cell.metric, cell.second_order, cell.ratio): cell.loss for cell in result.cells}
-    for ratio in ("10%nonemb", "20%nonemb", "30%nonemb"):
+    for ratio in ("10%nonemb", "30%nonemb"):
         print(ratio, {key[:2]: round(loss, 3) for key, loss in losses.items() if key[2] == ratio})
         for metric in ("taylor", "obd", "wanda", "obc"):
             assert losses[metric, True, ratio] < losses[metric, False, ratio]

@@ -136,7 +136,7 @@ def test_every_recipe_runs_in_a_tiny_form(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     recipe.source.model = str(tiny_directory(tmp_path / "model"))
     recipe.data = DataConfig(train=["pydoc:train"], valid=["pydoc:valid"], seq_len=16, valid_tokens=64)
-    recipe.training.tokens, recipe.training.tokens_per_step, recipe.training.micro_batch = 40 * 64, 64, 4
+    recipe.training.tokens, recipe.training.tokens_per_step, recipe.training.micro_batch = 20 * 64, 64, 4
     recipe.training.warmup, recipe.training.compile = 2, False
     if recipe.task.kind == "chat":
         rows = ({"prompt": f"Question {number}?", "completion": "An answer."} for number in range(20))
