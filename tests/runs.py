@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ def start(task: Callable[[], object]) -> int:
         return child
     code = 1
     try:
+        gc.freeze()  # collections neither visit nor copy what all processes share
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a child that waits for them hangs
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)

@@ -384,7 +384,7 @@ def test_no_kernel_of_a_configuration_reaches_the_model(place: Path) -> None:
 def test_a_full_disk_behind_standard_output(place: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "dwindle", "keys"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "dwindle", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 2 and done.stderr == "error: standard output: No space left on device\n"
 

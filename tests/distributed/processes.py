@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -33,7 +34,8 @@ def start_ranks(size: int, task: Callable[[int], object], *, per_node: int | Non
 def _run(rank: int, task: Callable[[int], object]) -> None:
     code = 1
     try:
-        torch.set_num_threads(1)  # as in runs.start
+        gc.freeze()  # as in runs.start
+        torch.set_num_threads(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         task(rank)
         code = 0

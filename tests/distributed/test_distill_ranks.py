@@ -16,9 +16,9 @@ from tiny import tiny_directory
 
 
 def settings(place: Path, parallel: str) -> Recipe:
-    """8 steps of 7 sequences, which no number of ranks divides, with events and a compaction; from random weights."""
+    """6 steps of 7 sequences, which no number of ranks divides, with events and a compaction; from random weights."""
     prune = {"target": "75%", "milestones": [], "horizon": 0.5}
-    found = recipe(place, parallel, prune=prune, tokens=8 * 168)
+    found = recipe(place, parallel, prune=prune, tokens=6 * 168)
     found.source.random_init = True
     found.data.valid, found.validation.every = [], 0
     found.distill = DistillConfig(weight=0.6, temperature=2.0, top_k=50)
@@ -26,7 +26,7 @@ def settings(place: Path, parallel: str) -> Recipe:
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    tiny_directory(tmp_path / "model", tie_word_embeddings=True)
+    tiny_directory(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
     pretrain(settings(tmp_path, "auto"), tmp_path / "alone")
     alone = metrics(tmp_path / "alone")
     assert alone[-1]["parameters"] < alone[0]["parameters"]

@@ -31,12 +31,12 @@ def recipe(place: Path, parallel: str = "auto", *, threshold: float = 0.1, preci
     prune |= {**COMPACT_OFTEN, "compact_threshold": threshold}
     return tiny_recipe(
         place,
-        steps=12,
+        steps=8,
         data={"valid": ["pydoc:valid"], "valid_tokens": 240},
         training={"micro_batch": 4, "parallel": parallel, "precision": precision},
         prune=prune,
         validation={"every": 4},
-        checkpoint={"every": 4},
+        checkpoint={"every": 3},
     )
 
 

@@ -52,8 +52,8 @@ def has_ended(child: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the processes")
 def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) -> None:
-    tiny_directory(tmp_path / "model", tie_word_embeddings=True)
-    settings = recipe(tmp_path, "fsdp", tokens=30 * 168)
+    tiny_directory(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
+    settings = recipe(tmp_path, "fsdp", tokens=12 * 168)
     settings.checkpoint.every = 3
     pretrain(settings, tmp_path / "alone")
     write_toml(settings, tmp_path / "recipe.toml")
@@ -74,7 +74,7 @@ def test_a_killed_process_ends_the_launcher_and_the_run_resumes(tmp_path: Path) 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the processes")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_processes_end_with_their_launcher(tmp_path: Path, number: int) -> None:
-    tiny_directory(tmp_path / "model", tie_word_embeddings=True)
+    tiny_directory(tmp_path / "model", tie_word_embeddings=True, num_hidden_layers=2)
     settings = recipe(tmp_path, "ddp", tokens=4000 * 168)
     write_toml(settings, tmp_path / "recipe.toml")
     run = RunDirectory(tmp_path / "run")

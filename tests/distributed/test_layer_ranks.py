@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_two_ranks_give_layers_the_sizes_of_one_process(name: str, tmp_path: Path) -> None:
     tiny_directory(tmp_path / "model", tie_word_embeddings=True)
     prune = METHODS[name] | {"attention": "regular", "smoothing": 0.0}
-    steps = {"tokens": 14 * 168}
+    steps = {"tokens": 8 * 168}
     pretrain(recipe(tmp_path, prune=prune, **steps), tmp_path / "alone")
     how = "ddp" if name == "shortgpt" else "fsdp"
     run_ranks(2, lambda rank: pretrain(recipe(tmp_path, how, prune=prune, **steps), tmp_path / "two"))

@@ -16,25 +16,25 @@ from tiny import tiny_directory
 
 
 def recipe(place: Path, parallel: str = "auto", **prune: object) -> Recipe:
-    """20 steps of 7 sequences, which no number of ranks divides."""
+    """12 steps of 7 sequences, which no number of ranks divides."""
     settings = {"target": "60%", "horizon": 0.7, "metric": "group", "smoothing": 0.5, "milestones": ["70%"]}
     return tiny_recipe(
         place,
-        steps=20,
+        steps=12,
         sequences=7,
         data={"valid": ["pydoc:valid"], "valid_tokens": 264},
         training={"micro_batch": 2, "parallel": parallel, "optimizer": "muon"},
         prune=settings | COMPACT_OFTEN | prune,
-        validation={"every": 10},
-        checkpoint={"every": 5, "keep_last": 9},
+        validation={"every": 6},
+        checkpoint={"every": 3, "keep_last": 9},
     )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("muon")
-    tiny_directory(place / "model")
-    tiny_directory(place / "fused" / "model", "phi3")
+    tiny_directory(place / "model", num_hidden_layers=2)
+    tiny_directory(place / "fused" / "model", "phi3", num_hidden_layers=2)
     return place
 
 

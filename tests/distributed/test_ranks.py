@@ -30,7 +30,7 @@ from dwindle.training.loop import Trainer
 from runs import COMPACT_OFTEN, assert_same, metrics, tiny_recipe
 from tiny import tiny_directory
 
-STEPS = 30
+STEPS = 14
 
 
 def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None = None, **training: Any) -> Recipe:
@@ -44,15 +44,15 @@ def recipe(place: Path, parallel: str = "auto", *, prune: dict[str, Any] | None 
         data={"valid": ["pydoc:valid"], "valid_tokens": 264},
         training={"micro_batch": 2, "parallel": parallel} | training,
         prune=settings | (prune or {}),
-        validation={"every": 12},
-        checkpoint={"every": 6, "keep_last": 9},
+        validation={"every": 6},
+        checkpoint={"every": 4, "keep_last": 9},
     )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("ranks")
-    tiny_directory(place / "model", tie_word_embeddings=True)
+    tiny_directory(place / "model", tie_word_embeddings=True, num_hidden_layers=2)
     return place
 
 
@@ -86,14 +86,14 @@ def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> N
 def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, place: Path) -> None:
     run = place / "elastic"
     shutil.copytree(on_three, run)
-    forget_after(run, 12)
+    forget_after(run, 8)
     run_ranks(2, lambda rank: resume(run))
     assert_same(run, alone)
-    forget_after(run, 24)
+    forget_after(run, 12)
     resume(run)
     assert_same(run, alone)
-    forget_after(run, 27)  # written by one process at step 30: nothing of two is left in it
-    assert RunDirectory(run).list_checkpoints()[-1].name == "step-00000024"
+    forget_after(run, 13)  # written by one process at step 14: nothing of two is left in it
+    assert RunDirectory(run).list_checkpoints()[-1].name == "step-00000012"
     run_ranks(3, lambda rank: resume(run))
     assert_same(run, alone)
 
@@ -120,7 +120,7 @@ def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
 
 
 def test_sharded_inside_nodes_and_replicated_over_them(place: Path) -> None:
-    run, short = place / "hsdp-4", {"tokens": 10 * 168}
+    run, short = place / "hsdp-4", {"tokens": 6 * 168}
     pretrain(recipe(place, **short), place / "short")
     run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp", **short), run), per_node=2)
     assert_same(run, place / "short")
@@ -131,7 +131,7 @@ def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
     """Other roundings than autocast (the residual stream is bf16), the same training."""
     for name, size in (("bf16-1", 1), ("bf16-2", 2)):
         parallel = "fsdp" if size > 1 else "auto"
-        settings = recipe(place, parallel, prune={"enabled": False}, precision="bf16", tokens=12 * 168)
+        settings = recipe(place, parallel, prune={"enabled": False}, precision="bf16", tokens=6 * 168)
         with torch.backends.mkldnn.flags(enabled=False):  # ends the process on machines that announce AMX but forbid it
             run_ranks(size, lambda rank, s=settings, n=name: pretrain(s, place / n))  # type: ignore[misc]
     ours, theirs = ([line["loss"] for line in metrics(place / name)] for name in ("bf16-2", "bf16-1"))
@@ -261,7 +261,7 @@ def test_all_ranks_stop_after_the_same_step(place: Path) -> None:
         assert (result.status, result.step) == ("stopped", 5)
 
     run_ranks(2, task)
-    assert [c.name for c in RunDirectory(run).list_checkpoints()] == ["step-00000005"]
+    assert [c.name for c in RunDirectory(run).list_checkpoints()] == ["step-00000004", "step-00000005"]
 
 
 def test_the_main_process_chooses_the_micro_batch_for_all(place: Path) -> None:

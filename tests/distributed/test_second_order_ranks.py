@@ -25,14 +25,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("second-order-ranks")
-    tiny_directory(place / "model", tie_word_embeddings=True)
+    tiny_directory(place / "model", tie_word_embeddings=True, num_hidden_layers=2)
     return place
 
 
 @pytest.mark.parametrize(("name", "parallel", "ranks"), [("taylor", "ddp", 2), ("obc", "fsdp", 3)])
 def test_ranks_equal_one_process(place: Path, name: str, parallel: str, ranks: int) -> None:
     alone, run = place / f"{name}-alone", place / f"{name}-{parallel}"
-    training = {"tokens": 12 * 168}
+    training = {"tokens": 8 * 168}
     pretrain(recipe(place, prune=OPTIONS[name], **training), alone)
     run_ranks(ranks, lambda rank: pretrain(recipe(place, parallel, prune=OPTIONS[name], **training), run))
     assert choices(run) == choices(alone)
@@ -47,5 +47,5 @@ def test_ranks_collect_sampled_inputs(place: Path) -> None:
     """Few tokens from each rank: rows travel instead of Grams; all ranks end with the same model."""
     run = place / "sampled"
     options = OPTIONS["sampled inputs"]
-    run_ranks(3, lambda rank: pretrain(recipe(place, "ddp", prune=options, tokens=12 * 168), run))
+    run_ranks(3, lambda rank: pretrain(recipe(place, "ddp", prune=options, tokens=8 * 168), run))
     assert all(line["loss"] < 10 for line in metrics(run))

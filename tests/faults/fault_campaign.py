@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from layer import CUT, FaultyDisk, full_from, jumping_clock, power_cut_at, slow  # noqa: E402
 from processes import start_ranks  # noqa: E402
 
+from chats import chat_directory, tiny_chats, write_rows  # noqa: E402
 from dwindle.core.errors import UserError  # noqa: E402
 from dwindle.recipe.recipe import Recipe  # noqa: E402
 from runs import COMPACT_OFTEN, go_on, kill, metrics, start, tiny_recipe, wait  # noqa: E402
@@ -34,12 +35,13 @@ from tiny import tiny_directory  # noqa: E402
 
 STEPS, SHORT = 14, 6
 """Steps of a run that is killed, and of one that is made again for every write."""
-KINDS: dict[str, dict[str, Any]] = {  # `tune` will be one more row
+KINDS: dict[str, dict[str, Any]] = {
     "coupled": {"prune": {"target": "60%", "horizon": 0.8, "milestones": ["80%"], **COMPACT_OFTEN}},
     "global": {"prune": {"target": "60%", "horizon": 0.8, "selection": "global", **COMPACT_OFTEN}},
     "adapt": {"prune": {"target": "70%", "method": "adapt", "interleaves": 4}},
     "distill": {"prune": {"target": "70%", "horizon": 0.8}, "distill": {"weight": 0.5}},
     "plain": {"prune": {"enabled": False}},
+    "tune": {"task": {"kind": "chat"}, "data": {"holdout": 0.1}, "prune": {"target": "70%", "horizon": 0.8}},
     "two ranks": {"prune": {"target": "70%", "horizon": 0.8}},
 }
 REFUSED = 2
@@ -66,11 +68,17 @@ class Campaign:
         self.folder, self.steps = folder, steps
         folder.mkdir(exist_ok=True)
         tiny_directory(folder / "model")
+        chat_directory(folder / "chat model")
+        write_rows(folder / "chat.jsonl", tiny_chats(60))
         self._seconds: dict[str, float] = {}
 
     def recipe(self, kind: str) -> Recipe:
         tables: dict[str, Any] = {"training": {"micro_batch": 4}, "checkpoint": {"every": 3}} | KINDS[kind]
-        return tiny_recipe(self.folder, steps=self.steps, **tables)
+        if kind != "tune":
+            return tiny_recipe(self.folder, steps=self.steps, **tables)
+        tables["task"] = KINDS[kind]["task"] | {"chat": [str(self.folder / "chat.jsonl")]}
+        tables["source"] = {"model": str(self.folder / "chat model")}
+        return tiny_recipe(self.folder, steps=self.steps, sequences=4, seq_len=159, **tables)
 
     def reference(self, kind: str) -> Path:
         run = self.folder / f"reference {kind}" / "run"
@@ -249,7 +257,7 @@ def table(folder: Path, kills: int, points: int, numbers: random.Random) -> Iter
             yield campaign.slow_disk(kind)
     for fault, make in (("full disk", full_from), ("power cut", power_cut_at)):
         yield short.disk(fault, "coupled", make, points)
-        for kind in ("global", "adapt", "distill", "plain"):
+        for kind in ("global", "adapt", "distill", "plain", "tune"):
             yield short.disk(fault, kind, make, points or SOME)
 
 

@@ -33,7 +33,7 @@ from dwindle.training.loop import Trainer as OurTrainer
 from dwindle.training.optim import LRSchedule, build_optimizer
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
-STEPS, SEQUENCES, LENGTH, LR, CLIP = 50, 4, 12, 1e-3, 1.0
+STEPS, SEQUENCES, LENGTH, LR, CLIP = 30, 4, 12, 1e-3, 1.0
 SETTINGS: dict[str, Any] = {"target": "hidden=30,heads=6,ffn=33", "horizon": 0.8, "warmup_steps": 3}
 LATER: dict[str, Any] = {"smoothing": 0.5, "warmup_steps": 1}
 

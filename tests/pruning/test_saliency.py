@@ -182,8 +182,8 @@ def correlations(seed: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_taylor_predicts_the_damage_of_removal() -> None:
-    found = [correlations(seed) for seed in range(5)]
+    found = [correlations(seed) for seed in range(3)]
     mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
-    print(f"rank correlation with the real loss increase, mean of 5 seeds: {mean}")
+    print(f"rank correlation with the real loss increase, mean of 3 seeds: {mean}")
     assert mean["taylor"] > 0.45
     assert mean["taylor"] > mean["magnitude"] and mean["taylor"] > mean["random"] + 0.4

@@ -34,19 +34,30 @@ def watched(prunable: Prunable, windows: Tensor) -> InputStatistics:
     return found
 
 
-def inputs_by_hand(model: Any, windows: Tensor, module: str, *, output: bool = False) -> Tensor:
-    """All inputs (outputs) of one module, as a plain hook sees them."""
-    seen: list[Tensor] = []
-    found = model.get_submodule(module)
-    if output:
-        handle = found.register_forward_hook(lambda m, args, out: seen.append(out.detach().flatten(0, -2)))
-    else:
-        handle = found.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach().flatten(0, -2)))
+def seen_by_hand(model: Any, windows: Tensor, modules: dict[str, bool]) -> dict[str, Tensor]:
+    """All inputs (outputs, where true) of some modules, as plain hooks see them, one window at a time."""
+    seen: dict[str, list[Tensor]] = {module: [] for module in modules}
+
+    def keep(module: str, x: Tensor) -> None:
+        seen[module].append(x.detach().flatten(0, -2))
+
+    handles = []
+    for name, output in modules.items():
+        found = model.get_submodule(name)
+        if output:
+            handles.append(found.register_forward_hook(lambda m, args, out, name=name: keep(name, out)))
+        else:
+            handles.append(found.register_forward_pre_hook(lambda m, args, name=name: keep(name, args[0])))
     with torch.no_grad():
         for window in windows:
             model(input_ids=window[None])
-    handle.remove()
-    return torch.cat(seen)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def inputs_by_hand(model: Any, windows: Tensor, module: str) -> Tensor:
+    return seen_by_hand(model, windows, {module: False})[module]
 
 
 def pruned_keep(prunable: Prunable, kinds: list[str]) -> Structure:
@@ -66,11 +77,14 @@ def test_taps_watch_what_the_readers_read(family: str) -> None:
     readers = {row.name for tap in taps for row in tap.rows}
     matrices = [row for row in prunable.anatomy.rows if len(row.axes) == 2 and row.name != "model.embed_tokens.weight"]
     assert readers == {row.name for row in matrices if row.axes[1] != ("dim",)}  # columns that are kept whole
+    by_hand = seen_by_hand(prunable.model, windows, {tap.key: tap.at_output for tap in taps})
+    read = [row.module for tap in taps for row in tap.rows if row.name != "lm_head.weight"]
+    inputs = seen_by_hand(prunable.model, windows, dict.fromkeys(read, False))
     for tap in taps:
-        x = inputs_by_hand(prunable.model, windows, tap.key, output=tap.at_output)
+        x = by_hand[tap.key]
         for row in tap.rows:
             if row.name != "lm_head.weight":
-                assert torch.equal(x, inputs_by_hand(prunable.model, windows, row.module)), row.name
+                assert torch.equal(x, inputs[row.module]), row.name
         assert torch.allclose(found[tap.key].mean_square(), x.square().mean(0), rtol=1e-9)
         seen = found[tap.key]
         if isinstance(seen, Gram):
@@ -86,10 +100,7 @@ def test_every_reader_gets_the_ridge_solution(family: str, kind: str) -> None:
     prunable.prune(random_group("ffn", prunable.alive, 5))  # something is pruned already
     windows = tokens(8, 25)
     found = watched(prunable, windows)
-    by_hand = {
-        tap.key: inputs_by_hand(prunable.model, windows, tap.key, output=tap.at_output)
-        for tap in taps_of(prunable.anatomy)
-    }
+    by_hand = seen_by_hand(prunable.model, windows, {tap.key: tap.at_output for tap in taps_of(prunable.anatomy)})
     before = {name: p.detach().clone() for name, p in prunable.model.named_parameters()}
     keep = pruned_keep(prunable, [kind, kind])
     repair(prunable, keep, found, damping=0.02)
@@ -132,12 +143,10 @@ def test_stem_readers_come_closer_to_what_they_put_out(family: str) -> None:
     keep = pruned_keep(source, ["stem"] * 4)
     repair(repaired, keep, found, damping=0.01)
     taps = [tap for tap in taps_of(source.anatomy) if tap.unit == "hidden" and tap.rows]
-    wanted, streams = {}, {}
-    for tap in taps:
-        x = inputs_by_hand(source.model, windows, tap.key, output=tap.at_output)
-        wanted[tap.key] = x
-        if tap.norm is not None:
-            streams[tap.key] = inputs_by_hand(source.model, windows, tap.norm.removesuffix(".weight"))
+    wanted = seen_by_hand(source.model, windows, {tap.key: tap.at_output for tap in taps})
+    norms = {tap.key: tap.norm.removesuffix(".weight") for tap in taps if tap.norm is not None}
+    before_norms = seen_by_hand(source.model, windows, dict.fromkeys(norms.values(), False))
+    streams = {key: before_norms[norm] for key, norm in norms.items()}
     plain.prune_to(keep)
     repaired.prune_to(keep)
     removed = [i for i in source.alive.hidden if i not in keep.hidden]
@@ -271,7 +280,7 @@ def test_a_step_gives_tokens_from_all_its_micro_batches(place: Path, tmp_path: P
 
         monkeypatch.setattr(InputStatistics, "add", add)
         options = {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": wanted}
-        pretrain(recipe(place, **options), tmp_path / str(wanted))
+        pretrain(recipe(place, steps=4, **options), tmp_path / str(wanted))
         monkeypatch.undo()
         assert set(taken) == ({each} if each else {1})
 
@@ -358,13 +367,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def recipe(place: Path, **prune: Any) -> Recipe:
+def recipe(place: Path, *, steps: int = 16, **prune: Any) -> Recipe:
     return tiny_recipe(
         place,
-        steps=24,
+        steps=steps,
         training={"micro_batch": 4},
         prune={"target": "60%", "horizon": 0.6, **COMPACT_OFTEN} | prune,
-        checkpoint={"every": 5, "keep_last": 10},
+        checkpoint={"every": 4, "keep_last": 10},
     )
 
 
@@ -397,14 +406,14 @@ def test_pretraining_with_the_update_differs_from_without(place: Path, tmp_path:
     runs = {}
     for second_order in (False, True):
         run = tmp_path / str(second_order)
-        pretrain(recipe(place, second_order=second_order, groups=["ffn"], target="85%"), run)
+        pretrain(recipe(place, steps=8, second_order=second_order, groups=["ffn"], target="85%"), run)
         runs[second_order] = read_ledger(run)
     first = {order: next(e for e in events if e["event"] == "prune") for order, events in runs.items()}
     assert first[False] == first[True]  # the same group is removed first; what is kept is then updated
 
 
 def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) -> None:
-    """stories260K, 10, 20 and 30 % removed without training: B below A, and every metric with data below random."""
+    """stories260K, 10 and 30 % removed without training: B below A, and every metric with data below random."""
     from dwindle.run.compare import compare
 
     text = (shared_data / "corpus" / "tinystories-sample.txt").read_text()
@@ -414,16 +423,16 @@ def test_better_than_without_on_a_real_model(shared_data: Path, tmp_path: Path) 
     result = compare(
         shared_data / "models" / "stories260K" / "stories260K.bin",
         metrics=["taylor", "obd", "wanda", "obc", "random"],
-        to=["10%nonemb", "20%nonemb", "30%nonemb"],
+        to=["10%nonemb", "30%nonemb"],
         second_order=True,
         data=[str(tmp_path / "seen.txt")],
         valid=[str(tmp_path / "unseen.txt")],
         sequences=64,
         seq_len=128,
-        valid_tokens=8192,
+        valid_tokens=4096,
     )
     losses = {(cell.metric, cell.second_order, cell.ratio): cell.loss for cell in result.cells}
-    for ratio in ("10%nonemb", "20%nonemb", "30%nonemb"):
+    for ratio in ("10%nonemb", "30%nonemb"):
         print(ratio, {key[:2]: round(loss, 3) for key, loss in losses.items() if key[2] == ratio})
         for metric in ("taylor", "obd", "wanda", "obc"):
             assert losses[metric, True, ratio] < losses[metric, False, ratio]

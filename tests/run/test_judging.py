@@ -20,10 +20,10 @@ from dwindle.recipe.recipe import Recipe
 from dwindle.report.runs import list_runs, render_runs
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.callbacks import Callback
+from dwindle.training.sampling import NEW_TOKENS
 from runs import metrics, tiny_recipe
 from tiny import tiny_directory, tiny_tokenizer
 
-NEW = 32
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def plain_sample(model: Any, prompt: str) -> str:
     """By transformers' own generation."""
     tokenizer = tiny_tokenizer()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=0, pad_token_id=0)
+    found = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=0, pad_token_id=0)
     return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
 
 

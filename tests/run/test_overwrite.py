@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,20 @@ def recipe(place: Path, *, train: str = "pydoc:train", **training: Any) -> Recip
     return tiny_recipe(place, steps=2, data=data, training={"micro_batch": 4} | training, prune={"enabled": False})
 
 
+@pytest.fixture(scope="module")
+def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that tests copy to where it is to be replaced."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    pretrain(recipe(place), run)
+    return run
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_mistake_in_the_new_recipe_keeps_the_old_run(place: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    pretrain(recipe(place), run)
+def test_a_mistake_in_the_new_recipe_keeps_the_old_run(place: Path, finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     (tmp_path / "tiny.txt").write_text("too short")
     with pytest.raises(UserError, match="only"):
@@ -74,13 +82,12 @@ class Fails(Callback):
     ],
 )
 def test_a_failure_before_the_first_step_keeps_the_old_run(
-    place: Path, tmp_path: Path, hook: str, error: BaseException, linked: bool
+    place: Path, finished: Path, tmp_path: Path, hook: str, error: BaseException, linked: bool
 ) -> None:
     run = tmp_path / "run"
+    shutil.copytree(finished, tmp_path / "real" if linked else run)
     if linked:
-        (tmp_path / "real").mkdir()
         run.symlink_to(tmp_path / "real")
-    pretrain(recipe(place), run)
     before, outside = (run / "model" / "model.safetensors").read_bytes(), names(tmp_path)
     for _ in range(2):
         with pytest.raises(type(error)):
@@ -88,10 +95,9 @@ def test_a_failure_before_the_first_step_keeps_the_old_run(
         assert (run / "model" / "model.safetensors").read_bytes() == before and names(tmp_path) == outside
 
 
-def test_killed_while_it_loads_and_tried_again(place: Path, tmp_path: Path) -> None:
+def test_killed_while_it_loads_and_tried_again(place: Path, finished: Path, tmp_path: Path) -> None:
     """An attempt that never began is no reason to give up what it was to replace."""
-    run = tmp_path / "run"
-    pretrain(recipe(place), run)
+    run = shutil.copytree(finished, tmp_path / "run")
     before = (run / "model" / "model.safetensors").read_bytes()
     for seed in (1, 2):
         begin_run(recipe(place, seed=seed), RunDirectory(run), overwrite=True)  # and no more: killed
@@ -102,10 +108,9 @@ def test_killed_while_it_loads_and_tried_again(place: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("role", ["source", "teacher", "text", "wildcard", "validation", "tasks"])
-def test_what_the_new_run_reads_is_not_replaced(place: Path, tmp_path: Path, role: str) -> None:
+def test_what_the_new_run_reads_is_not_replaced(place: Path, finished: Path, tmp_path: Path, role: str) -> None:
     """It would be put aside before it is read, and gone after the first step."""
-    run, settings = tmp_path / "run", recipe(place)
-    pretrain(recipe(place), run)
+    run, settings = shutil.copytree(finished, tmp_path / "run"), recipe(place)
     (run / "books.txt").write_text("It was a bright cold day in April. " * 200)
     if role == "source":
         settings.source.model = str(run / "model")

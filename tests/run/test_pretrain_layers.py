@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pretrain import recipe
+from test_pretrain import STEPS, recipe
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -61,13 +61,13 @@ def test_stages_prune_and_train(place: Path) -> None:
     source = Anatomy.of(dwindle.load(place / "model").model)
     total = source.count(source.source).total
     goal = int(0.7 * total)
-    starts = [max(1, round(48 * done)) for done in (0, 0.1, 0.3, 0.6)]  # shares 0.1, 0.2, 0.3, 0.4
+    starts = [max(1, round(STEPS * done)) for done in (0, 0.1, 0.3, 0.6)]  # shares 0.1, 0.2, 0.3, 0.4
     assert sorted({event["step"] for event in events(run, "prune")}) == starts
     by_step = {line["step"]: line["parameters"] for line in metrics(run)}
     for stage, step in enumerate(starts):
         size = goal if stage == 3 else int(total * (goal / total) ** ((stage + 1) / 4))
         assert size - 3 * 32 < by_step[step] <= size
-    assert result.target_reached and result.parameters == by_step[48]
+    assert result.target_reached and result.parameters == by_step[STEPS]
     structure = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
     assert replay_structure(source.source, read_ledger(run)) == structure and not structure.is_uniform
     assert len(structure.hidden) == 32 and len(events(run, "allocation")) == 4
@@ -82,14 +82,14 @@ def test_uniform_stages_keep_all_layers_alike(place: Path) -> None:
     total = source.count(source.source).total
     goal = int(0.7 * total)
     by_step = {line["step"]: line["parameters"] for line in metrics(run)}
-    starts = [max(1, round(48 * done)) for done in (0, 0.1, 0.3, 0.6)]
+    starts = [max(1, round(STEPS * done)) for done in (0, 0.1, 0.3, 0.6)]
     assert sorted({event["step"] for event in events(run, "prune")}) == starts
     for stage, step in enumerate(starts):
         size = goal if stage == 3 else int(total * (goal / total) ** ((stage + 1) / 4))
         narrower = any(event["step"] == step and event["type"] == "ffn" for event in events(run, "prune"))
         group = 3 * 32 if narrower else 2 * (2 + 1) * 4 * 32  # a channel; a key/value head with its two queries
         assert size - 4 * group < by_step[step] <= size
-    assert result.target_reached and result.parameters == by_step[48]
+    assert result.target_reached and result.parameters == by_step[STEPS]
     now = source.source
     for event in read_ledger(run)[1:]:  # every layer loses as many heads or channels as the others, at every event
         if event["event"] == "prune":
@@ -137,7 +137,7 @@ def test_both_drivers_ask_the_same_strategy(place: Path, tmp_path: Path, monkeyp
         made.clear()
         monkeypatch.setattr(wanted, "choose", choose)
         horizon = {"horizon": None, "interleaves": 2} if "method" in settings else {"horizon": 0.5}
-        pretrain(recipe(place, prune={"target": "80%", **settings, **horizon}), tmp_path / str(number))
+        pretrain(recipe(place, steps=8, prune={"target": "80%", **settings, **horizon}), tmp_path / str(number))
         assert {type(strategy) for strategy in made} == {wanted}
         assert set(asked) == {(wanted, Stages if "method" in settings else Horizon)}
         made.clear()
@@ -261,7 +261,7 @@ def test_layers_filled_up_with_dead_heads_train_alike(place: Path, monkeypatch: 
     ("prune", "message"),
     [
         (ADAPT | {"interleaves": 0}, "prune.interleaves: 0 must be at least 1"),
-        (ADAPT | {"interleaves": 49}, "prune.interleaves: 49 must be between 1 and the 48 steps"),
+        (ADAPT | {"interleaves": 25}, "prune.interleaves: 25 must be between 1 and the 24 steps"),
         (ADAPT | {"amplitude": 2.0}, "prune.amplitude: 2.0 must be at least 0 and at most 1"),
         (ADAPT | {"horizon": 0.5}, "prune.horizon: method adapt prunes in prune.interleaves stages: remove it"),
         (ADAPT | {"ratio": "1:9"}, "prune.ratio: method adapt prunes in prune.interleaves stages: remove it"),

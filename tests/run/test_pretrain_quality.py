@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,18 +20,20 @@ from dwindle.training.config import CheckpointConfig, DistillConfig, TrainingCon
 from tiny import tiny_directory
 
 TOKENS = 160_000
+MARGIN = 0.08
+"""Nats; two seeds gave 3.228 ± 0.012 and 3.049 ± 0.027 (standard deviations)."""
 
 
 @pytest.mark.slow
 def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path: Path) -> None:
-    """260k to 130k parameters, equal tokens: the mean of two seeds, and by more than their spread."""
+    """260k to 130k parameters, equal tokens, by more than seeds differ."""
     source = str(shared_data / "models" / "stories260K" / "stories260K.bin")
     paragraphs = (shared_data / "corpus" / "tinystories-sample.txt").read_text().split("\n\n")
     held_out = len(paragraphs) // 8
     (tmp_path / "valid.txt").write_text("\n\n".join(paragraphs[:held_out]))
     (tmp_path / "train.txt").write_text("\n\n".join(paragraphs[held_out:]))
 
-    def train(model: str, name: str, seed: int, prune: PretrainPruneConfig) -> float:
+    def train(model: str, name: str, prune: PretrainPruneConfig) -> float:
         recipe = Recipe(
             source=ModelConfig(model=model, device="cpu"),
             data=DataConfig(
@@ -42,30 +43,23 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
                 cache_dir=str(tmp_path / "cache"),
             ),
             training=TrainingConfig(
-                tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3, seed=seed
+                tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3
             ),
             prune=prune,
             distill=DistillConfig(weight=0.0),
             checkpoint=CheckpointConfig(every=0),
         )
-        result = pretrain(recipe, tmp_path / f"{name}-{seed}")
+        result = pretrain(recipe, tmp_path / name)
         assert result.parameters <= 130_016 and result.valid_loss is not None
         return result.valid_loss
 
-    one_shot, aware = [], []
-    for seed in range(2):
-        pruned = tmp_path / f"pruned-{seed}"
-        dwindle.prune(
-            source, "50%", out=pruned, data=[str(tmp_path / "train.txt")], sequences=64, seq_len=128, seed=seed
-        )
-        one_shot.append(train(str(pruned), "one-shot", seed, PretrainPruneConfig(enabled=False)))
-        coupled = PretrainPruneConfig(target="50%", horizon=0.25, selection="coupled", metric="taylor")
-        aware.append(train(source, "aware", seed, coupled))
-    spread = max(statistics.stdev(one_shot), statistics.stdev(aware))
-    better = statistics.mean(one_shot) - statistics.mean(aware)
-    print(f"validation loss, 2 seeds: one-shot {statistics.mean(one_shot):.4f} ± {statistics.stdev(one_shot):.4f}")
-    print(f"validation loss, 2 seeds: pruning-aware {statistics.mean(aware):.4f} ± {statistics.stdev(aware):.4f}")
-    assert better > 2 * spread > 0
+    text = [str(tmp_path / "train.txt")]
+    dwindle.prune(source, "50%", out=tmp_path / "pruned", data=text, sequences=64, seq_len=128)
+    one_shot = train(str(tmp_path / "pruned"), "one-shot", PretrainPruneConfig(enabled=False))
+    coupled = PretrainPruneConfig(target="50%", horizon=0.25, selection="coupled", metric="taylor")
+    aware = train(source, "aware", coupled)
+    print(f"validation loss: one-shot {one_shot:.4f}, pruning-aware {aware:.4f}")
+    assert one_shot - aware > MARGIN
 
 
 MEMORY = """
@@ -136,7 +130,7 @@ def test_every_recipe_runs_in_a_tiny_form(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     recipe.source.model = str(tiny_directory(tmp_path / "model"))
     recipe.data = DataConfig(train=["pydoc:train"], valid=["pydoc:valid"], seq_len=16, valid_tokens=64)
-    recipe.training.tokens, recipe.training.tokens_per_step, recipe.training.micro_batch = 40 * 64, 64, 4
+    recipe.training.tokens, recipe.training.tokens_per_step, recipe.training.micro_batch = 20 * 64, 64, 4
     recipe.training.warmup, recipe.training.compile = 2, False
     if recipe.task.kind == "chat":
         rows = ({"prompt": f"Question {number}?", "completion": "An answer."} for number in range(20))

@@ -79,9 +79,19 @@ def test_output_can_be_checked_by_anyone(name: str, source: Path, tmp_path: Path
         assert len(hidden) % 8 == 0 and len(structure["layers"][0]["ffn"]) % 8 == 0
 
 
-@pytest.mark.parametrize("rounds", [2, 4])
-@pytest.mark.parametrize("attention", ["regular", "cluster"])
-@pytest.mark.parametrize("to", ["ffn=20", "hidden=24", "heads=4", "heads=3", "hidden=24,ffn=32"])
+@pytest.mark.parametrize(
+    ("to", "attention", "rounds"),
+    [
+        ("ffn=20", "regular", 4),
+        ("hidden=24", "cluster", 4),
+        ("heads=4", "regular", 2),
+        ("heads=4", "cluster", 4),
+        ("heads=3", "regular", 4),
+        ("heads=3", "cluster", 2),
+        ("hidden=24,ffn=32", "regular", 2),
+        ("hidden=24,ffn=32", "cluster", 4),
+    ],
+)
 def test_rounds_end_in_the_shape_that_was_asked_for(source: Path, to: str, attention: Any, rounds: int) -> None:
     wanted = {"hidden": 32, "heads": 8, "ffn": 40} | {k: int(n) for k, n in (part.split("=") for part in to.split(","))}
     result = dwindle.prune(source, to, rounds=rounds, attention=attention, sequences=2, seq_len=16)

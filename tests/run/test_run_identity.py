@@ -43,8 +43,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(place: Path, *, steps: int = 12, **tables: Any) -> Recipe:
     given: dict[str, Any] = {
-        "data": {"valid": ["pydoc:valid"], "valid_tokens": 480},
-        "training": {"micro_batch": 4},
+        "data": {"valid": ["pydoc:valid"], "valid_tokens": 240},
+        "training": {"micro_batch": 8},
         "prune": {"target": "80%", "horizon": 0.9, "milestones": ["90%"]},
         "checkpoint": {"every": 4},
     }

@@ -7,9 +7,11 @@ result with stock shapes is also saved, loaded by transformers alone in float32,
 
 from __future__ import annotations
 
+import functools
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from os import PathLike
@@ -51,6 +53,7 @@ _NUM_GENERATED = 4
 
 Way = Callable[[Structure, random.Random], Iterator[Group]]
 """The groups to remove from a structure, one after the other."""
+Trained = tuple[Prunable, torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
@@ -158,9 +161,10 @@ def check_config(config: Any, source: str) -> FamilyCheck:
     }
     found = FamilyCheck(source, config.model_type, sizes)
     found.checks += _compared("nothing", "norms", EXACT, partial(_norms_difference, config))
+    warmed_up = functools.cache(partial(_warmed_up, config))
     for name, way in ways(anatomy, config).items():
         for optimizer in OPTIMIZERS:
-            trained = partial(_training_difference, config, way, optimizer)
+            trained = partial(_training_difference, warmed_up, way, optimizer)
             found.checks += _compared(name, optimizer, EXACT, trained)
         found.checks += _compared(name, "stock", STOCK, partial(_stock_difference, config, way))
     return found
@@ -275,18 +279,36 @@ def _norms_difference(config: Any) -> float:
     return _difference(before, _logits(Prunable(model).model))
 
 
-def _training_difference(config: Any, way: Way, optimizer: Literal["adamw", "muon"]) -> float:
+def _make_optimizer(name: Literal["adamw", "muon"], model: Any) -> torch.optim.Optimizer:
+    return build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2, weight_decay=0.1, optimizer=name))
+
+
+def _warmed_up(config: Any, optimizer: Literal["adamw", "muon"]) -> Trained:
+    """A model after a few steps, so that pruning meets non-trivial moments; every way of pruning begins with it."""
+    prunable = Prunable(random_model(config))
+    moments = _make_optimizer(optimizer, prunable.model)
+    _train(prunable, moments, _WARM_UP_STEPS, seed=100)
+    return prunable, moments
+
+
+def copied(trained: Trained, make: Callable[[Any], torch.optim.Optimizer]) -> Trained:
+    """A model and an optimizer of its own with the same weights and moments."""
+    prunable = deepcopy(trained[0])
+    optimizer = make(prunable.model)
+    for group, before in zip(optimizer.param_groups, trained[1].param_groups, strict=True):
+        for parameter, original in zip(group["params"], before["params"], strict=True):
+            optimizer.state[parameter] = deepcopy(trained[1].state[original])
+    return prunable, optimizer
+
+
+def _training_difference(
+    warmed_up: Callable[[Literal["adamw", "muon"]], Trained], way: Way, optimizer: Literal["adamw", "muon"]
+) -> float:
     """The largest difference of logits and losses between the zeroed and the sliced model."""
-    settings = TrainingConfig(tokens=1, lr=1e-2, weight_decay=0.1, optimizer=optimizer)
-
-    def make(model: Any) -> torch.optim.Optimizer:
-        return build_optimizer(model, settings)
-
-    pairs: list[tuple[Prunable, torch.optim.Optimizer]] = []
+    make = partial(_make_optimizer, optimizer)
+    pairs: list[Trained] = []
     for _ in range(2):
-        prunable = Prunable(random_model(config))
-        moments = make(prunable.model)
-        _train(prunable, moments, _WARM_UP_STEPS, seed=100)  # pruning meets non-trivial moments
+        prunable, moments = copied(warmed_up(optimizer), make)
         for group in way(prunable.alive, random.Random(0)):
             prunable.prune(group, moments)
         pairs.append((prunable, moments))
