@@ -273,6 +273,11 @@ def test_structures_keep_their_absent_blocks() -> None:
     rest = single_blocks(whole_layer(Anatomy.of(tiny_model("llama", num_hidden_layers=5)).source))
     assert Structure.from_json(rest.to_json("tiny")) == rest
     assert rest.places == {1: 0, 2: 1, 3: 2, 4: 3} and not rest.is_uniform
+    for absent in (["attn"], ["legs"], ["mlp", "attn"]):
+        damaged = rest.to_json("tiny")
+        damaged["layers"][3]["absent"] = absent
+        with pytest.raises(UserError, match="which the layer's sizes do not fit"):
+            Structure.from_json(damaged)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dwindle.pruning.config import PostTrainingConfig
 @options_of(PostTrainingConfig)
 def prune(
     model: Model,
-    to: Annotated[str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, or hidden=512,heads=8,ffn=1280.")],
+    to: Annotated[str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, or hidden=512,heads=8,ffn=1280,layers=24.")],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     config: PostTrainingConfig,
     data: Annotated[
