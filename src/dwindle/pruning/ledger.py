@@ -184,7 +184,7 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
             if len(event[key]) != anatomy.num_layers or not all(type(n) in (int, float, NoneType) for n in event[key]):
                 raise ValueError(f"{key} is not one number for each of {anatomy.num_layers} layers")
     if event["event"] == "compact":
-        layers = {"layers": anatomy.num_layers}  # named only where some are gone
+        layers: Sizes = {"layers": anatomy.num_layers}  # named only where some are gone
         _check_sizes(layers | event, sizes_of(structure), layers | sizes_of(anatomy.source))
     if event["event"] != "prune":
         return structure

@@ -212,7 +212,7 @@ class _Pool:
     def _sum_of(self, chosen: _Candidate) -> float:
         """The saliency of a layer's heads or channels."""
         if chosen.kind == "attn":
-            return sum(self._heads[chosen.layer][query] for query in chosen.members)
+            return float(sum(self._heads[chosen.layer][query] for query in chosen.members))
         names = self._scores.structure.layers[chosen.layer].ffn
         return float(self._scores.ffn[chosen.layer].numpy()[np.searchsorted(names, chosen.members)].sum())
 
