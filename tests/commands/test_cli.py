@@ -287,7 +287,17 @@ BAD = {
     "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to: '80%noemb' is not a size such as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),
     "no such path": (["prune", "./nothing", "--to", "50%"], "nothing"),
-    "bad groups": ([*PRUNE, "--groups", "legs"], 'error: --groups: expected one of "attn", "ffn", "stem", got "legs"'),
+    "bad groups": (
+        [*PRUNE, "--groups", "legs"],
+        'error: --groups: expected one of "attn", "ffn", "stem", "layer", got "legs"',
+    ),
+    "no layers": (["prune", "model", "--to", "layers=0"], "error: --to: 'layers=0' is not part of a shape such as"),
+    "more layers": (
+        ["prune", "model", "--to", "layers=9"],
+        "--to layers=9: layers must lie between 1 and",
+    ),
+    "too few layers": (["prune", "model", "--to", "5%", "--groups", "layer"], "below the smallest reachable model"),
+    "too few for it": (["prune", "model", "--to", "5%", "--method", "shortgpt"], "that method shortgpt can reach"),
     "bad attention": (
         [*PRUNE, "--attention", "none"],
         'error: --attention: expected one of "cluster", "regular", got "none"',

@@ -34,7 +34,7 @@ def logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("structure", ["cluster", "layers", "odd"])
+@pytest.mark.parametrize("structure", ["cluster", "layers", "odd", "blocks"])
 @pytest.mark.parametrize("family", EXACT)
 def test_the_enlarged_model_is_stock_and_exact(family: str, structure: str) -> None:
     model = tiny_loaded(family, structure).model

@@ -273,6 +273,11 @@ def test_structures_keep_their_absent_blocks() -> None:
     rest = single_blocks(whole_layer(Anatomy.of(tiny_model("llama", num_hidden_layers=5)).source))
     assert Structure.from_json(rest.to_json("tiny")) == rest
     assert rest.places == {1: 0, 2: 1, 3: 2, 4: 3} and not rest.is_uniform
+    for absent in (["attn"], ["legs"], ["mlp", "attn"]):
+        damaged = rest.to_json("tiny")
+        damaged["layers"][3]["absent"] = absent
+        with pytest.raises(UserError, match="which the layer's sizes do not fit"):
+            Structure.from_json(damaged)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +292,7 @@ def test_structures_keep_their_absent_blocks() -> None:
         ("layers=2", {"selection": "global"}, "every layer gets its own sizes"),
         ("layers=2", {"method": "adapt"}, "give a size"),
         ("60%", {"method": "adapt", "groups": ["ffn", "layer"]}, "adapt keeps all layers"),
-        ("60%", {"groups": ["layer"], "round_to": 8}, "round_to: with the group layer give selection global"),
+        ("60%", {"groups": ["layer"], "round_to": 8}, "round_to 8: with the group layer give selection global"),
     ],
 )
 def test_bad_depths_are_refused_before_any_work(to: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -306,6 +311,9 @@ def test_families_without_blocks_refuse_the_group() -> None:
     assert parallel.groups == ["attn", "ffn", "stem"]
     with pytest.raises(UserError, match="groups: layer: this family keeps such groups whole"):
         PruneConfig(groups=["layer"]).for_family(parallel)
+    with pytest.raises(UserError, match="groups: layer: this family keeps such groups whole"):
+        PruneConfig().with_layers().for_family(parallel)
+    assert PruneConfig().for_family(parallel).effective_groups == ("attn", "ffn", "stem")
     with pytest.raises(UserError, match="groups: layer: input_layernorm is no block's norm"):
         Family(stem=family.stem, layer=rows, norm_before=shared, groups=["layer"])
 

@@ -61,6 +61,17 @@ def test_the_layers_of_the_lowest_influence_are_removed(family: str) -> None:
     assert len(prunable.compacted().model.layers) == 3
 
 
+def test_a_layer_of_every_kind_is_kept() -> None:
+    """Two layers of six are left: a convolution and an attention, whatever their influence."""
+    for kinds in (["conv", "full_attention"] + ["conv"] * 4, ["full_attention"] * 5 + ["conv"]):
+        prunable = Prunable(tiny_model("lfm2", num_hidden_layers=6, layer_types=kinds))
+        target = parse_target("layers=2", prunable.anatomy)
+        prune_in_rounds(prunable, target, PostTrainingConfig(method="shortgpt"), WINDOWS, "tiny")
+        assert sorted(prunable.compacted().config.layer_types) == ["conv", "full_attention"]
+        with pytest.raises(UserError, match="at least 2 must be kept"):
+            make_strategy(prunable.anatomy, parse_target("layers=1", prunable.anatomy), PruneConfig(method="shortgpt"))
+
+
 def test_it_lands_within_one_layer_of_a_size(tmp_path: Path) -> None:
     tiny_directory(tmp_path / "model", num_hidden_layers=6)
     anatomy = Anatomy.of(dwindle.load(tmp_path / "model").model)

@@ -11,6 +11,7 @@ from made_runs import make_run, write_lines
 
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
+from dwindle.report import verdict
 from dwindle.report.architecture import find_architecture
 from dwindle.report.jsonlines import GrowingJsonLines
 from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
@@ -167,6 +168,30 @@ def test_an_unknown_map_is_not_invented(tmp_path: Path) -> None:
     assert view is not None and view.layers[0].kv_of_query == [0, None, None, None]
     assert view.layers[0].kv_before is None
     assert summarise(open_run(tmp_path))["architecture"]["totals"][2] == ["key/value heads per layer", "unknown", "1"]
+
+
+def test_whole_layers_and_blocks_are_drawn_as_gone(tmp_path: Path) -> None:
+    """Layer 1 is gone, layer 2 has lost its FFN; their sizes are those of the other layers."""
+    full = {"query_heads": [0, 1, 2, 3], "kv_heads": [0, 1], "kv_of_query": [0, 0, 1, 1], "ffn": [0, 1, 2]}
+    none = {"query_heads": [], "kv_heads": [], "kv_of_query": [], "ffn": [], "absent": ["attn", "mlp"]}
+    layers = [full, none, full | {"ffn": [], "absent": ["mlp"]}]
+    structure = {"format": 1, "hidden": [0, 1], "layers": layers, "layer_parameters": [9, 0, 5]}
+    (tmp_path / "structure.json").write_text(json.dumps(structure))
+    first = {"event": "source", "format": 1, "source": "tiny", "parameters": 40, "layer_parameters": [9, 9, 9]}
+    prune = {"event": "prune", "step": 1, "tokens": 0, "type": "layer", "saliency": {"layer": 0.5}}
+    influence = {"event": "allocation", "step": 1, "importance": [0.3, None, 0.2], "sparsity": [0, 1, 0]}
+    removed = [{"indices": [[], [0, 1], []], "parameters": 31}, {"indices": [[], [], [1]], "parameters": 27}]
+    write_lines(tmp_path / "ledger.jsonl", [first, influence, *(prune | one for one in removed)])
+    run = open_run(tmp_path)
+    view = run.architecture
+    assert view is not None and [la.absent for la in view.layers] == [(), ("attn", "mlp"), ("mlp",)]
+    assert [(la.queries_after, la.ffn_before, la.ffn_after) for la in view.layers] == [(4, 3, 3), (0, 3, 0), (4, 3, 0)]
+    found = summarise(run)
+    totals = found["architecture"]["totals"]
+    assert ["layers", "3", "2"] in totals and ["of these without attention or FFN", "0", "1"] in totals
+    assert ["query heads per layer", "4", "4"] in totals and ["FFN channels per layer", "3", "3"] in totals
+    assert "1 of 3 layers" in verdict.removed(run) and "the attention or the FFN of 1 layer" in verdict.removed(run)
+    assert {figure["id"] for figure in found["figures"]} >= {"saliency", "share", "layers"}
 
 
 def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:

@@ -335,10 +335,15 @@ class Anatomy:
                     found.append((number, places_))
         return found
 
+    def removable_wholes(self, structure: Structure) -> list[int]:
+        """Layers of which everything that is left may be removed next."""
+        found = self.removable_blocks(structure)
+        return [n for n, ps in found if structure.layers[n].without_blocks(BLOCKS[place] for place in ps).is_gone]
+
     def removable_layers(self, structure: Structure) -> list[int]:
         """Layers that may be removed whole, one after the other, from the last to the first."""
-        found, order = list[int](), {number for number, _ in self.removable_blocks(structure)}
-        for number in sorted(order, reverse=True):
+        found = list[int]()
+        for number in reversed(self.removable_wholes(structure)):
             layers = list(structure.layers)
             layers[number] = layers[number].without_blocks(BLOCKS)
             rest = Structure(structure.hidden, tuple(layers))

@@ -228,6 +228,9 @@ class Structure:
             Layer(tuple(la["query_heads"]), tuple(la["kv_of_query"]), tuple(la["ffn"]), tuple(la.get("absent", ())))
             for la in data["layers"]
         )
+        for layer in layers:
+            if layer.absent and layer != layer.without_blocks(layer.absent):
+                raise UserError(f"{where}: absent is {list(layer.absent)!r:.60}, which the layer's sizes do not fit")
         return cls(tuple(data["hidden"]), layers)
 
 

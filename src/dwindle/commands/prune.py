@@ -18,7 +18,9 @@ from dwindle.pruning.methods import METHODS
 @options_of(PostTrainingConfig)
 def prune(
     model: Model,
-    to: Annotated[str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280, or 90MB@q8_0.")],
+    to: Annotated[
+        str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280,layers=24, or 90MB@q8_0.")
+    ],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     config: PostTrainingConfig,
     data: Annotated[

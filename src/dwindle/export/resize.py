@@ -244,7 +244,7 @@ def _with_equal_queries(layers: Sequence[tuple[int, ...]]) -> list[tuple[int, in
 
 
 def _layer_plan(
-    counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...], *, adds_heads: bool
+    counts: tuple[int, ...], per_kv: int, kv_heads: int, ffn: tuple[int, ...], *, adds_heads: bool = False
 ) -> PaddedLayer:
     query: list[int] = []
     kv: list[int] = []

@@ -116,8 +116,8 @@ class PruneConfig(Config):
         has = tuple(kind for kind in self.effective_groups if kind in family.groups)
         all_kinds = set(KINDS) <= set(self.groups or KINDS)
         missing = [kind for kind in self.groups or () if kind not in family.groups]
-        if (missing and not all_kinds) or not has:
-            wanted = (missing or list(self.effective_groups))[0]
+        if (missing and not all_kinds) or "layer" in missing or not has:  # layer is never meant by "all of them"
+            wanted = "layer" if "layer" in missing else (missing or list(self.effective_groups))[0]
             raise UserError(
                 f"groups: {wanted}: this family keeps such groups whole: choose among {', '.join(family.groups)}"
             )
@@ -172,10 +172,6 @@ class PruneConfig(Config):
                 raise ValueError("second_order: shortgpt removes whole layers and updates nothing: remove it")
         elif self.keeps_hidden_size and "layer" in groups:
             raise ValueError(f"groups: layer: {self.method} keeps all layers: choose among attn and ffn")
-        elif "layer" in groups and self.round_to > 1 and self.effective_selection == "coupled":
-            raise ValueError(
-                "round_to: with the group layer give selection global, or a shape such as layers=24,ffn=1024"
-            )
 
 
 class PretrainPruneConfig(PruneConfig):

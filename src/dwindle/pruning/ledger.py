@@ -222,7 +222,8 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
             if len(event[key]) != anatomy.num_layers or not all(type(n) in (int, float, NoneType) for n in event[key]):
                 raise ValueError(f"{key} is not one number for each of {anatomy.num_layers} layers")
     if event["event"] == "compact":
-        _check_sizes(event, sizes_of(structure), sizes_of(anatomy.source))
+        layers: Sizes = {"layers": anatomy.num_layers}  # named only where some are gone
+        _check_sizes(layers | event, sizes_of(structure), layers | sizes_of(anatomy.source))
     if event["event"] != "prune":
         return structure
     if event["type"] not in ALL_KINDS:
@@ -257,8 +258,6 @@ def _alive(group: Group, layer: Layer) -> tuple[int, ...]:
 def _check_sizes(event: Event, least: Sizes, most: Sizes) -> None:
     """The sizes of a compaction lie between what is alive and the source's."""
     for key in least:
-        if key == "layers":  # some are gone, not necessarily in this rebuild
-            continue
         size, low, high = (
             value if isinstance(value, list) else [value] for value in (event[key], least[key], most[key])
         )

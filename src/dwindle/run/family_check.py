@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -181,6 +181,9 @@ def ways(anatomy: Anatomy, config: Any) -> dict[str, Way]:
         found["FFN channels"] = lambda structure, rng: _repeated("ffn", 5, structure, rng)
     if "stem" in groups:
         found["hidden channels"] = lambda structure, rng: _hidden(config, structure, rng)
+    if "layer" in groups:
+        found["one layer"] = lambda structure, rng: _blocks(anatomy, ((0, 1),), structure)
+        found["attention of one, FFN of another"] = lambda structure, rng: _blocks(anatomy, ((0,), (1,)), structure)
     found["all groups, equal layers"] = lambda structure, rng: _everything(groups, config, structure, rng)
     found["all groups, unequal layers"] = lambda structure, rng: _unequal(groups, structure, rng)
     return found
@@ -188,8 +191,9 @@ def ways(anatomy: Anatomy, config: Any) -> dict[str, Way]:
 
 def family_groups(anatomy: Anatomy) -> list[str]:
     """The kinds of group that this model can lose."""
-    with_heads = any(layer.query_heads for layer in anatomy.source.layers)
-    return [kind for kind in anatomy.family.groups if kind != "attn" or with_heads]
+    has = {"attn": any(layer.query_heads for layer in anatomy.source.layers)}
+    has["layer"] = bool(anatomy.removable_layers(anatomy.source))
+    return [kind for kind in anatomy.family.groups if has.get(kind, True)]
 
 
 def _regular_heads(structure: Structure, rng: random.Random) -> Iterator[Group]:
@@ -221,6 +225,17 @@ def _one_each(kind: str, structure: Structure, rng: random.Random) -> Group:
         return (rng.choice(present),) if len(present) > 1 else ()
 
     return Group("attn" if kind == "attn" else "ffn", tuple(map(drawn, structure.layers)))
+
+
+def _blocks(anatomy: Anatomy, wanted: Sequence[tuple[int, ...]], structure: Structure) -> Iterator[Group]:
+    """The first group of whole blocks of each wanted kind that may be removed, each from another layer."""
+    for places in wanted:
+        free = [n for n, found in anatomy.removable_blocks(structure) if found == places]
+        free = [number for number in free if not structure.layers[number].absent]
+        if free:
+            group = Group("layer", tuple(places if n == free[0] else () for n in range(anatomy.num_layers)))
+            structure = structure.without(group)
+            yield group
 
 
 def _hidden(config: Any, structure: Structure, rng: random.Random) -> Iterator[Group]:
@@ -324,9 +339,14 @@ def _training_difference(
 
 def _check_weights(zeroed: Prunable, sliced: Prunable) -> None:
     """Kept weights are equal, pruned ones still zero."""
-    small = dict(sliced.model.named_parameters())
-    for name, whole in zeroed.model.named_parameters():
-        kept = zeroed.anatomy.slice(zeroed.anatomy[name], whole.detach(), zeroed.alive, zeroed.physical)
+    small = sliced.parameters
+    for name, whole in zeroed.parameters.items():
+        row = zeroed.anatomy[name]
+        if not row.is_in(zeroed.alive):
+            if whole.count_nonzero():
+                raise ValueError(f"{name}: pruned entries became non-zero")
+            continue
+        kept = zeroed.anatomy.slice(row, whole.detach(), zeroed.alive, zeroed.physical)
         if (gap := _difference(kept, small[name].detach())) > WEIGHTS:
             raise ValueError(f"{name}: weights differ by {gap:.1e} after training")
         if whole.count_nonzero() != kept.count_nonzero():

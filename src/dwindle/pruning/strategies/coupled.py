@@ -46,6 +46,11 @@ class CoupledStrategy(Strategy):
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
+        if "layer" in config.effective_groups and config.round_to > 1 and target.shape is None:
+            raise UserError(
+                f"round_to {config.round_to}: with the group layer give selection global, or a shape such as "
+                "layers=24,ffn=1024"
+            )
         check_rounding(anatomy, target, config)
         self._selector = Selector(anatomy, target, config)
         self._shape_is_final = config.round_to <= 1 or target.shape is not None
@@ -189,9 +194,9 @@ class Selector:
     def _layer(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
         """The least salient layer that may be removed whole."""
         best: _CoupledCandidate | None = None
-        for number, places in self.anatomy.removable_blocks(alive):
-            if not alive.layers[number].without_blocks(BLOCKS[place] for place in places).is_gone:
-                continue
+        for number in self.anatomy.removable_wholes(alive):
+            absent = alive.layers[number].absent
+            places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
             candidate = self._candidate(alive, group, float(scores.blocks[number][2]), elements)

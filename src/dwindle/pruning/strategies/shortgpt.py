@@ -68,7 +68,7 @@ class ShortGptStrategy(Strategy):
         goal = self.target.num_parameters if is_last or aim is None else aim
         count = self.anatomy.count(alive).total
         while count > goal and not self.is_finished(alive, count):
-            values = {n: bi for n, _ in self.anatomy.removable_blocks(alive) if (bi := self.influence[n]) is not None}
+            values = {n: bi for n in self.anatomy.removable_wholes(alive) if (bi := self.influence[n]) is not None}
             if not values:
                 break
             least = min(values, key=values.__getitem__)
