@@ -185,3 +185,20 @@ def test_bad_vocabularies_are_refused(place: Path, settings: dict[str, Any], pro
     with pytest.raises(UserError, match=problem):
         pretrain(recipe(place, vocabulary=settings), place / "refused")
     assert not (place / "refused").exists()
+
+
+def test_other_formats_agree(place: Path, tmp_path: Path) -> None:
+    """Each is verified against the trimmed model as it is written; llama.cpp gives the same ids, also for odd text."""
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "trimmed"
+    dwindle.trim(place / "model", 384, text=["pydoc:valid"], out=out, measure=False)
+    for format_ in ("gguf", "onnx", "hf"):
+        target = tmp_path / f"it.{format_}"
+        exported = dwindle.export_model(out, format_, target, type="f32" if format_ != "onnx" else None)
+        assert exported.verified is not None
+    again = dwindle.load(tmp_path / "it.gguf")
+    ours = dwindle.load(out)
+    for text in ("Zürich 你好 🙂\n\n1.  two", "def f(x):\n    return x"):
+        assert again.tokenizer(text).input_ids == ours.tokenizer(text).input_ids
+        assert again.tokenizer.decode(again.tokenizer(text).input_ids) == text

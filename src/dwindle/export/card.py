@@ -180,7 +180,8 @@ def _introduction(card: Card) -> str:
         return text
     place = "above" if quality.change >= 0 else "below"
     cut = ", cut to the same tokens," if quality.source_bits is not None else ""
-    return f"{text} Its loss is {abs(quality.change):.2f} nats per token {place} the source's{cut} {_measured_on(quality)}."
+    loss = f"{abs(quality.change):.2f} nats per token {place} the source's{cut}"
+    return f"{text} Its loss is {loss} {_measured_on(quality)}."
 
 
 def _measured_on(quality: Quality) -> str:

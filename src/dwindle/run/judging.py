@@ -21,6 +21,7 @@ from dwindle.training.loss import evaluate_loss
 from dwindle.training.sampling import as_text, greedy_samples, prompt_tokens
 
 if TYPE_CHECKING:
+    from dwindle.run.pretrain import Job
     from dwindle.training.loop import Trainer
 
 
@@ -92,6 +93,14 @@ class QualityRecorder(Callback):
 def num_text_bytes(windows_NT: Tensor, tokenizer: Any) -> int:
     """Bytes of the text that is predicted in windows of tokens: all but the first token of each."""
     return int(token_bytes(tokenizer)[windows_NT[:, 1:].numpy()].sum())
+
+
+def whole_source(job: Job) -> Callable[[Tensor], float] | None:
+    """Measures the source with all of its tokens, if some are removed; conversations have no text of their own."""
+    recipe, start = job.recipe, job.start
+    if start.vocabulary is None or recipe.source.random_init or recipe.task.kind == "chat":
+        return None
+    return lambda windows: source_bits_per_byte(start.source, windows, job.tokenizer, job.device, job.precision)
 
 
 def source_bits_per_byte(source: str, windows_NT: Tensor, tokenizer: Any, device: str, precision: Precision) -> float:

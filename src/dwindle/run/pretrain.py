@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_random, config_for
@@ -40,7 +40,7 @@ from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, recipe_of_run, resolve_recipe
 from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
-from dwindle.run.judging import QualityRecorder, source_bits_per_byte
+from dwindle.run.judging import QualityRecorder, whole_source
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -223,7 +223,7 @@ class Job:
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
         self.recorder = QualityRecorder(
-            run.quality, self.tokenizer, self.validator, recipe.data.validated_on(recipe.task), self._whole_source()
+            run.quality, self.tokenizer, self.validator, recipe.data.validated_on(recipe.task), whole_source(self)
         )
         self.trainer = Trainer(
             model,
@@ -261,13 +261,6 @@ class Job:
         with nullcontext() if checkpoint is None else fitting(checkpoint.path):
             follow_rate(checkpoint, self.recipe.training.lr)
         return state
-
-    def _whole_source(self) -> Callable[[Tensor], float] | None:
-        """Measures the source with all of its tokens, if some are removed; conversations have no text of their own."""
-        if self.start.vocabulary is None or self.recipe.source.random_init or self.recipe.task.kind == "chat":
-            return None
-        source = self.start.source
-        return lambda windows: source_bits_per_byte(source, windows, self.tokenizer, self.device, self.precision)
 
     def _report_changes(self) -> None:
         """Changes that this ``resume`` makes to the run, in its ledger and on standard error."""
