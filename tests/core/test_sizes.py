@@ -43,7 +43,7 @@ def test_sizes(text: str, size: Size) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is not a size such as 100M, 0.6, 60%, 50%nonemb or hidden=512"),
+        ("", "'' is not a size such as 100M, 0.6, 60%, 50%nonemb, hidden=512"),
         ("50%emb", "'50%emb' is not a size"),
         ("0", "'0' must be above 0"),
         ("0%", "'0%' must be above 0 and below 100%"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from torch.nn.functional import kl_div, log_softmax
 
 import dwindle
 from dwindle.core.errors import UserError
+from dwindle.core.quality import read_quality
 from dwindle.core.run_directory import RunDirectory
+from dwindle.data.text_windows import validation_windows
 from dwindle.pruning.ledger import read_ledger
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain, resume
@@ -117,6 +120,30 @@ def test_a_run_trims_then_prunes(place: Path, run: Path) -> None:
     assert metrics(run)[-1]["parameters"] <= plan.parameters_target
 
 
+def test_bits_per_byte_against_the_whole_source(place: Path, run: Path) -> None:
+    """Of source and result, by plain transformers, on the text of the validation windows and its bytes."""
+    settings = recipe(place)
+    model, tokenizer = dwindle.load(run / "model")
+    windows = validation_windows(["pydoc:valid"], tokenizer, settings.data.seq_len, 480)
+    quality = read_quality(run / "quality.json")
+    assert quality is not None and quality.source_bits is not None and quality.result_bits is not None
+    whole, own = dwindle.load(place / "model")
+    nats, size = [0.0, 0.0], [0, 0]
+    for window in windows.tolist():
+        text = tokenizer.decode(window)
+        for side, (m, tok, ids) in enumerate(((whole, own, own(text).input_ids), (model, tokenizer, window))):
+            with torch.no_grad():
+                logits = m(torch.tensor([ids])).logits[0, :-1].double()
+            nats[side] -= float(log_softmax(logits, -1)[range(len(ids) - 1), ids[1:]].sum())
+            ends = ("<|endoftext|>", "<|im_end|>")
+            plain = [token for token in tok.convert_ids_to_tokens(ids[1:]) if token not in ends]
+            size[side] += sum(len(tok.convert_tokens_to_string([t]).encode()) if t.isascii() else len(t) for t in plain)
+    for bits, total, num_bytes in zip((quality.source_bits, quality.result_bits), nats, size, strict=True):
+        assert bits == pytest.approx(total / num_bytes / math.log(2), rel=1e-4)
+    assert quality.bytes == size[1] and "bits per byte" in quality.losses()
+    assert "bits per byte" in (run / "model" / "README.md").read_text()
+
+
 def test_a_trimmed_run_resumes_bit_equal(place: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the middle; the tokens are those that were chosen at the beginning, and nothing is counted again."""
     copy = place / "copy"
@@ -128,6 +155,7 @@ def test_a_trimmed_run_resumes_bit_equal(place: Path, run: Path, monkeypatch: py
     for name, weight in load_file(copy / "model" / "model.safetensors").items():
         assert torch.equal(weight, load_file(run / "model" / "model.safetensors")[name]), name
     assert metrics(copy) == metrics(run) and (copy / "ledger.jsonl").read_bytes() == (run / "ledger.jsonl").read_bytes()
+    assert (copy / "quality.json").read_bytes() == (run / "quality.json").read_bytes()
     assert (copy / "model" / "tokenizer.json").read_bytes() == (run / "model" / "tokenizer.json").read_bytes()
 
 
@@ -157,3 +185,20 @@ def test_bad_vocabularies_are_refused(place: Path, settings: dict[str, Any], pro
     with pytest.raises(UserError, match=problem):
         pretrain(recipe(place, vocabulary=settings), place / "refused")
     assert not (place / "refused").exists()
+
+
+def test_other_formats_agree(place: Path, tmp_path: Path) -> None:
+    """Each is verified against the trimmed model as it is written; llama.cpp gives the same ids, also for odd text."""
+    pytest.importorskip("xllamacpp")
+    pytest.importorskip("onnxruntime")
+    out = tmp_path / "trimmed"
+    dwindle.trim(place / "model", 384, text=["pydoc:valid"], out=out, measure=False)
+    for format_ in ("gguf", "onnx", "hf"):
+        target = tmp_path / f"it.{format_}"
+        exported = dwindle.export_model(out, format_, target, type="f32" if format_ != "onnx" else None)
+        assert exported.verified is not None
+    again = dwindle.load(tmp_path / "it.gguf")
+    ours = dwindle.load(out)
+    for text in ("Zürich 你好 🙂\n\n1.  two", "def f(x):\n    return x"):
+        assert again.tokenizer(text).input_ids == ours.tokenizer(text).input_ids
+        assert again.tokenizer.decode(again.tokenizer(text).input_ids) == text

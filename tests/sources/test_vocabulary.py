@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dwindle.core.errors import UserError
 from dwindle.data.pydoc_text import pydoc_documents
+from dwindle.data.tokenizing import token_bytes
 from dwindle.sources.built_tokenizers import sentencepiece
 from dwindle.sources.vocabulary import Pieces, Vocabulary, choose_ids, trimmed_size, trimmed_tokenizer
 
@@ -201,3 +202,12 @@ def test_normalizers_are_kept() -> None:
     smaller, _, _ = trim(PreTrainedTokenizerFast(tokenizer_object=backend), 320)
     for text in map(random_text, range(5)):
         assert smaller.decode(smaller(text).input_ids) == text
+
+
+def test_bytes_of_tokens(byte_bpe: Any, pieces_bpe: Any) -> None:
+    """Their sum is the bytes of the text; SentencePiece puts one space before it."""
+    for text in [*texts()[:5], *map(random_text, range(5))]:
+        for tokenizer, more in ((byte_bpe, 0), (trim(byte_bpe, 320)[0], 0), (pieces_bpe, 1)):
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            assert token_bytes(tokenizer)[ids].sum() == len(text.encode()) + more
+    assert token_bytes(byte_bpe)[byte_bpe.eos_token_id] == 0

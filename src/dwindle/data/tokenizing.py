@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Tokens = npt.NDArray[np.generic]
 
 _SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>")
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _BATCH_CHARS = 2_000_000
 _PIECE_CHARS = 500_000
 
@@ -95,6 +97,23 @@ class DocumentEncoder:
         else:
             for text in texts:
                 yield list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int64]:
+    """Bytes of text that each token stands for, by id; special tokens stand for none."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = set(tokenizer.added_tokens_decoder)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    byte_level = backend is not None and "ByteLevel" in json.dumps(json.loads(backend.to_str())["decoder"])
+    sizes = np.zeros(_largest_id(tokenizer) + 1, np.int64)
+    for token, number in tokenizer.get_vocab().items():
+        if number in special:
+            continue
+        if byte_level and number not in added:
+            sizes[number] = len(token)  # one character for each byte
+        else:
+            sizes[number] = 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
+    return sizes
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -191,7 +191,9 @@ def _introduction(card: Card) -> str:
     if quality is None or quality.change is None:
         return text
     place = "above" if quality.change >= 0 else "below"
-    return f"{text} Its loss is {abs(quality.change):.2f} nats per token {place} the source's {_measured_on(quality)}."
+    cut = ", cut to the same tokens," if quality.source_bits is not None else ""
+    loss = f"{abs(quality.change):.2f} nats per token {place} the source's{cut}"
+    return f"{text} Its loss is {loss} {_measured_on(quality)}."
 
 
 def _measured_on(quality: Quality) -> str:
@@ -291,6 +293,9 @@ def _results(card: Card) -> str:
         rows.append((name, f"{source:.4f}", f"{result:.4f}", f"{quality.change:+.4f}"))
         if max(source, result) < 15:
             rows.append(("perplexity", f"{exp(source):.4g}", f"{exp(result):.4g}", f"× {exp(quality.change):.3g}"))
+    if quality is not None and quality.source_bits is not None and quality.result_bits is not None:
+        bits, ours = quality.source_bits, quality.result_bits
+        rows.append(("bits per byte, each with its own tokenizer", f"{bits:.4f}", f"{ours:.4f}", f"{ours - bits:+.4f}"))
     measured = quality is not None and quality.change is not None
     for name, value in (card.results or {}).items():
         if not (measured and name.startswith(_VALIDATION)):

@@ -17,14 +17,14 @@ def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
     written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
     if written is not None and written > 0:
         return int(written)
-    total = number(source.get("parameters"))
+    total = number(source.get("trimmed_parameters", source.get("parameters")))
     try:
         size = parse_size(_target(recipe), "prune.target")
     except UserError:
         return None
     if size.kind == "count":
         return int(size.value)
-    if total is None or size.kind == "shape":
+    if total is None or size.kind in ("shape", "file"):
         return None
     layers = source.get("layer_parameters")
     if size.kind == "share" or not isinstance(layers, list):

@@ -62,6 +62,8 @@ def _loss_text(run: Run) -> str:
     text = f"{_text_names(run)} it is {abs(change):.2f} nats per token {worse} the source"
     if max(source, result) < _MAX_PERPLEXITY_LOSS:
         text += f" (perplexity {_perplexity(source)} → {_perplexity(result)})"
+    if run.quality is not None and (bits := run.quality.bits()):
+        text += f"; with their own tokenizers {bits}"
     so_far = " so far" if run.status in ("running", "stopped") else ""
     trained = run.metrics.last("tokens") or any(run.ledger.prunes.tokens)
     advice = "" if trained or change <= NEEDS_TRAINING else " It needs training (dwindle pretrain)."

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dwindle.core.json_safe import finite
-from dwindle.core.quality import Quality, Sample, text_names
+from dwindle.core.quality import Quality, Sample, bits_per_byte, text_names
 from dwindle.data.packing import num_predictions
+from dwindle.data.tokenizing import token_bytes
+from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.sources.loading import load, load_tokenizer
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.loss import evaluate_loss
 from dwindle.training.sampling import as_text, greedy_samples, prompt_tokens
 
 if TYPE_CHECKING:
+    from dwindle.run.pretrain import Job
     from dwindle.training.loop import Trainer
 
 
@@ -26,8 +31,16 @@ class QualityRecorder(Callback):
     It comes after the pruner and the validator, and draws no random numbers. A sharded model gives no samples.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, validator: Validator | None, texts: Sequence[str]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Any,
+        validator: Validator | None,
+        texts: Sequence[str],
+        whole: Callable[[Tensor], float] | None = None,
+    ) -> None:
+        """``whole`` measures the untouched source in bits per byte, where it has another tokenizer."""
+        self.path, self._whole = path, whole
         self.tokenizer = tokenizer
         self.validator = validator
         windows_NT = None if validator is None else validator.windows_NT
@@ -42,12 +55,19 @@ class QualityRecorder(Callback):
         if trainer.step == 0 and trainer.num_steps:
             for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
                 sample.source = text
+            if self._whole is not None and self.validator is not None and trainer.engine.is_main:
+                windows_NT = self.validator.windows_NT
+                self.quality.bytes = num_text_bytes(windows_NT, self.tokenizer)
+                self.quality.source_bits = finite(self._whole(windows_NT))
 
     def after_step(self, trainer: Trainer) -> None:
         finished = trainer.status == "finished"
         if self.validator is not None:
             self.quality.source_loss = finite(self.validator.source)
             self.quality.result_loss = finite(self.validator.last) if finished else None
+        if finished and self.quality.bytes and self.quality.result_loss is not None:
+            nats = self.quality.result_loss * self.quality.tokens
+            self.quality.result_bits = finite(bits_per_byte(nats, self.quality.bytes))
         if finished:
             for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
                 sample.result = text
@@ -68,6 +88,31 @@ class QualityRecorder(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         found = state["quality"]
         self.quality = Quality(**found | {"samples": [Sample(**sample) for sample in found["samples"]]})
+
+
+def num_text_bytes(windows_NT: Tensor, tokenizer: Any) -> int:
+    """Bytes of the text that is predicted in windows of tokens: all but the first token of each."""
+    return int(token_bytes(tokenizer)[windows_NT[:, 1:].numpy()].sum())
+
+
+def whole_source(job: Job) -> Callable[[Tensor], float] | None:
+    """Measures the source with all of its tokens, if some are removed; conversations have no text of their own."""
+    recipe, start = job.recipe, job.start
+    if start.vocabulary is None or recipe.source.random_init or recipe.task.kind == "chat":
+        return None
+    return lambda windows: source_bits_per_byte(start.source, windows, job.tokenizer, job.device, job.precision)
+
+
+def source_bits_per_byte(source: str, windows_NT: Tensor, tokenizer: Any, device: str, precision: Precision) -> float:
+    """Bits per byte of an untouched source with its own tokenizer, on the text of windows of another tokenizer."""
+    model, own = load(source, dtype=weights_dtype(precision), device=device).model, load_tokenizer(source)
+    sizes, nats, num_bytes = token_bytes(own), 0.0, 0
+    for window in windows_NT.tolist():
+        text = tokenizer.decode(window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        ids = torch.tensor([own(text, add_special_tokens=False).input_ids])
+        nats += evaluate_loss(model, ids, precision=precision) * (ids.shape[1] - 1)
+        num_bytes += int(sizes[ids[0, 1:].numpy()].sum())
+    return bits_per_byte(nats, num_bytes)
 
 
 class Judge:

@@ -41,7 +41,7 @@ from dwindle.pruning.sheared import ShearedPruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, recipe_of_run, resolve_recipe
 from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
-from dwindle.run.judging import QualityRecorder
+from dwindle.run.judging import QualityRecorder, whole_source
 from dwindle.run.plan import (
     PlanWarning,
     PruningPlan,
@@ -224,7 +224,7 @@ class Job:
         teacher = self._teacher(model.config)
         self.validator = None if data.valid_windows is None else Validator(data.valid_windows, recipe.validation.every)
         self.recorder = QualityRecorder(
-            run.quality, self.tokenizer, self.validator, recipe.data.validated_on(recipe.task)
+            run.quality, self.tokenizer, self.validator, recipe.data.validated_on(recipe.task), whole_source(self)
         )
         self.trainer = Trainer(
             model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,11 @@ class Start:
         tokenizer: Any = load_tokenizer(self.source)
         if self.vocabulary is not None:
             tokenizer = trimmed_tokenizer(tokenizer, self.vocabulary, f"source {self.source}")
+<<<<<<< HEAD
         return tokenizer
+=======
+        return cast(PreTrainedTokenizerBase, tokenizer)
+>>>>>>> h20b
 
     def generation(self) -> GenerationConfig:
         generation = load_generation(self.source)
