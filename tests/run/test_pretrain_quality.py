@@ -42,9 +42,7 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
                 seq_len=128,
                 cache_dir=str(tmp_path / "cache"),
             ),
-            training=TrainingConfig(
-                tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3
-            ),
+            training=TrainingConfig(tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3),
             prune=prune,
             distill=DistillConfig(weight=0.0),
             checkpoint=CheckpointConfig(every=0),

@@ -47,11 +47,7 @@ class Start:
         tokenizer: Any = load_tokenizer(self.source)
         if self.vocabulary is not None:
             tokenizer = trimmed_tokenizer(tokenizer, self.vocabulary, f"source {self.source}")
-<<<<<<< HEAD
-        return tokenizer
-=======
         return cast(PreTrainedTokenizerBase, tokenizer)
->>>>>>> h20b
 
     def generation(self) -> GenerationConfig:
         generation = load_generation(self.source)
