@@ -18,8 +18,7 @@ from ladder import GLOBAL, GROUP
 
 from dwindle.pruning.methods import METHODS
 
-OURS = "global mixture, group saliency (ours)"
-LEAST_SQUARES = "prune.second_order=true"
+REPAIRED = (*GLOBAL, "prune.metric=taylor", "prune.second_order=true")
 METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     **{
         name: (method.paper, (f"prune.method={name}",), 1)
@@ -28,8 +27,8 @@ METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     },
     "adapt": ("Adapt-Pruner", ("prune.method=adapt",), 50),
     "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
-    "ours": (OURS, (*GLOBAL, "prune.metric=group"), 1),
-    "ours-b": (f"{OURS}, 8 rounds, second order", (*GLOBAL, "prune.metric=group", LEAST_SQUARES), 8),
+    "ours-plain": ("global mixture, group saliency", (*GLOBAL, "prune.metric=group"), 1),
+    "ours": ("global mixture in 8 rounds, second order (ours)", REPAIRED, 8),
 }
 """Title, settings, rounds without training."""
 
