@@ -25,7 +25,6 @@ from runs import metrics, tiny_recipe
 from tiny import tiny_directory, tiny_tokenizer
 
 
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")

@@ -42,9 +42,7 @@ def test_pruning_aware_beats_one_shot_on_stories260k(shared_data: Path, tmp_path
                 seq_len=128,
                 cache_dir=str(tmp_path / "cache"),
             ),
-            training=TrainingConfig(
-                tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3
-            ),
+            training=TrainingConfig(tokens=TOKENS, tokens_per_step=4096, micro_batch=32, optimizer="adamw", lr=1e-3),
             prune=prune,
             distill=DistillConfig(weight=0.0),
             checkpoint=CheckpointConfig(every=0),
@@ -142,7 +140,7 @@ def test_every_recipe_runs_in_a_tiny_form(path: Path, tmp_path: Path) -> None:
     if recipe.prune.enabled:
         recipe.prune.target, recipe.prune.milestones, recipe.prune.warmup_steps = "75%", [], 0
     if recipe.prune.ratio is not None:
-        recipe.prune.ratio = "1:1"
+        recipe.prune.ratio = "2:1"
     result = pretrain(recipe, tmp_path / "run")
     assert result.status == "finished" and (result.target_reached or not recipe.prune.enabled)
     assert sum(p.numel() for p in dwindle.load(tmp_path / "run" / "model").model.parameters()) == result.parameters
