@@ -140,7 +140,7 @@ def test_every_recipe_runs_in_a_tiny_form(path: Path, tmp_path: Path) -> None:
     if recipe.prune.enabled:
         recipe.prune.target, recipe.prune.milestones, recipe.prune.warmup_steps = "75%", [], 0
     if recipe.prune.ratio is not None:
-        recipe.prune.ratio = "1:1"
+        recipe.prune.ratio = "2:1"
     result = pretrain(recipe, tmp_path / "run")
     assert result.status == "finished" and (result.target_reached or not recipe.prune.enabled)
     assert sum(p.numel() for p in dwindle.load(tmp_path / "run" / "model").model.parameters()) == result.parameters

@@ -6,6 +6,7 @@ validate on trained text. Topics that share a paragraph form a cluster, and clus
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections import defaultdict
@@ -24,12 +25,15 @@ def pydoc_documents(split: str | None = None) -> list[str]:
     if split is None:
         return [topics[name] for name in sorted(topics)]
     assert split in ("train", "valid"), split
-    valid = _valid_topics(topics)
+    valid = _valid_topics()
     return [topics[name] for name in sorted(topics) if (name in valid) == (split == "valid")]
 
 
-def _valid_topics(topics: dict[str, str]) -> set[str]:
+@functools.cache
+def _valid_topics() -> frozenset[str]:
     """Whole clusters, in an order that depends only on their names, up to the size of the validation split."""
+    from pydoc_data.topics import topics
+
     budget = VALID_SHARE * sum(map(len, topics.values()))
     clusters = _clusters(topics)
     clusters.sort(key=lambda names: hashlib.sha256(names[0].encode()).digest())
@@ -39,7 +43,7 @@ def _valid_topics(topics: dict[str, str]) -> set[str]:
         if size <= budget:
             valid.update(names)
             budget -= size
-    return valid
+    return frozenset(valid)
 
 
 def _clusters(topics: dict[str, str]) -> list[list[str]]:
