@@ -34,6 +34,9 @@ def test_commas_separate_thousands() -> None:
         ("50. % nonemb", Size("nonemb share", 0.5)),
         ("hidden=512,heads=8,ffn=1280", Size("shape", shape={"hidden": 512, "heads": 8, "ffn": 1280})),
         ("heads = 8", Size("shape", shape={"heads": 8})),
+        ("90MB@q8_0", Size("file", 90_000_000, file_type="q8_0")),
+        (" 1.5 GB @ BF16", Size("file", 1_500_000_000, file_type="bf16")),
+        ("900B@q4_k_m", Size("file", 900, file_type="q4_k_m")),
     ],
 )
 def test_sizes(text: str, size: Size) -> None:
@@ -55,6 +58,8 @@ def test_sizes(text: str, size: Size) -> None:
         ("heads=0", "'heads=0' is not part of a shape such as hidden=512"),
         ("x=1", "'x=1' is not part of a shape"),
         ("a=", "'a=' is not part of a shape"),
+        ("90MB@", "'90MB@' is not a file's size and type such as 90MB@q8_0"),
+        ("0MB@q8_0", "'0MB@q8_0' must be above 0"),
     ],
 )
 def test_sizes_refused(text: str, message: str) -> None:

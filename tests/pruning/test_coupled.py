@@ -132,7 +132,7 @@ def test_targets_are_read(anatomy: Anatomy) -> None:
         ("900M", "choose a target below it"),
         ("100%", "--to: '100%' must be above 0 and below 100%: it is the share that is kept"),
         ("1.0", "must be above 0 and below 100%"),
-        ("80%noemb", "is not a size such as 100M, 0.6, 60%, 50%nonemb or hidden=512,heads=8,ffn=1280"),
+        ("80%noemb", "is not a size such as 100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280 or 90MB@q8_0"),
         ("many", "--to: 'many' is not a size"),
         ("hidden=99", "between 1 and the source's 32"),
         ("width=3", "'width=3' is not part of a shape"),

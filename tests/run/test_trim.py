@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax
 
 import dwindle
+from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.core.quality import read_quality
 from dwindle.core.run_directory import RunDirectory
@@ -74,6 +75,7 @@ def test_the_written_model(place: Path) -> None:
     chat = [{"role": "user", "content": "def f(x):"}]
     texts = [tok.apply_chat_template(chat, tokenize=False) for _, tok in (source, smaller)]
     assert texts[0] == texts[1] == smaller.tokenizer.decode(smaller.tokenizer(texts[1]).input_ids)
+    assert "trimmed from 640 to 384 tokens" in (out / "README.md").read_text()
     again = dwindle.replay(place / "model", out)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), smaller.model.parameters(), strict=True))
 
@@ -202,3 +204,17 @@ def test_other_formats_agree(place: Path, tmp_path: Path) -> None:
     for text in ("Zürich 你好 🙂\n\n1.  two", "def f(x):\n    return x"):
         assert again.tokenizer(text).input_ids == ours.tokenizer(text).input_ids
         assert again.tokenizer.decode(again.tokenizer(text).input_ids) == text
+
+
+@pytest.mark.parametrize(("vocab", "problem"), [("50k", "640 tokens: choose fewer"), ("64", "choose at least")])
+def test_the_command_refuses_in_one_line(
+    place: Path, tmp_path: Path, vocab: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    command = ["dwindle", "trim", str(place / "model"), "--vocab", vocab, "--out", str(out)]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    said = capsys.readouterr().err.strip()
+    assert done.value.code == 2 and problem in said and said.count("\n") == 0 and "--vocab" in said
+    assert not out.exists()

@@ -24,6 +24,7 @@ from dwindle.core.sizes import format_count, format_range
 from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
+from dwindle.pruning.ledger import vocabulary_in
 from dwindle.pruning.methods import METHODS
 
 SETTINGS = (
@@ -187,6 +188,7 @@ def _introduction(card: Card) -> str:
             f"{link_to(card.origin)} made smaller: {format_count(after)} of {format_count(before)} parameters "
             f"({after / before:.1%})."
         )
+    text += _trimmed(card)
     quality = card.quality
     if quality is None or quality.change is None:
         return text
@@ -194,6 +196,13 @@ def _introduction(card: Card) -> str:
     cut = ", cut to the same tokens," if quality.source_bits is not None else ""
     loss = f"{abs(quality.change):.2f} nats per token {place} the source's{cut}"
     return f"{text} Its loss is {loss} {_measured_on(quality)}."
+
+
+def _trimmed(card: Card) -> str:
+    """One sentence if tokens were removed."""
+    if (found := vocabulary_in(card.ledger, LEDGER)) is None:
+        return ""
+    return f" Its vocabulary was trimmed from {found.num_rows:,} to {len(found.kept):,} tokens."
 
 
 def _measured_on(quality: Quality) -> str:

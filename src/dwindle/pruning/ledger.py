@@ -97,7 +97,7 @@ def first_events(
     ]
 
 
-def vocabulary_in(events: Sequence[Event], where: str) -> Vocabulary | None:
+def vocabulary_in(events: Sequence[Mapping[str, Any]], where: str) -> Vocabulary | None:
     """The kept ids of a ledger; None if all were kept."""
     found = next((event for event in events if event.get("event") == "vocabulary"), None)
     return None if found is None else Vocabulary.from_json(found, where)

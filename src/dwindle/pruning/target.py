@@ -106,20 +106,39 @@ def parse_target(text: str, anatomy: Anatomy, option: str = "--to", files: FileS
 def _file_target(
     max_bytes: int, type_: str, bytes_of: Callable[[Structure], int], anatomy: Anatomy, given: str
 ) -> Target:
-    """The parameters are estimated from the bytes that half of the FFN channels take."""
+    """The parameters are estimated, for widths like the source's and in whole blocks: the larger number counts."""
     source, count = anatomy.source, anatomy.count(anatomy.source)
     now = bytes_of(source)
     if now <= max_bytes:
         raise UserError(
             f"{given}: the source's file has {format_bytes(now)} already, so nothing would be removed: choose less"
         )
-    half = replace(source, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in source.layers))
-    rate = (now - bytes_of(half)) / (count.total - anatomy.count(half).total)
-    wanted = int(count.total - (now - max_bytes) / rate)
+    estimate, rate = _estimate(source, max_bytes, bytes_of, anatomy)
+    wanted = max(estimate, _estimate(_in_blocks(source), max_bytes, bytes_of, anatomy)[0])
     if wanted <= count.embedding:
         rows = format_bytes(now - rate * count.non_embedding)
         raise UserError(f"{given}: without its layers the file has {rows}: choose more, or trim the vocabulary first")
     return Target(wanted, file=FileLimit(max_bytes, type_, bytes_of, rate))
+
+
+def _estimate(
+    base: Structure, max_bytes: int, bytes_of: Callable[[Structure], int], anatomy: Anatomy
+) -> tuple[int, float]:
+    """Parameters of a smaller ``base`` whose file fits, from the bytes per parameter of half of its FFN channels."""
+    half = replace(base, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in base.layers))
+    now, count = bytes_of(base), anatomy.count(base).total
+    rate = (now - bytes_of(half)) / (count - anatomy.count(half).total)
+    return int(count - max(now - max_bytes, 0) / rate), rate
+
+
+def _in_blocks(source: Structure) -> Structure:
+    """The largest structure whose widths are whole blocks of 256, in which K types need the fewest bytes."""
+
+    def cut(indices: tuple[int, ...]) -> tuple[int, ...]:
+        return indices[: len(indices) // 256 * 256 or len(indices)]
+
+    layers = tuple(replace(layer, ffn=cut(layer.ffn)) for layer in source.layers)
+    return Structure(cut(source.hidden), layers)
 
 
 def _half(width: int) -> int:

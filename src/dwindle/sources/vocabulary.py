@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from dwindle.core.errors import UserError
+from dwindle.core.limits import MAX_ITEMS
 
 MULTIPLE = 64
 """Sizes are multiples of this, which matrix kernels like."""
@@ -54,7 +55,14 @@ class Vocabulary:
         try:
             rows, runs = data["rows"], [(int(first), int(last)) for first, last in data["kept"]]
             is_sorted = all(a[1] < b[0] for a, b in pairwise(runs)) and all(first <= last for first, last in runs)
-            if type(rows) is not int or not runs or not is_sorted or runs[0][0] < 0 or runs[-1][1] >= rows:
+            if (
+                type(rows) is not int
+                or rows > MAX_ITEMS
+                or not runs
+                or not is_sorted
+                or runs[0][0] < 0
+                or runs[-1][1] >= rows
+            ):
                 raise ValueError("ids out of order")
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{where}: the kept ids of the vocabulary are damaged: restore it") from error
