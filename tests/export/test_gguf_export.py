@@ -213,7 +213,7 @@ def test_a_deci_file_is_read_back_layer_by_layer(family: str, structure: str, mo
 def test_deci_files_that_are_no_llama_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = gguf_writer._layer_sizes
     for key, value, message in (
-        ("attention.head_count_kv", [4, 0, 4], "a layer without attention or FFN"),
+        ("attention.head_count_kv", [4, 0, 4], "a linear layer in place of attention in layer 1"),
         ("attention.head_count_kv", [4, 4, 4], "6 query heads on 4 key/value heads in layer 1"),
         ("feed_forward_length", [32, 37], "the file is not a usable model"),
     ):

@@ -135,9 +135,8 @@ def _unsupported(model: Any, architecture: str) -> str | None:
         if known.biases is not None and name.endswith(".bias") and part not in known.biases:
             return f"ignores the bias of {part.rpartition('.')[2]}"
     kinds = getattr(config, "layer_types", None) or []
-    if config.model_type == "smollm3" and config.no_rope_layers != [
-        (n + 1) % 4 > 0 for n in range(config.num_hidden_layers)
-    ]:
+    every_fourth = [int((n + 1) % 4 > 0) for n in range(config.num_hidden_layers)]
+    if config.model_type == "smollm3" and list(config.no_rope_layers)[: len(every_fourth)] != every_fourth:
         return "rotates all but every fourth layer"
     if config.model_type == "exaone4" and "sliding_attention" in kinds:
         return "knows sliding-window layers only in the 32B model"
