@@ -8,9 +8,10 @@
 
 A row is a method; ``NAME-trained+kd`` is its result, trained with the untouched source as teacher: the same text,
 optimizer, rate and teacher for all. No method has a rate of its own: 2.5e-3 is the larger of the two that the ladder
-tried with Muon (docs/results.md), where one-shot did as well as with the smaller and ours worse. Methods that can score
-again have the eight rounds of ours, but for ShortGPT, which scores once as in its paper. Rows of the same method and
-size share one pruned model. ``--rows pruned`` and ``--rows trained`` name all of either kind. Call it again to continue.
+tried with Muon (docs/results.md), where one-shot did as well as with the smaller and ours worse. LLM-Pruner and
+Minitron score again in eight rounds, like ours; ShortGPT scores once, as in its paper. Rows of the same method and
+size share one pruned model. ``--rows pruned`` and ``--rows trained`` name all of either kind. Call it again to
+continue.
 """
 
 from __future__ import annotations
