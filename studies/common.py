@@ -52,7 +52,7 @@ KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "s
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
 FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
-FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05}
+FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05, "smoothing": 0.0}
 """What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
 REFUSALS = ("--to", "target", "method", "attention", "groups", "round_to", "rounds")
 """How errors of pruning begin that are this row's: its method does not reach the size. Others are of all rows."""
@@ -280,7 +280,7 @@ class Study:
             "source": {"model": model, "device": DEVICE},
             "data": {"train": args.data, "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
             "training": {"tokens": args.tokens, "seed": seed, "compile": DEVICE == "cuda", **FIRST_TRAINING},
-            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot, "smoothing": 0.0},
+            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
             "distill": {"weight": 0.0},
             "checkpoint": {"every": 0},
         }
