@@ -41,6 +41,7 @@ from dwindle.data.config import DataConfig
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.methods import METHODS_OF
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
 from dwindle.run.pretrain import pretrain, resume
@@ -351,7 +352,7 @@ class Study:
         knobs = {name: getattr(prune, name) for name in PruneConfig.model_fields}
         if prune.method == "efficientllm":
             knobs["selection"] = prune.effective_selection
-        if prune.uses_metric:
+        if prune.method in METHODS_OF["metric"]:
             knobs["metric"] = prune.effective_metric
         return {
             "to": size,
