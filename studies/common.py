@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import training_tables as tables
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
-from measures import Clock, Peak, Record, commit, facts, keep_logs, shape_of
+from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, shape_of
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -41,6 +41,7 @@ from dwindle.data.config import DataConfig
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.evaluate import evaluate_model, load_data
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.methods import METHODS_OF
 from dwindle.recipe.recipe import Recipe, resolve_recipe
 from dwindle.run.plan import plan_pruning
 from dwindle.run.pretrain import pretrain, resume
@@ -52,8 +53,10 @@ KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "s
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
 FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
-FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05}
+FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05, "smoothing": 0.0}
 """What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
+REFUSALS = ("--to", "target", "method", "attention", "groups", "round_to", "rounds")
+"""How errors of pruning begin that are this row's: its method does not reach the size. Others are of all rows."""
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
 
@@ -238,7 +241,7 @@ class Study:
             "data": "+".join(Path(text).name for text in self.args.data),
             "valid": Path(self.args.valid).name,
             "size": size if row.sized else "",
-            "seed": seed if row.trained else 0,
+            "seed": seed if row.trained or row.from_one_shot else 0,  # calibration depends on it, too
             "tokens": tokens,
             "settings": overrides,
             "sequences": self.args.sequences if row.from_one_shot else 0,
@@ -278,7 +281,7 @@ class Study:
             "source": {"model": model, "device": DEVICE},
             "data": {"train": args.data, "valid": [args.valid], "cache_dir": str(args.work / "tokens")},
             "training": {"tokens": args.tokens, "seed": seed, "compile": DEVICE == "cuda", **FIRST_TRAINING},
-            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot, "smoothing": 0.0},
+            "prune": {"target": size, "enabled": row.sized and not row.from_one_shot},
             "distill": {"weight": 0.0},
             "checkpoint": {"every": 0},
         }
@@ -323,7 +326,13 @@ class Study:
             record["refused"] = str(error)
             return None
         if row.from_one_shot:
-            model, cost = self._one_shot(row, size, seed)
+            try:
+                model, cost = self._one_shot(row, size, seed)
+            except UserError as error:
+                if not str(error).startswith(REFUSALS):
+                    raise
+                record["refused"] = str(error)
+                return None
             record["pruning"] = cost
             clock.seconds["prune"] = cost["seconds"]
         if not row.trained:
@@ -333,6 +342,7 @@ class Study:
         if result.model is None:
             return None
         record |= facts(result.run, result.target_reached) | {"target_reached": result.target_reached}
+        record |= open_masks(result.run, Anatomy.of_config(load_config(self.args.model)).source)
         keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)
         return str(result.model)
 
@@ -342,7 +352,7 @@ class Study:
         knobs = {name: getattr(prune, name) for name in PruneConfig.model_fields}
         if prune.method == "efficientllm":
             knobs["selection"] = prune.effective_selection
-        if not prune.has_own_score:
+        if prune.method in METHODS_OF["metric"]:
             knobs["metric"] = prune.effective_metric
         return {
             "to": size,
@@ -390,6 +400,8 @@ class Study:
         loaded = dwindle.load(model, device=DEVICE)
         seq_len = self._recipe(Row(""), self.args.sizes.split(",")[0], 0, self.args.model).data.seq_len
         found: Record = {"parameters": sum(p.numel() for p in loaded.model.parameters())}
+        anatomy = Anatomy.of(loaded.model)
+        found["non_embedding"] = anatomy.count(anatomy.source).non_embedding
         found["shape"] = shape_of(loaded.model)
         tokens, cache = parse_count(self.args.valid_tokens, "--valid-tokens"), self.args.work / "tokens"
         for name, text in texts.items():

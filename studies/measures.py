@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.structure import Structure
 from dwindle.pruning.ledger import read_ledger
 
 Record = dict[str, Any]
@@ -77,6 +78,30 @@ def facts(run: Path, target_reached: bool = True) -> Record:
         after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
         found |= {"loss_at_target": statistics.mean(after)} if after and target_reached else {}
     return found
+
+
+def open_masks(run: Path, source: Structure) -> Record:
+    """Of a run with learned masks: the expected open share of each kind in their last step, and the shape's share."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = next((line for line in reversed(lines) if any(key.startswith("open_") for key in line)), {})
+    if not last:
+        return {}
+    kept = Structure.from_json(json.loads((run / "model" / "structure.json").read_text()))
+    sizes = [
+        {
+            "stem": len(one.hidden),
+            "attn": sum(len(layer.query_heads) for layer in one.layers),
+            "ffn": sum(len(layer.ffn) for layer in one.layers),
+        }
+        for one in (kept, source)
+    ]
+    return {
+        "open_masks": {
+            kind: {"expected": round(last[f"open_{kind}"], 4), "shape": round(sizes[0][kind] / sizes[1][kind], 4)}
+            for kind in sizes[0]
+            if f"open_{kind}" in last
+        }
+    }
 
 
 def keep_logs(run: Path, folder: Path) -> None:

@@ -7,8 +7,11 @@
     python studies/peers_speed.py docs/results/peers.json --model smollm2-135m --out docs/pictures    # on a CPU
 
 A row is a method; ``NAME-trained+kd`` is its result, trained with the untouched source as teacher: the same text,
-optimizer, rate and teacher for all. Rows of the same method and size share one pruned model. ``--rows pruned`` and
-``--rows trained`` name all of either kind. Call it again to continue.
+optimizer, rate and teacher for all. No method has a rate of its own: 2.5e-3 is the larger of the two that the ladder
+tried with Muon (docs/results.md), where one-shot did as well as with the smaller and ours worse. LLM-Pruner and
+Minitron score again in eight rounds, like ours; ShortGPT scores once, as in its paper. Rows of the same method and
+size share one pruned model. ``--rows pruned`` and ``--rows trained`` name all of either kind. Call it again to
+continue.
 """
 
 from __future__ import annotations
@@ -18,17 +21,23 @@ from ladder import GLOBAL, GROUP
 
 from dwindle.pruning.methods import METHODS
 
+ROUNDS = 8
 REPAIRED = (*GLOBAL, "prune.metric=taylor", "prune.second_order=true")
+IN_ROUNDS = ("llm-pruner", "minitron")
 METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     **{
-        name: (method.paper, (f"prune.method={name}",), 1)
+        name: (
+            f"{method.paper}, {ROUNDS} rounds" if name in IN_ROUNDS else method.paper,
+            (f"prune.method={name}",),
+            ROUNDS if name in IN_ROUNDS else 1,
+        )
         for name, method in METHODS.items()
-        if method.default_metric is None and method.without_training
+        if "metric" not in method.settings and method.without_training
     },
     "adapt": ("Adapt-Pruner", ("prune.method=adapt",), 50),
     "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
     "ours-plain": ("global mixture, group saliency", (*GLOBAL, "prune.metric=group"), 1),
-    "ours": ("global mixture in 8 rounds, second order (ours)", REPAIRED, 8),
+    "ours": (f"global mixture in {ROUNDS} rounds, second order (ours)", REPAIRED, ROUNDS),
 }
 """Title, settings, rounds without training."""
 

@@ -44,7 +44,7 @@ def model_of(shape: Any, source: Any) -> Any:
     keys = family_of(source.config.model_type).output_bias_keys if shape["output_bias"] else []
     changed = {"num_hidden_layers": len(layers), **dict.fromkeys(keys, True)}
     changed["tie_word_embeddings"] = not shape.get("own_head", not source.config.tie_word_embeddings)
-    return build_random(config_for(source.config, structure, **changed), seed=0)
+    return build_random(config_for(source.config, structure, changed=changed), seed=0)
 
 
 def measure(data: Any, args: argparse.Namespace) -> None:
@@ -101,7 +101,7 @@ def figure(data: Any) -> Figure:
                 series.append(Series(name, f"task{place}", [*x], [*y], style))  # type: ignore[arg-type]
         if series:
             panels.append(Panel(f"{QUALITY}, {label}, nats per token", "number", series, legend=not panels))
-    caption = "SmolLM2-135M at several sizes; llama.cpp, q8_0, one thread. Lower left is better."
+    caption = f"{rows[0]['model']} at several sizes; llama.cpp, q8_0, one thread. Lower left is better."
     x_label = "time per generated token, relative to the source"
     return Figure("peers", "Quality against latency", caption, x_label, "number", panels)
 

@@ -82,18 +82,40 @@ def layer_adaptive(data: Any) -> str:
     return markdown(head, rows)
 
 
+MASKS_MISS = 0.02
+PEER_NOTES = """
+"non-emb." leaves out embedding and head: a smaller hidden size shrinks them, SliceGPT has two. One optimizer and rate
+for all, no method has its own; the ladder says what was tried. "pruning, s" of Wanda-sp is that of this code, which
+passes the whole model for each layer; the method needs each layer once.
+"""
+
+
+def unmet_masks(row: Any) -> str:
+    """Of learned masks: the kinds whose expected open share at the cut was not the shape's."""
+    names = {"attn": "heads", "ffn": "FFN", "stem": "hidden"}
+    missed = [
+        f"{names[kind]} {one['expected']:.2f} (shape {one['shape']:.2f})"
+        for kind, one in row.get("open_masks", {}).items()
+        if abs(one["expected"] - one["shape"]) > MASKS_MISS
+    ]
+    return f"; masks open at the cut: {', '.join(missed)}" if missed else ""
+
+
 def peers(data: Any) -> str:
     """Files of studies/peers.py: losses, tasks, decode speed relative to the source, and what the pruning took."""
     texts = {training.named(data, ["textbooks"])[0]: "textbooks", "mixed.test": "mixed.test", "WikiText-2": "wikitext2"}
     rows = []
     for seeds in training.grouped(data):
         first = seeds[0]
-        found = [first["size"] or "100%", first["title"].partition(", distilled")[0]]
+        seeds = [row for row in seeds if "refused" not in row] or seeds
+        found = [first["size"] or "100%", first["title"].partition(", distilled")[0] + unmet_masks(seeds[0])]
         found += [f"{first['tokens'] / 1e6:.0f}M" if first["tokens"] else "", training.seed_numbers(seeds)]
-        if "refused" in first:
-            rows.append([*found, f"not possible: {first['refused']}", *[""] * (len(texts) + 4)])
+        if "refused" in seeds[0]:
+            rows.append([*found, f"not possible: {first['refused']}", *[""] * (len(texts) + 5)])
             continue
         found.append(f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M")
+        inner = [row["non_embedding"] for row in seeds if "non_embedding" in row]
+        found.append(f"{max(inner) / 1e6:.1f}M" if inner else "")
         found += [spread([row[text] for row in seeds if text in row]) for text in texts.values()]
         tasks = [training.without_boolq(row) for row in seeds if "tasks" in row]
         found.append(training.percent(tasks) if tasks else "")
@@ -103,8 +125,8 @@ def peers(data: Any) -> str:
         peaks = [cost["peak_bytes"] for cost in costs if cost["peak_bytes"]]
         found.append(f"{max(peaks) / 2**30:.2f}" if peaks else "")
         rows.append(found)
-    head = ["size", "method", "tokens", "seeds", "parameters", *texts, "six tasks, %", "decode ×"]
-    return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows))
+    head = ["size", "method", "tokens", "seeds", "parameters", "non-emb.", *texts, "six tasks, %", "decode ×"]
+    return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows)) + PEER_NOTES
 
 
 def seven_tasks(data: Any) -> str:

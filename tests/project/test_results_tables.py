@@ -213,25 +213,38 @@ def test_the_figure_of_scalability() -> None:
 
 def test_the_peers_table_and_figure() -> None:
     """One line for all seeds; a curve for each method, apart without and with training; refused rows say why."""
-    about: dict[str, Any] = {"mixed.test": 3.5, "wikitext2": 4.0, "valid": "psychology", "sequences": 4}
+    about: dict[str, Any] = {"mixed.test": 3.5, "wikitext2": 4.0, "valid": "psychology", "sequences": 4, "model": "one"}
     cost = {"seconds": 2.5, "peak_bytes": 3 * 2**30, "device": "cpu"}
     rows = [
         row("source", 0, 2.0, **about | {"size": "", "tokens": 0, "decode_speedup": 1.0}),
         row("flap", 0, 5.0, **about, pruning=cost, decode_speedup=1.25) | {"tokens": 0},
         row("flap", 0, 7.0, **about, pruning=cost, decode_speedup=2.0) | {"tokens": 0, "size": "25%"},
-        row("flap-trained+kd", 0, 3.0, **about, pruning=cost, decode_speedup=1.25),
+        row("flap-trained+kd", 0, 3.0, **about, pruning=cost, decode_speedup=1.25, non_embedding=2_000_000),
         row("flap-trained+kd", 1, 3.2, **about, pruning=cost, decode_speedup=1.25),
         {k: v for k, v in row("ours", 0, 0.0, valid="psychology").items() if k != "textbooks"} | {"refused": "no"},
     ]
     lines = script("tables").TABLES["peers"]({"rows": rows}).splitlines()
-    shown = ["psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "its memory, GiB |"]
+    shown = ["non-emb.", "psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "its memory, GiB |"]
     assert lines[0].split(" | ")[5:] == shown
-    cells = ["| 50%", "flap-trained+kd", "0M", "0, 1", "0.0M", "3.100 ± 0.141", "3.500 ± 0.000", "4.000 ± 0.000"]
+    cells = [
+        "| 50%",
+        "flap-trained+kd",
+        "0M",
+        "0, 1",
+        "0.0M",
+        "2.0M",
+        "3.100 ± 0.141",
+        "3.500 ± 0.000",
+        "4.000 ± 0.000",
+    ]
     assert " | ".join([*cells, "1.25 ± 0.00", "2.5", "3.00 |"]) in lines
     assert any("not possible: no" in line for line in lines)
-    pruned, trained = script("peers_speed").figure({"rows": rows}).panels
+    drawn = script("peers_speed").figure({"rows": rows})
+    pruned, trained = drawn.panels
+    assert drawn.caption.startswith("one at several sizes")
     assert [(s.name, s.x, s.y) for s in pruned.series] == [("flap", [0.5, 0.8], [3.5, 3.5])]
     assert [s.name for s in trained.series] == ["flap"]
+    assert "passes the whole model for each layer" in " ".join(lines)
 
 
 def test_speed_is_measured_on_a_model_of_the_same_shape() -> None:

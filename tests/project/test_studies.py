@@ -16,6 +16,7 @@ import dwindle
 from dwindle.core.errors import UserError
 from dwindle.data.text_windows import validation_windows
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.methods import METHODS
 from dwindle.recipe.recipe import load_recipe
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
@@ -78,13 +79,69 @@ def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFi
 def test_peers_are_pruned_once_and_trained_alike(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import peers
 
-    assert {"wanda-sp", "flap", "llm-pruner", "minitron", "adapt", "ours"} <= peers.ROWS.keys()
+    others = METHODS.keys() - {"efficientllm", "uniform"}  # ours, and adapt's control
+    trained_only = {name for name in others if not METHODS[name].without_training}
+    assert others - trained_only | {"one-shot", "ours"} <= set(peers.GROUPS["pruned"]) <= peers.ROWS.keys()
+    assert {f"{name}-trained+kd" for name in others | {"ours"}} <= set(peers.GROUPS["trained"])
+    assert {name for name, row in peers.ROWS.items() if row.rounds == 8 and not row.trained} == {
+        "llm-pruner",
+        "minitron",
+        "ours",
+    }
     rows = study("--rows", "flap,flap-trained+kd,ours-trained+kd", "--sizes", "60%", table=peers)
     assert [r["row"] for r in rows] == ["flap", "flap-trained+kd", "ours-trained+kd"]
     assert rows[0]["pruning"] == rows[1]["pruning"] and rows[0]["pruning"]["seconds"] >= 0  # the same model
     assert rows[0]["shape"] == rows[1]["shape"] and rows[0]["shape"]["output_bias"] and rows[0]["tokens"] == 0
     assert len(list((tmp_path / "o").glob("one-shot-*/model.safetensors"))) == 1
     assert rows[1]["parameters"] == rows[0]["parameters"] <= int(0.6 * 37408)
+
+
+def test_all_peers_are_pruned_with_every_seed_and_one_that_cannot_is_a_row(study: Any, tmp_path: Path) -> None:
+    import peers
+
+    names = [name for name in peers.METHOD_ROWS if name != "adapt"]  # 50 rounds
+    rows = {r["row"]: r for r in study("--rows", ",".join(["source", *names]), "--sizes", "70%", table=peers)}
+    assert list(rows) == ["source", *names] and rows["shortgpt"]["shape"]["layers"] != rows["source"]["shape"]["layers"]
+    assert {name for name, row in rows.items() if "refused" in row} == set()
+    assert all(row["parameters"] <= 0.7 * 37408 for name, row in rows.items() if name != "source")
+    hidden, own_head = rows["slicegpt"]["shape"]["hidden"], rows["slicegpt"]["shape"]["own_head"]
+    embedding = rows["source"]["parameters"] - rows["source"]["non_embedding"]
+    both = (
+        embedding // rows["source"]["shape"]["hidden"] * hidden * (1 + own_head - rows["source"]["shape"]["own_head"])
+    )
+    assert rows["slicegpt"]["non_embedding"] == rows["slicegpt"]["parameters"] - both
+
+    found = study("--rows", "source,flap,shortgpt", "--sizes", "20%", "--seeds", "0,1", table=peers)[len(rows) :]
+    assert [(r["row"], r["seed"]) for r in found] == [(name, n) for n in (0, 1) for name in ("flap", "shortgpt")]
+    assert all("smallest model that method" in r["refused"] for r in found)
+    seeds = [r for r in study("--rows", "flap", "--sizes", "70%", "--seeds", "1", table=peers) if r["row"] == "flap"]
+    first, second = (r for r in seeds if r["size"] == "70%")
+    assert first["seed"] == 0 and second["seed"] == 1 and first["textbooks"] != second["textbooks"]
+
+
+def test_a_mistake_of_all_rows_does_not_become_a_refused_one(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import peers
+
+    def broken(*_: object, **__: object) -> None:
+        raise UserError("--data: no text")
+
+    monkeypatch.setattr(dwindle, "prune", broken)
+    with pytest.raises(SystemExit):
+        study("--rows", "flap", "--sizes", "70%", table=peers)
+
+
+def test_masks_that_are_not_at_the_shape_are_recorded(study: Any, tmp_path: Path) -> None:
+    import peers
+    import tables
+
+    [row] = study("--rows", "sheared-trained", "--sizes", "70%", table=peers)
+    [run] = (tmp_path / "o").glob("sheared-trained*")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "open_ffn" in line][-1]
+    for kind, one in row["open_masks"].items():
+        assert one["expected"] == pytest.approx(last[f"open_{kind}"], abs=1e-4)
+    assert row["open_masks"]["stem"]["shape"] == round(row["shape"]["hidden"] / 32, 4)
+    assert f"FFN {row['open_masks']['ffn']['expected']:.2f} (shape " in tables.peers({"rows": [row]})
 
 
 def test_a_run_that_does_not_fit_the_budget_goes_on_later(

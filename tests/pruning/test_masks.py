@@ -75,7 +75,7 @@ def test_masks_reach_the_shape_and_keep_what_the_loss_needs() -> None:
     assert len({*kept} & {*need.topk(32).indices.tolist()}) >= 29
 
 
-SHAPE = Shape(hidden=20, heads=4, ffn=24)
+SHAPE = Shape(hidden=20, heads=4, ffn=24, layers=3)
 
 
 def cut_structure(source: Structure, shape: Shape, seed: int = 0) -> Structure:
@@ -125,7 +125,7 @@ def test_the_derivative_by_a_mask_is_that_of_the_weights_it_scales() -> None:
     """∂loss/∂z, for masks between 0 and 1: a head's scales its columns of ``o``, so it is Σ w·∂loss/∂(z·w)."""
     model = tiny_model("llama", attention_bias=False, mlp_bias=False)
     prunable = Prunable(model)
-    masks = Masks(parts_of(prunable.anatomy.source, Shape(32, 4, 24)), num_steps=10)
+    masks = Masks(parts_of(prunable.anatomy.source, Shape(32, 4, 24, 3)), num_steps=10)
     masks.log_alpha.data.fill_(0.3)
     masked = MaskedModel(prunable, masks)
     model.train()

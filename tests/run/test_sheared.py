@@ -65,7 +65,7 @@ def test_masks_for_the_horizon_then_exactly_the_shape(place: Path) -> None:
     model = dwindle.load(result.model).model
     anatomy = Anatomy.of(dwindle.load(place / "model").model)
     structure = Structure.from_json(json.loads((result.model / "structure.json").read_text()))
-    assert Shape.of(structure) == Shape(24, 4, 20) and structure.is_uniform
+    assert Shape.of(structure) == Shape(24, 4, 20, 3) and structure.is_uniform
     assert replay_structure(anatomy.source, read_ledger(run)) == structure
     assert model.config.hidden_size == 24 and model.config.num_key_value_heads == 4  # every key/value group stays
     removed = [event for event in read_ledger(run) if event["event"] == "prune"]
