@@ -16,7 +16,9 @@ MethodName = Literal[
 ]
 
 _LAYERS: tuple[Kind, ...] = ("attn", "ffn")
-_SCORED = ("metric", "second_order", "damping", "gram_tokens")
+_SCORED = ("metric", "second_order", "damping", "gram_tokens", "smoothing", "fisher")
+_IN_LAYERS = ("min_heads", "min_ffn")
+_WIDTHS = (*_IN_LAYERS, "min_hidden", "round_to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ METHODS: dict[MethodName, Method] = {
         "",
         kinds=KINDS,
         default_metric="taylor",
-        settings=(*_SCORED, "selection", "compare", "round_to", "attention", "rounds"),
+        settings=(*_SCORED, *_WIDTHS, "selection", "compare", "attention", "rounds"),
         in_training=True,
     ),
     "adapt": Method(
@@ -74,7 +76,7 @@ METHODS: dict[MethodName, Method] = {
         "keeps the hidden size; layers differ, so the result is not stock",
         "more from layers that change the residual stream less (Adapt-Pruner)",
         default_metric="taylor1",
-        settings=(*_SCORED, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
+        settings=(*_SCORED, *_IN_LAYERS, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
     "uniform": Method(
@@ -85,7 +87,7 @@ METHODS: dict[MethodName, Method] = {
         "keeps the hidden size",
         "the same share of every layer",
         default_metric="taylor1",
-        settings=(*_SCORED, "balance", "interleaves", "attention", "rounds"),
+        settings=(*_SCORED, *_IN_LAYERS, "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
     "wanda-sp": Method(
@@ -95,6 +97,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; removes whole key/value heads only",
         "the same share of every layer, by weights times inputs (Wanda-sp)",
+        settings=_IN_LAYERS,
     ),
     "flap": Method(
         "FLAP",
@@ -103,7 +106,7 @@ METHODS: dict[MethodName, Method] = {
         "bias of `o` and `down`: the mean of what they lose",
         "keeps the hidden size; not stock; needs a family with biases on both",
         "what varies least over the text, in any layer; biases replace its mean (FLAP)",
-        settings=("attention",),
+        settings=(*_IN_LAYERS, "attention"),
         output_bias=True,
     ),
     "llm-pruner": Method(
@@ -113,7 +116,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; spared layers stay whole, so the result is not stock",
         "the same share of every layer but the first and last ones (LLM-Pruner)",
-        settings=("attention", "rounds"),
+        settings=(*_IN_LAYERS, "attention", "rounds"),
     ),
     "minitron": Method(
         "Minitron (width)",
@@ -123,7 +126,7 @@ METHODS: dict[MethodName, Method] = {
         "query heads are removed inside key/value groups, which all stay",
         "what is least active, to one shape (Minitron)",
         kinds=KINDS,
-        settings=("round_to", "rounds"),
+        settings=(*_WIDTHS, "rounds"),
     ),
     "shortgpt": Method(
         "ShortGPT",
@@ -133,7 +136,6 @@ METHODS: dict[MethodName, Method] = {
         "removes whole layers alone, so the target is met within one layer",
         "the whole layers that change the residual stream least (ShortGPT)",
         kinds=("layer",),
-        default_metric="magnitude",
         settings=("rounds",),
         in_training=True,
     ),
@@ -146,7 +148,7 @@ METHODS: dict[MethodName, Method] = {
         "after blocks or convolutions; cannot be replayed",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
         kinds=("stem",),
-        settings=("round_to",),
+        settings=("min_hidden", "round_to"),
     ),
     "sheared": Method(
         "Sheared-LLaMA",
@@ -157,7 +159,7 @@ METHODS: dict[MethodName, Method] = {
         "mixture of the text does not follow the losses of its parts",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
         kinds=KINDS,
-        settings=("round_to",),
+        settings=_WIDTHS,
         in_training=True,
         without_training=False,
     ),
@@ -165,7 +167,7 @@ METHODS: dict[MethodName, Method] = {
 
 _OF_SOME = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.settings))
 
-METHODS_OF: dict[str, tuple[str, ...]] = {
+METHODS_OF: dict[str, tuple[MethodName, ...]] = {
     setting: tuple(name for name, method in METHODS.items() if setting in method.settings) for setting in _OF_SOME
 }
 """Settings that only some methods use, with these."""
