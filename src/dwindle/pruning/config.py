@@ -183,8 +183,8 @@ class PretrainPruneConfig(PruneConfig):
     enabled: bool = True
     """Set to false to train without pruning."""
     target: str = ""
-    """Final size: "100M", "0.6", "60%", "50%nonemb", "hidden=512,heads=8,ffn=1280,layers=24", or of the exported file:
-    "90MB@q8_0"."""
+    """Final size: 100M parameters, 60% (or 0.6) of them, 50%nonemb of those outside the embedding; any of hidden=512,
+    heads=8, ffn=1280, layers=24, joined by commas; or that of the exported file, 90MB@q8_0."""
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None

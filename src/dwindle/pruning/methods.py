@@ -36,6 +36,8 @@ class Method:
     """What the method does not do."""
     card: str
     """The rule, as model cards state it."""
+    clause: str
+    """What it is, in a few words, for ``--help``."""
     kinds: tuple[Kind, ...] = _LAYERS
     default_metric: str | None = None
     """The metric if none is set; None: the method has a score of its own, and no metric is chosen."""
@@ -63,6 +65,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "a shape as target needs coupled groups",
         "",
+        "least salient groups one by one",
         kinds=KINDS,
         default_metric="taylor",
         settings=(*_SCORED, *_WIDTHS, "selection", "compare", "attention", "rounds"),
@@ -75,6 +78,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size; layers differ, so the result is not stock",
         "more from layers that change the residual stream less (Adapt-Pruner)",
+        "less important layers lose more",
         default_metric="taylor1",
         settings=(*_SCORED, *_IN_LAYERS, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
         in_training=True,
@@ -86,6 +90,7 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size",
         "the same share of every layer",
+        "equal sizes of all layers",
         default_metric="taylor1",
         settings=(*_SCORED, *_IN_LAYERS, "balance", "interleaves", "attention", "rounds"),
         in_training=True,
@@ -97,6 +102,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; removes whole key/value heads only",
         "the same share of every layer, by weights times inputs (Wanda-sp)",
+        "equal shares, by weights times inputs",
         settings=_IN_LAYERS,
     ),
     "flap": Method(
@@ -106,6 +112,7 @@ METHODS: dict[MethodName, Method] = {
         "bias of `o` and `down`: the mean of what they lose",
         "keeps the hidden size; not stock; needs a family with biases on both",
         "what varies least over the text, in any layer; biases replace its mean (FLAP)",
+        "what varies least; biases replace it",
         settings=(*_IN_LAYERS, "attention"),
         output_bias=True,
     ),
@@ -116,6 +123,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; spared layers stay whole, so the result is not stock",
         "the same share of every layer but the first and last ones (LLM-Pruner)",
+        "equal shares but of the ends",
         settings=(*_IN_LAYERS, "attention", "rounds"),
     ),
     "minitron": Method(
@@ -125,6 +133,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "query heads are removed inside key/value groups, which all stay",
         "what is least active, to one shape (Minitron)",
+        "least active groups, to one shape",
         kinds=KINDS,
         settings=(*_WIDTHS, "rounds"),
     ),
@@ -135,6 +144,7 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "removes whole layers alone, so the target is met within one layer",
         "the whole layers that change the residual stream least (ShortGPT)",
+        "whole layers",
         kinds=("layer",),
         settings=("rounds",),
         in_training=True,
@@ -147,6 +157,7 @@ METHODS: dict[MethodName, Method] = {
         "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
         "after blocks or convolutions; cannot be replayed",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
+        "hidden size, by a rotation",
         kinds=("stem",),
         settings=("min_hidden", "round_to"),
     ),
@@ -158,6 +169,7 @@ METHODS: dict[MethodName, Method] = {
         "needs training; query heads are removed inside key/value groups, which all stay; all layers stay; the "
         "mixture of the text does not follow the losses of its parts",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
+        "what learned masks close",
         kinds=KINDS,
         settings=_WIDTHS,
         in_training=True,
@@ -174,10 +186,10 @@ METHODS_OF: dict[str, tuple[MethodName, ...]] = {
 
 
 def help_text() -> str:
-    """The methods, each with what it cannot do, for ``--help`` and the reference of recipes."""
-    words = [f"{name}: {one.shares}; {one.cannot}." for name, one in METHODS.items()]
-    before = [name for name, one in METHODS.items() if not one.in_training]
-    return f"{' '.join(words)} Before training, not during it: {', '.join(before)}."
+    """The methods, a few words on each, for ``--help`` and the reference of recipes."""
+    words = [f"{name} ({one.clause})" for name, one in METHODS.items()]
+    during = [name for name, one in METHODS.items() if one.in_training]
+    return f"{', '.join(words)}. During training: {', '.join(during)}. See docs/methods.md."
 
 
 def markdown() -> str:
