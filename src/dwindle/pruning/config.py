@@ -88,13 +88,8 @@ class PruneConfig(Config):
 
     @property
     def has_own_score(self) -> bool:
-        """Whether the method, not a metric, says what groups are worth."""
+        """Whether the method, not a metric, says what groups are worth; no metric can be chosen then."""
         return METHODS[self.method].default_metric is None
-
-    @property
-    def uses_metric(self) -> bool:
-        """Whether a metric may be chosen."""
-        return "metric" in METHODS[self.method].settings
 
     @property
     def effective_selection(self) -> Selection:
@@ -142,7 +137,7 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        metric = {"metric": self.effective_metric} if self.uses_metric else {}
+        metric = {"metric": self.effective_metric} if not self.has_own_score else {}
         return used | metric | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
