@@ -12,6 +12,7 @@ import dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig, PruneConfig
+from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.rounds import prune_in_rounds
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
@@ -93,6 +94,22 @@ def test_it_asks_for_no_metric_and_refuses_a_broken_stream() -> None:
     target = parse_target("layers=2", prunable.anatomy)
     with pytest.raises(UserError, match="the residual stream is not finite"):
         prune_in_rounds(prunable, target, PostTrainingConfig(method="shortgpt"), WINDOWS, "tiny")
+
+
+def test_in_another_loop() -> None:
+    """What it observes in a step decides after it; gradients do not."""
+    model = tiny_model("llama").float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    pruner = Pruner.attach(model, optimizer, num_steps=2, target="layers=2", method="shortgpt")
+    expected = influence(model)
+    for _ in range(2):
+        model(input_ids=WINDOWS, labels=WINDOWS).loss.backward()
+        pruner.after_backward()
+        optimizer.step()
+        pruner.after_step(WINDOWS.numel())
+        optimizer.zero_grad()
+    gone = [n for n, layer in enumerate(pruner.pruner.prunable.alive.layers) if len(layer.absent) == 2]
+    assert pruner.finished and gone == [expected.index(min(expected))]
 
 
 def test_bounds_are_the_number_of_layers() -> None:
