@@ -229,6 +229,7 @@ def make_pruner(
         config.min_hidden if "stem" in groups else full.hidden,
         config.min_heads if "attn" in groups else full.heads,
         config.min_ffn if "ffn" in groups else full.ffn,
+        full.layers,
     )
     return Pruner(
         prunable,

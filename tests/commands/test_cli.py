@@ -14,10 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from dwindle.commands import main as cli
 from dwindle.commands.app import app
 from dwindle.data.token_files import write_token_files
+from dwindle.pruning.methods import METHODS
 from dwindle.sources.loading import load_tokenizer
 from tiny import tiny_directory
 
@@ -444,6 +446,20 @@ def test_every_argument_is_described(shell: Shell) -> None:
         for parameter in command.params:
             assert getattr(parameter, "help", None), f"{command.name}: {parameter.name}"
     assert len(commands) > 15
+
+
+def test_help_in_80_columns(shell: Shell) -> None:
+    """Examples of targets were cut off, methods took a screen, and a required option said what holds without it."""
+    assert shell("--version")[0] == 0  # which loads all commands
+    shown = {}
+    for name in ("prune", "new", "trim"):
+        found = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+        shown[name] = found.output
+    for name in ("prune", "new"):
+        assert all(to in shown[name] for to in ("50%nonemb", "hidden=512", "layers=24", "90MB@q8_0")), shown[name]
+    methods = shown["prune"].partition("--method")[2].partition("--selection")[0]
+    assert len(methods.splitlines()) < 16 and all(name in " ".join(methods.split()) for name in METHODS)
+    assert "Not set" not in shown["trim"].partition("--vocab")[2].partition("--out")[0]
 
 
 def test_a_run_is_told_from_a_model(shell: Shell) -> None:

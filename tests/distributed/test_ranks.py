@@ -14,6 +14,7 @@ import torch
 from processes import run_ranks, start_ranks, wait_ranks
 from safetensors.torch import load_file
 
+import dwindle.run.plan
 import dwindle.run.pretrain
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
@@ -268,7 +269,7 @@ def test_the_main_process_chooses_the_micro_batch_for_all(place: Path) -> None:
     run = place / "settled"
 
     def task(rank: int) -> None:
-        dwindle.run.pretrain.micro_batch_of = lambda *_: 3 - 2 * rank  # type: ignore[attr-defined]
+        dwindle.run.plan.micro_batch_of = lambda *_: 3 - 2 * rank  # type: ignore[attr-defined]
         pretrain(recipe(place, micro_batch=0, tokens=4 * 168, prune={"enabled": False}), run)
 
     run_ranks(2, task)

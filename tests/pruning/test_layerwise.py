@@ -278,7 +278,10 @@ def test_prune_by_layers_lands_and_replays(directory: Path, options: dict[str, A
         ({"method": "adapt", "groups": ["attn", "stem"]}, "hidden size"),
         ({"method": "adapt", "to": "20%"}, "smallest model"),
         ({"method": "adapt", "to": "hidden=16"}, "finds the sizes"),
-        ({"method": "adapt", "round_to": 8}, "round_to: is a setting of method efficientllm or minitron, not adapt"),
+        (
+            {"method": "adapt", "round_to": 8},
+            "round_to: is a setting of method efficientllm or minitron or .*, not adapt",
+        ),
         ({"method": "adapt", "selection": "global"}, "selection: is a setting of method efficientllm, not adapt"),
         ({"selection": "global", "to": "0.1%"}, "smallest"),
         ({"selection": "nowhere"}, 'selection: expected one of "coupled", "global", got "nowhere"'),

@@ -15,10 +15,10 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import with_output_bias
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.shrink import Float64Throughout
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
-from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig
+from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
 from dwindle.pruning.methods import METHODS, MethodName, markdown
 from dwindle.pruning.rounds import check_prunable, prune_in_rounds
 from dwindle.pruning.strategies import make_strategy
@@ -286,6 +286,65 @@ def test_each_lands_within_one_of_its_groups(method: str, family: str, share: fl
         assert prunable.alive.is_uniform
 
 
+@pytest.mark.parametrize(("kv", "round_to", "percent"), [(8, 1, 98), (4, 4, 79), (4, 8, 85), (8, 8, 84), (1, 4, 93)])
+@pytest.mark.parametrize("method", ["minitron", "sheared"])
+def test_a_uniform_shape_is_within_one_group(method: Any, kv: int, round_to: int, percent: int) -> None:
+    """Sizes at which the shape with the most equal shares is further from the target."""
+    anatomy = Anatomy.of(tiny_model("llama", num_key_value_heads=kv))
+    target = Target(anatomy.count(anatomy.source).total * percent // 100)
+    shape = make_strategy(anatomy, target, PruneConfig(method=method, round_to=round_to)).target.shape
+    assert shape is not None and shape.hidden % round_to == shape.ffn % round_to == 0
+    kv_of_query = tuple(head * kv // shape.heads for head in range(shape.heads))
+    layer = Layer(tuple(range(shape.heads)), kv_of_query, tuple(range(shape.ffn)))
+    count = anatomy.count(Structure(tuple(range(shape.hidden)), (layer,) * 3)).total
+    channels = 3 * 3 * shape.hidden * round_to  # of gate, up and down in three layers
+    assert target.num_parameters - channels < count <= target.num_parameters
+
+
+@pytest.mark.parametrize("method", ["minitron", "sheared"])
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [
+        ("5%", "below the smallest model that method {} can reach, 3,384 parameters at these minimum sizes"),
+        ("layers=2", "target layers=2: {} keeps all layers: give hidden, heads or ffn"),
+        ("heads=5", r"heads=5: {} keeps all 4 key/value heads: choose one of \[4, 8\]"),
+    ],
+)
+def test_a_target_that_no_uniform_shape_reaches(method: Any, to: str, message: str) -> None:
+    anatomy = Anatomy.of(tiny_model("llama"))
+    with pytest.raises(UserError, match=message.format(method)):
+        make_strategy(anatomy, parse_target(to, anatomy), PruneConfig(method=method))
+
+
+def cluster_source() -> Prunable:
+    """A model from which single query heads were removed."""
+    prunable = Prunable(tiny_model("llama"))
+    config = PostTrainingConfig(attention="cluster", groups=["attn"], metric="magnitude")
+    prune_in_rounds(prunable, parse_target("heads=5", prunable.anatomy), config, None, "tiny")
+    return Prunable(prunable.compacted())
+
+
+def test_a_source_with_cluster_attention() -> None:
+    """Who does not prune heads does not mind them; for the others, the advice works."""
+    prunable = cluster_source()
+    anatomy = prunable.anatomy
+    target = Target(anatomy.count(anatomy.source).total * 8 // 10)
+    for free in (PostTrainingConfig(method="shortgpt"), PostTrainingConfig(groups=["ffn", "stem"], metric="magnitude")):
+        prune_in_rounds(cluster_source(), target, free, WINDOWS, "tiny")
+    for method in ("wanda-sp", "minitron"):
+        with pytest.raises(
+            UserError, match=f"method {method}: cannot prune the cluster attention .*: choose "
+        ) as error:
+            check_prunable(anatomy, target, PostTrainingConfig(method=method))
+    with pytest.raises(UserError, match="choose efficientllm, adapt or uniform, with attention cluster"):
+        make_strategy(anatomy, target, PretrainPruneConfig(method="sheared", target="80%"))
+    able = str(error.value).rpartition("choose ")[2].partition(", with")[0].replace(" or ", ", ").split(", ")
+    for method in able:
+        check_prunable(anatomy, target, PostTrainingConfig(method=method, attention="cluster"))
+    with pytest.raises(UserError, match="attention: the source already has cluster attention: choose cluster"):
+        check_prunable(anatomy, target, PostTrainingConfig(method="llm-pruner"))
+
+
 @pytest.mark.parametrize("method", PEERS)
 def test_pruned_then_trained(method: str, tmp_path: Path) -> None:
     """Prune, write, load, rebuild from the ledger, and train the result with its source as teacher."""
@@ -323,11 +382,28 @@ def test_pruned_then_trained(method: str, tmp_path: Path) -> None:
         ({"method": "wanda-sp", "rounds": 3}, "rounds: is a setting of method .*, not wanda-sp"),
         ({"method": "flap", "second_order": True}, "second_order: is a setting"),
         ({"method": "llm-pruner", "groups": ["stem"]}, "groups: stem: llm-pruner keeps the hidden size"),
+        (
+            {"method": "minitron", "groups": ["ffn", "layer"]},
+            "layer: minitron keeps all layers: choose among attn, ffn",
+        ),
+        ({"method": "wanda-sp", "min_hidden": 4}, "min_hidden: is a setting of method .*, not wanda-sp"),
     ],
 )
 def test_settings_of_other_methods_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         PostTrainingConfig(**settings)
+
+
+@pytest.mark.parametrize("method", ["sheared", "shortgpt"])
+@pytest.mark.parametrize("setting", [{"smoothing": 0.5}, {"fisher": "adam"}])
+def test_averages_of_gradients_are_refused_without_them(method: str, setting: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(setting))}: is a setting of method .*, not {method}"):
+        PretrainPruneConfig(method=method, target="60%", **setting)
+
+
+def test_all_kinds_in_an_older_recipe_mean_those_that_are_prunable() -> None:
+    for method, kinds in (("adapt", ("attn", "ffn")), ("slicegpt", ("stem",)), ("minitron", ("attn", "ffn", "stem"))):
+        assert PruneConfig(method=method, groups=["attn", "ffn", "stem"]).effective_groups == kinds
 
 
 def test_a_peer_in_a_recipe_names_the_way() -> None:

@@ -12,6 +12,7 @@ import dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig, PruneConfig
+from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.rounds import prune_in_rounds
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
@@ -85,6 +86,32 @@ def test_it_lands_within_one_layer_of_a_size(tmp_path: Path) -> None:
     assert [event["step"] for event in again.ledger if event["event"] == "prune"] == [1, 2, 3]
 
 
+def test_it_asks_for_no_metric_and_refuses_a_broken_stream() -> None:
+    model = tiny_model("llama")
+    assert PostTrainingConfig(method="shortgpt").has_own_score
+    model.model.layers[1].mlp.down_proj.weight.data.fill_(float("nan"))
+    prunable = Prunable(model)
+    target = parse_target("layers=2", prunable.anatomy)
+    with pytest.raises(UserError, match="the residual stream is not finite"):
+        prune_in_rounds(prunable, target, PostTrainingConfig(method="shortgpt"), WINDOWS, "tiny")
+
+
+def test_in_another_loop() -> None:
+    """What it observes in a step decides after it; gradients do not."""
+    model = tiny_model("llama").float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    pruner = Pruner.attach(model, optimizer, num_steps=2, target="layers=2", method="shortgpt")
+    expected = influence(model)
+    for _ in range(2):
+        model(input_ids=WINDOWS, labels=WINDOWS).loss.backward()
+        pruner.after_backward()
+        optimizer.step()
+        pruner.after_step(WINDOWS.numel())
+        optimizer.zero_grad()
+    gone = [n for n, layer in enumerate(pruner.pruner.prunable.alive.layers) if len(layer.absent) == 2]
+    assert pruner.finished and gone == [expected.index(min(expected))]
+
+
 def test_bounds_are_the_number_of_layers() -> None:
     anatomy = Anatomy.of(tiny_model("llama", num_hidden_layers=6))
     full, layer = anatomy.count(anatomy.source).total, anatomy.layer_counts(anatomy.source)[0]
@@ -99,9 +126,11 @@ def test_bounds_are_the_number_of_layers() -> None:
         ("10%", {}, "below the smallest model that method shortgpt can reach, 23,456 parameters in 1 layer"),
         ("layers=2,ffn=8", {}, "shortgpt removes layers alone"),
         ("layers=9", {}, "layers must lie between 1 and the source's 3"),
-        ("layers=2", {"metric": "taylor"}, "metric: shortgpt scores and removes whole layers: remove it"),
-        ("layers=2", {"groups": ["ffn"]}, "groups: shortgpt scores and removes whole layers: remove it"),
-        ("layers=2", {"second_order": True}, "second_order: shortgpt removes whole layers"),
+        ("layers=2", {"metric": "taylor"}, "metric: is a setting of method .*, not shortgpt"),
+        ("layers=2", {"groups": ["ffn"]}, "groups: ffn: shortgpt keeps all FFN channels: choose layer"),
+        ("layers=2", {"groups": ["attn", "ffn", "stem"]}, "groups: attn: shortgpt keeps all heads: choose layer"),
+        ("layers=2", {"second_order": True}, "second_order: is a setting of method .*, not shortgpt"),
+        ("layers=2", {"min_ffn": 4}, "min_ffn: is a setting of method .*, not shortgpt"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(to: str, options: dict[str, Any], reason: str, tmp_path: Path) -> None:

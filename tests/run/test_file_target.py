@@ -119,8 +119,9 @@ def test_files_that_cannot_be_are_refused(place: Path, tmp_path: Path, to: str, 
 
 def test_more_refusals(place: Path, tmp_path: Path) -> None:
     low = f"{int(0.8 * source_bytes(place, 'q8_0'))}B@q8_0"
-    with pytest.raises(UserError, match="method adapt lands on a number of parameters"):
-        dwindle.prune(place / "model", low, method="adapt")
+    for method in ("adapt", "minitron", "shortgpt", "slicegpt"):
+        with pytest.raises(UserError, match=f"method {method} lands on a number of parameters"):
+            dwindle.prune(place / "model", low, method=method)
     with pytest.raises(UserError, match=r"needs about .* parameters: .* smallest model"):
         dwindle.prune(place / "model", low, min_ffn=512, min_heads=4, min_hidden=64)
     with pytest.raises(UserError, match=r"llama.cpp's pre-tokenizers"):  # no GGUF file can be written of this one

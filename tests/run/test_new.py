@@ -76,6 +76,16 @@ def test_a_recipe_that_is_read_planned_and_run(goal: str, place: Path, monkeypat
     assert result.quality.text == ["book.txt"]
 
 
+@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("to", ["layers=2", "hidden=16", "hidden=24,ffn=16,layers=2"])
+def test_a_shape_as_the_target(to: str, goal: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of their own sizes cannot have one shape, so all are pruned alike."""
+    monkeypatch.chdir(place)
+    text, recipe = new_recipe("model", ["book.txt"], to, goal=goal, tokens="6k")
+    assert recipe.prune.target == to and recipe.prune.effective_selection == "coupled"
+    assert "trust_remote_code" not in text
+
+
 def test_choices_of_the_user_win(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     (place / "other.txt").write_text("Another text to validate on, which is long enough for it. " * 40)

@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dwindle.core.config import described
 from dwindle.core.errors import UserError
 from dwindle.core.terminal import PlainConsole, plain, say
+from dwindle.pruning.config import PretrainPruneConfig
 
 _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
@@ -75,6 +77,7 @@ LOOK, SHRINK, JUDGE, SHIP = "Look", "Make smaller", "Judge", "Run and ship"
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face directory or id, a .gguf file, a llama2.c .bin, or smollm2-135m.")
 ]
+To = Annotated[str, typer.Option(help=described(PretrainPruneConfig, "target"))]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 TextField = Annotated[str, typer.Option(help="Field of JSON lines or column that holds the text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHRINK, Json, app, print_result
+from dwindle.commands.app import SHRINK, Json, To, app, print_result
 from dwindle.commands.guidance import say_next
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
 from dwindle.core.terminal import plain, say
@@ -20,9 +20,7 @@ def new(
         str, typer.Argument(help="The model to make smaller: a directory, hub id, .gguf or smollm2-135m.")
     ],
     texts: Annotated[list[str], typer.Argument(metavar="TEXT", help="Text to train on; section.key=value sets a key.")],
-    to: Annotated[
-        str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280,layers=24, or 90MB@q8_0.")
-    ],
+    to: To,
     goal: Goal = "quality",
     tokens: Tokens = None,
     valid: Annotated[list[str] | None, typer.Option(help="Held-out text; default: pieces of the text.")] = None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHRINK, Device, Json, Model, TextField, app, note_odd_sizes, print_result
+from dwindle.commands.app import SHRINK, Device, Json, Model, TextField, To, app, note_odd_sizes, print_result
 from dwindle.commands.guidance import export_command, pretrain_command, say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
@@ -18,9 +18,7 @@ from dwindle.pruning.methods import METHODS
 @options_of(PostTrainingConfig)
 def prune(
     model: Model,
-    to: Annotated[
-        str, typer.Option(help="100M, 0.6, 60%, 50%nonemb, hidden=512,heads=8,ffn=1280,layers=24, or 90MB@q8_0.")
-    ],
+    to: To,
     out: Annotated[str, typer.Option(help="Directory to write.")],
     config: PostTrainingConfig,
     data: Annotated[

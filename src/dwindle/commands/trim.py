@@ -15,7 +15,7 @@ from dwindle.data.vocabulary import VocabularyConfig
 @app.command(rich_help_panel=SHRINK)
 def trim(
     model: Model,
-    vocab: Annotated[str, typer.Option(help=described(VocabularyConfig, "size"))],
+    vocab: Annotated[str, typer.Option(help=described(VocabularyConfig, "size", required=True))],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     text: Annotated[list[str] | None, typer.Option(help=described(VocabularyConfig, "text"))] = None,
     data: Annotated[list[str] | None, typer.Option(help="Text to measure on; default: CPython's docs.")] = None,

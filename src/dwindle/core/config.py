@@ -237,9 +237,10 @@ def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[.
     return decorate
 
 
-def described(cls: type[Config], name: str) -> str:
-    """The meaning of a field on one line, for an option that has another name."""
-    return " ".join((cls.model_fields[name].description or "").split())
+def described(cls: type[Config], name: str, *, required: bool = False) -> str:
+    """The meaning of a field on one line, for an option that has another name; ``required`` ones are always set."""
+    text = " ".join((cls.model_fields[name].description or "").split())
+    return text.partition(" Not set:")[0] if required else text
 
 
 def default_of(cls: type[Config], name: str) -> Any:

@@ -23,6 +23,7 @@ from dwindle.core.run_directory import LEDGER, STRUCTURE
 from dwindle.core.sizes import format_count, format_range
 from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
+from dwindle.export.card_structure import is_gone, kv_groups, served_by, stored_as, why_not_stock
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
 from dwindle.pruning.ledger import vocabulary_in
 from dwindle.pruning.methods import METHODS
@@ -129,7 +130,7 @@ def model_card(card: Card) -> str:
         _section("How it was made", _how_made(card)),
         _section("Results", _results(card)),
         _section("Run it", _run_it(card)),
-        _section("Architecture", _architecture(card), _stored_as(card.model_type, card.structure)),
+        _section("Architecture", _architecture(card), stored_as(card.model_type, card.structure)),
         _section("Limits", _limits(card)),
         _settings(card),
         _made_with(card),
@@ -337,9 +338,9 @@ def without_samples(card: str) -> str:
 def _run_it(card: Card) -> str:
     from dwindle.export import gguf_writer  # which imports torch
 
-    family, groups = card.model_type.removeprefix(CUSTOM_PREFIX), _kv_groups(card.structure)
+    family, groups = card.model_type.removeprefix(CUSTOM_PREFIX), kv_groups(card.structure)
     uneven = any(len(set(group.values())) > 1 for group in groups)
-    layers = [la for la in card.structure.get("layers") or () if not _is_gone(la)]
+    layers = [la for la in card.structure.get("layers") or () if not is_gone(la)]
     differ = len({(len(la["kv_heads"]), len(la["ffn"])) for la in layers}) > 1
     custom = card.custom_code and card.runtime == "transformers"
     code = how_to_run(
@@ -352,34 +353,8 @@ def _run_it(card: Card) -> str:
     )
     if not custom:
         return code
-    why = f"{_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory"
-    return f"{why} (transformers 5.15 or newer).{_served(card.structure)}\n\n{code}"
-
-
-def _served(structure: Mapping[str, Any]) -> str:
-    """What vLLM needs if not all layers give attention the same numbers of heads."""
-    groups = [tuple(sorted(found.values())) for found in _kv_groups(structure) if found]  # a convolution has none
-    if len(set(groups)) < 2 and all(len(set(found)) == 1 for found in groups):
-        return ""
-    other = "`dwindle export --to hf --as deci` or `--stock` write a directory for earlier versions"
-    return f" vLLM serves it from version 0.28 on; {other}."
-
-
-def _kv_groups(structure: Mapping[str, Any]) -> list[Counter[int]]:
-    return [Counter(layer["kv_of_query"]) for layer in structure.get("layers") or []]
-
-
-def _not_stock(structure: Mapping[str, Any]) -> str:
-    """Why transformers' own classes cannot load the model."""
-    layers = structure.get("layers") or []
-    uneven = any(len(set(groups.values())) > 1 for groups in _kv_groups(structure))
-    found = ["query groups of different sizes within a layer"] if uneven else []
-    heads = {(len(la["query_heads"]), len(la["kv_heads"])) for la in layers if la["query_heads"]}
-    widths = {len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())}
-    different = [*(["heads"] * (len(heads) > 1)), *(["FFN channels"] * (len(widths) > 1))]
-    found += ["layers without attention or FFN"] if any(len(la.get("absent", ())) == 1 for la in layers) else []
-    found += [f"layers with different numbers of {' and '.join(different)}"] if different else []
-    return f"The model has {' and '.join(found)}" if found else "No stock configuration supports its sizes"
+    why = f"{why_not_stock(card.structure)}, so its code is in `modeling_dwindle.py` in this directory"
+    return f"{why} (transformers 5.15 or newer).{served_by(card.structure)}\n\n{code}"
 
 
 def _architecture(card: Card) -> str:
@@ -389,7 +364,7 @@ def _architecture(card: Card) -> str:
     heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
     hidden, ffn = len(structure["hidden"]), [len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())]
     blocks = Counter(block for la in layers for block in la.get("absent", ()))
-    left = sum(not _is_gone(la) for la in layers)
+    left = sum(not is_gone(la) for la in layers)
     gone = {kind: _gone_from(card, kind, block) for kind, block in (("attn", "attn"), ("ffn", "mlp"), ("stem", ""))}
     if card.rotation is not None:
         gone["stem"] = card.rotation.get("of", hidden) - hidden
@@ -409,10 +384,6 @@ def _architecture(card: Card) -> str:
     return f"{figure}| | before | after |\n|---|---:|---:|\n{table}"
 
 
-def _is_gone(layer: Mapping[str, Any]) -> bool:
-    return len(layer.get("absent", ())) == 2
-
-
 def _gone_from(card: Card, kind: str, block: str) -> int:
     """Heads or channels removed from the layers that still have the block."""
     layers, gone = card.structure["layers"], 0
@@ -421,23 +392,6 @@ def _gone_from(card: Card, kind: str, block: str) -> int:
             pairs = zip(layers, event.get("indices", ()), strict=False)  # of stem there is one list
             gone += sum(len(members) for layer, members in pairs if block not in layer.get("absent", ()))
     return gone
-
-
-def _stored_as(model_type: str, structure: Mapping[str, Any]) -> str:
-    layers = structure.get("layers") or []
-    heads = max((len(layer["query_heads"]) for layer in layers), default=0)
-    return mistral_note(model_type, len(structure["hidden"]), heads) if heads else ""
-
-
-def mistral_note(model_type: str, hidden: int, heads: int) -> str:
-    """Why a pruned Llama is stored as a Mistral; empty if it is not (no other Mistral has such sizes)."""
-    if model_type != "mistral" or hidden % heads == 0:
-        return ""
-    return (
-        f"It is stored as a Mistral, because Llama's configuration requires a hidden size (here {hidden:,}) that is a "
-        f"multiple of the heads ({heads:,}); a Mistral without sliding window computes the same as a Llama without "
-        "biases."
-    )
 
 
 def _kv_before(now: Sequence[int], source: Mapping[str, Any], heads_gone: int) -> str:

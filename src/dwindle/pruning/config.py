@@ -25,6 +25,12 @@ MASK_PHASE = 0.2
 DEFAULT_GRAM_TOKENS = 4096
 Distance = Literal["cosine", "euclidean", "manhattan"]
 Selection = Literal["coupled", "global"]
+_WHOLE: dict[Kind, str] = {
+    "attn": "all heads",
+    "ffn": "all FFN channels",
+    "stem": "the hidden size",
+    "layer": "all layers",
+}
 
 
 class PruneConfig(Config):
@@ -82,13 +88,8 @@ class PruneConfig(Config):
 
     @property
     def has_own_score(self) -> bool:
-        """Whether the method, not a metric, says what groups are worth."""
+        """Whether the method, not a metric, says what groups are worth; no metric can be chosen then."""
         return METHODS[self.method].default_metric is None
-
-    @property
-    def uses_metric(self) -> bool:
-        """Whether a metric may be chosen."""
-        return "metric" in METHODS[self.method].settings
 
     @property
     def effective_selection(self) -> Selection:
@@ -100,8 +101,11 @@ class PruneConfig(Config):
         """The prunable kinds in use."""
         kinds = METHODS[self.method].kinds
         wanted = kinds if self.groups is None else self.groups
-        allowed = ALL_KINDS if self.method == "efficientllm" else kinds
-        return tuple(kind for kind in wanted if kind in allowed)
+        return tuple(kind for kind in wanted if kind in self._allowed_groups)
+
+    @property
+    def _allowed_groups(self) -> tuple[Kind, ...]:
+        return ALL_KINDS if self.method == "efficientllm" else METHODS[self.method].kinds
 
     def with_layers(self) -> Self:
         """For a target that names layers: they are prunable where nothing else was said."""
@@ -133,7 +137,7 @@ class PruneConfig(Config):
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
             used["selection"] = self.effective_selection
-        metric = {"metric": self.effective_metric} if self.uses_metric else {}
+        metric = {"metric": self.effective_metric} if not self.has_own_score else {}
         return used | metric | {"groups": list(self.effective_groups)}
 
     @model_validator(mode="after")
@@ -142,12 +146,7 @@ class PruneConfig(Config):
         method = self.method
         if self.groups is not None and not self.groups:
             raise ValueError(f"groups: nothing is prunable: name at least one of {', '.join(ALL_KINDS)}")
-        self._check_layers()
-        all_kinds = set(KINDS) == set(self.groups or ())  # older recipes list them; it means those that are prunable
-        if method != "shortgpt" and self.keeps_hidden_size and "stem" in (self.groups or ()) and not all_kinds:
-            raise ValueError(f"groups: stem: {method} keeps the hidden size: choose among attn and ffn")
-        if not self.effective_groups:
-            raise ValueError(f"groups: {method} prunes {', '.join(METHODS[method].kinds)} alone: remove it")
+        self._check_groups()
         try:
             if self.num_gram_tokens == 0:
                 raise ValueError(f"gram_tokens: {self.gram_tokens} must be at least 1")
@@ -156,22 +155,21 @@ class PruneConfig(Config):
         fields = type(self).model_fields
         for name, methods in METHODS_OF.items():
             value = getattr(self, name, None)
-            is_old_default = name == "selection" and value == "coupled"  # runs of before it could be unset have it
+            is_old_default = (name, value) in (("selection", "coupled"), ("smoothing", 0))  # saved by earlier runs
             if name in fields and method not in methods and value != fields[name].default and not is_old_default:
                 wanted = " or ".join(methods)
                 raise ValueError(f"{name}: is a setting of method {wanted}, not {method}: remove it, or set the method")
         return self
 
-    def _check_layers(self) -> None:
-        groups = self.groups or []
-        if self.method == "shortgpt":
-            for name, value in (("metric", self.metric), ("groups", None if groups == ["layer"] else self.groups)):
-                if value is not None:
-                    raise ValueError(f"{name}: shortgpt scores and removes whole layers: remove it")
-            if self.second_order:
-                raise ValueError("second_order: shortgpt removes whole layers and updates nothing: remove it")
-        elif self.keeps_hidden_size and "layer" in groups:
-            raise ValueError(f"groups: layer: {self.method} keeps all layers: choose among attn and ffn")
+    def _check_groups(self) -> None:
+        """A kind that the method does not prune is refused by name."""
+        allowed = self._allowed_groups
+        if set(KINDS) == set(self.groups or ()) and self.effective_groups:
+            return  # older recipes list all kinds, and mean those that are prunable
+        for kind in self.groups or ():
+            if kind not in allowed:
+                choice = allowed[0] if len(allowed) == 1 else f"among {', '.join(allowed[:-1])} and {allowed[-1]}"
+                raise ValueError(f"groups: {kind}: {self.method} keeps {_WHOLE[kind]}: choose {choice}")
 
 
 class PretrainPruneConfig(PruneConfig):
@@ -180,8 +178,8 @@ class PretrainPruneConfig(PruneConfig):
     enabled: bool = True
     """Set to false to train without pruning."""
     target: str = ""
-    """Final size: "100M", "0.6", "60%", "50%nonemb", "hidden=512,heads=8,ffn=1280,layers=24", or of the exported file:
-    "90MB@q8_0"."""
+    """Final size: 100M parameters, 60% (or 0.6) of them, 50%nonemb of those outside the embedding; any of hidden=512,
+    heads=8, ffn=1280, layers=24, joined by commas; or that of the exported file, 90MB@q8_0."""
     interleaves: Annotated[int, Field(ge=1)] = 20
     """With adapt and uniform: how many times the model is pruned and trained."""
     horizon: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -16,7 +16,9 @@ MethodName = Literal[
 ]
 
 _LAYERS: tuple[Kind, ...] = ("attn", "ffn")
-_SCORED = ("metric", "second_order", "damping", "gram_tokens")
+_SCORED = ("metric", "second_order", "damping", "gram_tokens", "smoothing", "fisher")
+_IN_LAYERS = ("min_heads", "min_ffn")
+_WIDTHS = (*_IN_LAYERS, "min_hidden", "round_to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Method:
     """What the method does not do."""
     card: str
     """The rule, as model cards state it."""
+    clause: str
+    """What it is, in a few words, for ``--help``."""
     kinds: tuple[Kind, ...] = _LAYERS
     default_metric: str | None = None
     """The metric if none is set; None: the method has a score of its own, and no metric is chosen."""
@@ -61,9 +65,10 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "a shape as target needs coupled groups",
         "",
+        "least salient groups one by one",
         kinds=KINDS,
         default_metric="taylor",
-        settings=(*_SCORED, "selection", "compare", "round_to", "attention", "rounds"),
+        settings=(*_SCORED, *_WIDTHS, "selection", "compare", "attention", "rounds"),
         in_training=True,
     ),
     "adapt": Method(
@@ -73,8 +78,9 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size; layers differ, so the result is not stock",
         "more from layers that change the residual stream less (Adapt-Pruner)",
+        "less important layers lose more",
         default_metric="taylor1",
-        settings=(*_SCORED, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
+        settings=(*_SCORED, *_IN_LAYERS, "amplitude", "distance", "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
     "uniform": Method(
@@ -84,8 +90,9 @@ METHODS: dict[MethodName, Method] = {
         "second_order: kept columns",
         "keeps the hidden size",
         "the same share of every layer",
+        "equal sizes of all layers",
         default_metric="taylor1",
-        settings=(*_SCORED, "balance", "interleaves", "attention", "rounds"),
+        settings=(*_SCORED, *_IN_LAYERS, "balance", "interleaves", "attention", "rounds"),
         in_training=True,
     ),
     "wanda-sp": Method(
@@ -95,6 +102,8 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; removes whole key/value heads only",
         "the same share of every layer, by weights times inputs (Wanda-sp)",
+        "equal shares, by weights times inputs",
+        settings=_IN_LAYERS,
     ),
     "flap": Method(
         "FLAP",
@@ -103,7 +112,8 @@ METHODS: dict[MethodName, Method] = {
         "bias of `o` and `down`: the mean of what they lose",
         "keeps the hidden size; not stock; needs a family with biases on both",
         "what varies least over the text, in any layer; biases replace its mean (FLAP)",
-        settings=("attention",),
+        "what varies least; biases replace it",
+        settings=(*_IN_LAYERS, "attention"),
         output_bias=True,
     ),
     "llm-pruner": Method(
@@ -113,7 +123,8 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "keeps the hidden size; spared layers stay whole, so the result is not stock",
         "the same share of every layer but the first and last ones (LLM-Pruner)",
-        settings=("attention", "rounds"),
+        "equal shares but of the ends",
+        settings=(*_IN_LAYERS, "attention", "rounds"),
     ),
     "minitron": Method(
         "Minitron (width)",
@@ -122,8 +133,9 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "query heads are removed inside key/value groups, which all stay",
         "what is least active, to one shape (Minitron)",
+        "least active groups, to one shape",
         kinds=KINDS,
-        settings=("round_to", "rounds"),
+        settings=(*_WIDTHS, "rounds"),
     ),
     "shortgpt": Method(
         "ShortGPT",
@@ -132,8 +144,8 @@ METHODS: dict[MethodName, Method] = {
         "nothing",
         "removes whole layers alone, so the target is met within one layer",
         "the whole layers that change the residual stream least (ShortGPT)",
+        "whole layers",
         kinds=("layer",),
-        default_metric="magnitude",
         settings=("rounds",),
         in_training=True,
     ),
@@ -145,8 +157,9 @@ METHODS: dict[MethodName, Method] = {
         "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
         "after blocks or convolutions; cannot be replayed",
         "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
+        "hidden size, by a rotation",
         kinds=("stem",),
-        settings=("round_to",),
+        settings=("min_hidden", "round_to"),
     ),
     "sheared": Method(
         "Sheared-LLaMA",
@@ -156,8 +169,9 @@ METHODS: dict[MethodName, Method] = {
         "needs training; query heads are removed inside key/value groups, which all stay; all layers stay; the "
         "mixture of the text does not follow the losses of its parts",
         "what learned masks closed, to one shape (Sheared-LLaMA)",
+        "what learned masks close",
         kinds=KINDS,
-        settings=("round_to",),
+        settings=_WIDTHS,
         in_training=True,
         without_training=False,
     ),
@@ -165,17 +179,17 @@ METHODS: dict[MethodName, Method] = {
 
 _OF_SOME = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.settings))
 
-METHODS_OF: dict[str, tuple[str, ...]] = {
+METHODS_OF: dict[str, tuple[MethodName, ...]] = {
     setting: tuple(name for name, method in METHODS.items() if setting in method.settings) for setting in _OF_SOME
 }
 """Settings that only some methods use, with these."""
 
 
 def help_text() -> str:
-    """The methods, each with what it cannot do, for ``--help`` and the reference of recipes."""
-    words = [f"{name}: {one.shares}; {one.cannot}." for name, one in METHODS.items()]
-    before = [name for name, one in METHODS.items() if not one.in_training]
-    return f"{' '.join(words)} Before training, not during it: {', '.join(before)}."
+    """The methods, a few words on each, for ``--help`` and the reference of recipes."""
+    words = [f"{name} ({one.clause})" for name, one in METHODS.items()]
+    during = [name for name, one in METHODS.items() if one.in_training]
+    return f"{', '.join(words)}. During training: {', '.join(during)}. See docs/methods.md."
 
 
 def markdown() -> str:

@@ -209,6 +209,9 @@ class Pruner(Callback):
         return list(self._strategy.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events))
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
+        if self.config.has_own_score:
+            seen = Scores.none(self.prunable.physical)
+            return lambda: seen
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
         outputs, parameters = self.prunable.outputs, self.prunable.parameters
         gradients = {row.name: local(g) for _, row in outputs if (g := parameters[row.name].grad) is not None}
@@ -460,7 +463,7 @@ def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
     if not settings.get("target"):
         raise UserError('target: give the final size, such as target="60%"')
     config = from_dict(PretrainPruneConfig, {**settings, "compact_threshold": 1.0})
-    if config.has_own_score:
+    if config.method == "sheared":
         raise UserError(f"method: {config.method} runs in dwindle's own loop: use dwindle pretrain, or another method")
     config.smoothing = config.effective_smoothing(config.warmup_steps or 0)
     return config

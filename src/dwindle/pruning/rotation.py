@@ -14,7 +14,7 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -100,10 +100,12 @@ def sliced_count(anatomy: Anatomy, hidden: int) -> ParameterCount:
 def sliced_size(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
     """The most rotated channels that fit the target, in multiples of ``round_to``; raises if too few do."""
     full = Shape.of(anatomy.source)
+    if target.file is not None:
+        raise UserError("target: method slicegpt lands on a number of parameters: give a size such as 60%")
     if target.shape is not None:
-        if (target.shape.heads, target.shape.ffn) != (full.heads, full.ffn):
+        if replace(target.shape, hidden=full.hidden) != full:
             raise UserError("target: slicegpt changes the hidden size alone: give hidden=…, or a size such as 60%")
-        return target.shape.hidden
+        return _exact_size(anatomy, target.shape.hidden, config)
     step = config.round_to
     sizes = [n for n in range(step, full.hidden + 1, step) if n >= config.min_hidden]
     fitting = [n for n in sizes if sliced_count(anatomy, n).total <= target.num_parameters]
@@ -115,6 +117,21 @@ def sliced_size(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
             "larger target or lower these"
         )
     return fitting[-1]
+
+
+def _exact_size(anatomy: Anatomy, hidden: int, config: PruneConfig) -> int:
+    """A hidden size that was given; raises if other settings exclude it, or if nothing would become smaller."""
+    if hidden < config.min_hidden:
+        raise UserError(f"target hidden={hidden}: is below min_hidden {config.min_hidden}: choose more, or lower it")
+    if hidden % config.round_to:
+        raise UserError(f"target hidden={hidden}: is no multiple of round_to {config.round_to}: leave one of them out")
+    before, after = anatomy.count(anatomy.source).total, sliced_count(anatomy, hidden).total
+    if after >= before:
+        raise UserError(
+            f"target hidden={hidden}: with a head of its own the result has {after:,} parameters, not fewer than the "
+            f"source's {before:,}: choose a smaller size"
+        )
+    return hidden
 
 
 def slice_model(model: Any, target: Target, config: PruneConfig, windows_BT: Tensor) -> Sliced:

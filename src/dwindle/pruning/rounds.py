@@ -45,7 +45,7 @@ def check_prunable(anatomy: Anatomy, target: Target, config: PostTrainingConfig)
 
 def needs_text(config: PostTrainingConfig) -> bool:
     """Whether there is anything to calibrate."""
-    if config.has_own_score or config.second_order or config.method in ("adapt", "shortgpt"):
+    if config.has_own_score or config.second_order or config.method == "adapt":
         return True
     return bool(metric_named(config.effective_metric).needs)
 

@@ -102,6 +102,11 @@ class Scores:
     blocks: list[Tensor] = field(default_factory=list)
     """For each layer those of its attention, its FFN and the whole layer, if blocks are prunable."""
 
+    @classmethod
+    def none(cls, structure: Structure) -> Scores:
+        """For a strategy that scores groups itself, from what it observed in a model of this structure."""
+        return cls(structure, [], [], torch.zeros(0))
+
     @property
     def current(self) -> Scores:
         return self

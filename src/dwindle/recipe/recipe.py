@@ -150,7 +150,7 @@ def recipe_of_run(path: str | Path) -> Recipe:
 
 def _own_score(prune: Mapping[str, Any]) -> bool:
     method = METHODS.get(prune.get("method", "efficientllm"))
-    return method is not None and "metric" not in method.settings
+    return method is not None and method.default_metric is None
 
 
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
@@ -174,7 +174,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
     if prune.enabled:
         if prune.method == "efficientllm":
             prune.selection = recipe.prune.effective_selection
-        prune.metric = recipe.prune.effective_metric if recipe.prune.uses_metric else None
+        prune.metric = None if recipe.prune.has_own_score else recipe.prune.effective_metric
         prune.horizon = recipe.prune.effective_horizon
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)

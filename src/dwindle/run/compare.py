@@ -162,14 +162,7 @@ def compare(
     Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
     An interrupted comparison leaves the cells that are done in ``out``.
     """
-    device = chosen_device(device)
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("device: cuda is not available on this machine: use cpu")
-    if config.method != "efficientllm":
-        raise UserError(f"method: {config.method} cannot be compared from one calibration: use efficientllm")
-    names = list(dict.fromkeys(metrics))
-    if not names:
-        raise UserError("metrics: none given: name some, such as taylor,wanda,random")
+    device, names = _checked(config, device, metrics)
     needs = frozenset().union(*(metric_named(name).needs for name in names))
     targets = _targets(source, to, config)
     data, valid = _texts(data, valid, config)
@@ -194,6 +187,19 @@ def compare(
     if out is not None:
         write_comparison(result, Path(out), overwrite=overwrite)
     return result
+
+
+def _checked(config: CompareConfig, device: str, metrics: Sequence[str]) -> tuple[str, list[str]]:
+    """The device and the metrics in use; refuses what cannot be compared."""
+    device = chosen_device(device)
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("device: cuda is not available on this machine: use cpu")
+    if config.method != "efficientllm":
+        raise UserError(f"method: {config.method} cannot be compared from one calibration: use efficientllm")
+    names = list(dict.fromkeys(metrics))
+    if not names:
+        raise UserError("metrics: none given: name some, such as taylor,wanda,random")
+    return device, names
 
 
 def _keep_finished(result: Comparison, out: str | PathLike[str] | None, overwrite: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
-from dwindle.export.card import mistral_note
+from dwindle.export.card_structure import mistral_note
 from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
 from dwindle.sources.loading import load_config, model_of_run

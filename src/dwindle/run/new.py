@@ -13,7 +13,7 @@ import tomli_w
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import parse_toml
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import format_count, parse_count
+from dwindle.core.sizes import format_count, parse_count, parse_size
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.estimate import estimate
 from dwindle.pruning.target import parse_target
@@ -68,13 +68,17 @@ def new_recipe(
     chosen = scaled(goal, length, amount, positions, config.hidden_size)
     if valid:
         chosen.pop("data.holdout")
+    own_sizes = chosen["prune.selection"].value == "global"
+    if own_sizes and parse_size(to, "to").kind == "shape":
+        chosen["prune.selection"] = Setting("coupled", "the same group from every layer: the target is one shape")
+        own_sizes = False
     fixed = {
         "source.model": Setting(model),
         "data.train": Setting(list(texts), f"about {format_count(length)} tokens" if found else ""),
         **({"data.valid": Setting(list(valid))} if valid else {}),
         "prune.target": Setting(to),
     }
-    title = f"{Path(model).name} to {to}: {MEANING[goal]}."
+    title = f"{Path(model).name} to {to}: {MEANING[goal if own_sizes or goal != 'quality' else 'stock']}."
     return _fitting(fixed | chosen, list(overrides), title, Anatomy.of_config(config))
 
 

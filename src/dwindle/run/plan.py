@@ -11,12 +11,13 @@ from rich.table import Table
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.positions import beyond_positions, can_be_packed
-from dwindle.core.config import in_section
+from dwindle.core.config import in_section, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
+from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes, format_count, format_duration
 from dwindle.data.estimate import estimate, streamed_inputs
-from dwindle.distributed.engines import Parallel, choose_parallel
+from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.distributed.world import World
 from dwindle.pruning.config import PretrainPruneConfig
@@ -25,7 +26,7 @@ from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import FileSizes, Shape, Sizes, Target, parse_target, sizes_of, sizes_text
-from dwindle.recipe.recipe import Recipe
+from dwindle.recipe.recipe import Recipe, recipe_of_run
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
 from dwindle.run.start import file_sizes, start_of
@@ -156,6 +157,27 @@ def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) ->
     while chosen > 1 and needed.total(chosen * recipe.data.seq_len) > room:
         chosen = -(-chosen // 2)
     return chosen
+
+
+def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
+    """The recipe with what depends on the machine: chosen once, by the main process, and saved in the run.
+
+    All processes then do the same on unequal devices, and so does a run that is resumed on another machine.
+    """
+
+    def choose() -> None:
+        training = recipe.training
+        if not world.is_main or (training.micro_batch and training.precision != "auto"):
+            return
+        training.precision = precision_of(recipe, device_of(recipe))
+        if not training.micro_batch:
+            config = start_of(recipe, run).config()
+            shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
+            training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
+        write_toml(recipe, run.recipe)
+
+    world.main_first("settle", choose)
+    return recipe if world.is_main else recipe_of_run(run.recipe)
 
 
 @dataclass(slots=True)

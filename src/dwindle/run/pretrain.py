@@ -21,7 +21,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build, build_random, config_for
 from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Structure
-from dwindle.core.config import to_toml, write_toml
+from dwindle.core.config import to_toml
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten, refuse_sources
 from dwindle.core.json_safe import finite
@@ -30,7 +30,7 @@ from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.training_data import TrainingData, open_training_data
-from dwindle.distributed.engines import choose_engine, num_shards
+from dwindle.distributed.engines import choose_engine
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use
 from dwindle.distributed.precision import weights_dtype
 from dwindle.distributed.world import World, joined
@@ -47,12 +47,12 @@ from dwindle.run.plan import (
     PruningPlan,
     check_data,
     device_of,
-    micro_batch_of,
     parallel_of,
     plan_pruning,
     plan_warnings,
     precision_of,
     repetition,
+    settle,
     teacher_dtype,
     teacher_of,
 )
@@ -142,27 +142,6 @@ def _continue(recipe: Recipe, run: RunDirectory, world: World, callbacks: Sequen
         result = job.finish(status)
         result.signal = stop.number if result.status == "stopped" else None
         return result
-
-
-def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
-    """The recipe with what depends on the machine: chosen once, by the main process, and saved in the run.
-
-    All processes then do the same on unequal devices, and so does a run that is resumed on another machine.
-    """
-
-    def choose() -> None:
-        training = recipe.training
-        if not world.is_main or (training.micro_batch and training.precision != "auto"):
-            return
-        training.precision = precision_of(recipe, device_of(recipe))
-        if not training.micro_batch:
-            config = start_of(recipe, run).config()
-            shards = num_shards(world, parallel_of(recipe, world, Anatomy.of_config(config)))
-            training.micro_batch = micro_batch_of(recipe, device_of(recipe), config, shards)
-        write_toml(recipe, run.recipe)
-
-    world.main_first("settle", choose)
-    return recipe if world.is_main else recipe_of_run(run.recipe)
 
 
 def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:

@@ -183,11 +183,8 @@ def prune(
         assert windows is not None
         result = _rotated(loaded, target, config, windows)
     else:
-        model = deepcopy(loaded.model) if loaded is source else loaded.model
-        prunable = Prunable(with_output_bias(model, anatomy.source) if METHODS[config.method].output_bias else model)
-        events = prune_in_rounds(prunable, target, config, windows if needs_text(config) else None, loaded.source)
-        _check_reached(to, target, prunable)
-        result = _result(loaded, prunable, events, anatomy.count(anatomy.source))
+        own = replace(loaded, model=deepcopy(loaded.model)) if loaded is source else loaded
+        result = _pruned(own, target, config, windows if needs_text(config) else None, to)
     result.quality = None if judge is None else judge.judged(result.model)
     result.model.to(dtype or stored_dtype(loaded))
     if out is not None:
@@ -236,7 +233,13 @@ def _check_even(to: str, target: Target, source: Structure) -> None:
             )
 
 
-def _result(loaded: Loaded, prunable: Prunable, events: list[Event], before: ParameterCount) -> Pruned:
+def _pruned(loaded: Loaded, target: Target, config: PostTrainingConfig, windows: Tensor | None, to: str) -> Pruned:
+    """Prunes the loaded model in place."""
+    source = Anatomy.of(loaded.model)
+    with_bias = METHODS[config.method].output_bias
+    prunable = Prunable(with_output_bias(loaded.model, source.source) if with_bias else loaded.model)
+    events = prune_in_rounds(prunable, target, config, windows, loaded.source)
+    _check_reached(to, target, prunable)
     anatomy = prunable.anatomy
     return Pruned(
         model=prunable.compacted(),
@@ -244,7 +247,7 @@ def _result(loaded: Loaded, prunable: Prunable, events: list[Event], before: Par
         source=loaded.source,
         structure=prunable.alive,
         source_sizes=sizes_of(anatomy.source),
-        before=before,
+        before=source.count(source.source),
         after=anatomy.count(prunable.alive),
         ledger=events,
     )

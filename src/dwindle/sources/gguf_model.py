@@ -249,23 +249,29 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["mlp_bias"] = True
     if file.architecture == "deci":
         return _per_layer_config(file, values, layers)
-    model_type = architecture.model_type
+    model_type = _add_own(file, architecture, values)
+    return _make_config(file, model_type, values)
+
+
+def _add_own(file: GgufFile, architecture: GgufArchitecture, values: dict[str, Any]) -> str:
+    """The model type; adds what only it has to the values."""
+    model_type, num_layers = architecture.model_type, values["num_hidden_layers"]
     if architecture.window_period is not None and file.get("attention.sliding_window"):
         model_type = "olmo3" if model_type == "olmo2" else model_type
         values |= _windowed(file, architecture.window_period, values)
         values["sliding_window"] = file.whole("attention.sliding_window")
     if model_type == "exaone4":
-        values |= {"sliding_window": None, "layer_types": ["full_attention"] * len(layers)}
+        values |= {"sliding_window": None, "layer_types": ["full_attention"] * num_layers}
     if model_type == "lfm2":
         kinds = file.get("attention.head_count_kv")
-        kinds = kinds if isinstance(kinds, list) else [kinds] * len(layers)
+        kinds = kinds if isinstance(kinds, list) else [kinds] * num_layers
         values |= {"norm_eps": values.pop("rms_norm_eps"), "block_auto_adjust_ff_dim": False}
         values["layer_types"] = ["full_attention" if count else "conv" for count in kinds]
     if model_type == "gemma3_text":
-        values["query_pre_attn_scalar"] = head_dim
+        values["query_pre_attn_scalar"] = values["head_dim"]
         if "sliding_window" not in values:  # its class would take one by default
             values |= _windowed(file, 1, values)
-    return _make_config(file, model_type, values)
+    return model_type
 
 
 def _windowed(file: GgufFile, period: int, values: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.pruning.config import PostTrainingConfig, PruneConfig
+from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
 from dwindle.pruning.event_bounds import EventRange
+from dwindle.pruning.methods import METHODS, METHODS_OF
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
 from dwindle.pruning.surgery import Prunable
@@ -47,6 +48,21 @@ class GroupScores(Protocol):
     def copy(self) -> Self: ...
 
 
+def check_heads(anatomy: Anatomy, config: PruneConfig) -> None:
+    """Refuse to prune heads of a source with cluster attention as if they were regular."""
+    is_regular = all(layer.is_regular for layer in anatomy.source.layers)
+    if is_regular or config.attention == "cluster" or "attn" not in config.effective_groups:
+        return
+    if config.method in METHODS_OF["attention"]:
+        raise UserError("attention: the source already has cluster attention: choose cluster")
+    in_training = isinstance(config, PretrainPruneConfig)
+    able = [name for name in METHODS_OF["attention"] if METHODS[name].in_training or not in_training]
+    raise UserError(
+        f"method {config.method}: cannot prune the cluster attention that the source already has: choose "
+        f"{', '.join(able[:-1])} or {able[-1]}, with attention cluster"
+    )
+
+
 class Strategy(ABC):
     """Chooses groups until the model is at or below the target; raises if the target is not reachable."""
 
@@ -58,8 +74,7 @@ class Strategy(ABC):
     """Whether ``listen`` must be called before the forward passes whose results decide the groups."""
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
-        if config.attention == "regular" and not all(layer.is_regular for layer in anatomy.source.layers):
-            raise UserError("attention: the source already has cluster attention: choose cluster")
+        check_heads(anatomy, config)
         self.anatomy, self.target, self.config = anatomy, target, config
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from math import log
 from typing import ClassVar
 
@@ -19,11 +20,11 @@ from dwindle.pruning import activity
 from dwindle.pruning.activity import Activity, column_scores, norm_rows, observe, output_rows
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.layouts import Layout, Rounded, layouts, most_kv, round_widths, widest, with_sizes
+from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, most_kv, round_widths, widest, with_sizes
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores
+from dwindle.pruning.strategies.base import Choice, GroupScores, check_heads
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.layer_plan import LayerPlan
 from dwindle.pruning.strategies.layerwise import LayerwiseStrategy, Sizes, UniformStrategy
@@ -176,8 +177,9 @@ class MinitronStrategy(CoupledStrategy):
     uses_elements = False
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+        end = uniform_shape(anatomy, target, config)
         super().__init__(anatomy, target, config)
-        self._aim_at(uniform_shape(anatomy, target, config))
+        self._aim_at(end)
 
     def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
         rows, norms = output_rows(self.anatomy), norm_rows(self.anatomy)
@@ -191,32 +193,47 @@ class MinitronStrategy(CoupledStrategy):
         return Scores(structure, heads, channels, stem).mask(prunable.pruned)
 
 
+def _check_uniform(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
+    """Refuse a target that a method cannot reach: it keeps all layers, and all key/value groups."""
+    check_heads(anatomy, config)
+    check_rounding(anatomy, target, config)
+    if (shape := target.shape) is None:
+        return
+    if shape.layers != len(anatomy.source.places):
+        raise UserError(f"target layers={shape.layers}: {config.method} keeps all layers: give hidden, heads or ffn")
+    kv, per_kv = _kv_groups(anatomy)
+    if per_kv > 1 and shape.heads % kv:
+        wanted = [kv * n for n in range(1, per_kv + 1)]
+        raise UserError(
+            f"target heads={shape.heads}: {config.method} keeps all {kv} key/value heads: choose one of {wanted}"
+        )
+
+
+def _kv_groups(anatomy: Anatomy) -> tuple[int, int]:
+    """(Key/value heads, queries of each at most)."""
+    layer = anatomy.source.with_heads
+    return len(layer.kv_heads), max(layer.queries_per_kv, default=1)
+
+
 def uniform_shape(anatomy: Anatomy, target: Target, config: PruneConfig) -> Rounded:
-    """The target's shape, or the one with the most equal shares of hidden size, heads and FFN that fits its count.
+    """The target's shape, or of those within one group of its count the one with the most equal shares of hidden size,
+    heads and FFN; raises if there is none.
 
     Query heads are removed inside key/value groups, which stay; without such groups, heads with their keys and values.
     """
-    source, layer = Shape.of(anatomy.source), anatomy.source.with_heads
-    kv, has_groups = len(layer.kv_heads), max(layer.queries_per_kv, default=1) > 1
+    _check_uniform(anatomy, target, config)
+    kv, per_kv = _kv_groups(anatomy)
     if target.shape is not None:
-        if has_groups and target.shape.heads % kv:
-            wanted = [kv * n for n in range(1, layer.queries_per_kv[0] + 1)]
-            raise UserError(
-                f"target heads={target.shape.heads}: {config.method} keeps all {kv} key/value heads: choose one of "
-                f"{wanted}"
-            )
-        return Rounded(target.shape, kv if has_groups else None)
-    hiddens, widths = round_widths(source, config)
-    fits = [
-        found
-        for layout in layouts(anatomy.source, config)
-        if not has_groups or layout.kv_heads in (None, kv)
-        for found in _most_equal(anatomy, target, layout, hiddens, widths)
-    ]
+        return Rounded(target.shape, kv if per_kv > 1 else None)
+    source, (hiddens, widths) = Shape.of(anatomy.source), round_widths(Shape.of(anatomy.source), config)
+    own = [one for one in layouts(anatomy.source, config) if per_kv == 1 or one.kv_heads in (None, kv)]
+    fits = [found for one in own for found in _most_equal(anatomy, target, one, hiddens, widths)]
     if not fits:
+        least = [Rounded(Shape(hiddens[0], one.heads, widths[0], source.layers), one.kv_heads) for one in own]
         raise UserError(
             f"target {format_count(target.num_parameters)} is below the smallest model that method {config.method} can "
-            "reach at these minimum sizes: choose a larger target"
+            f"reach, {min(_count(anatomy, one) for one in least):,} parameters at these minimum sizes: choose a larger "
+            "target"
         )
 
     def inequality(found: Rounded) -> tuple[float, int]:
@@ -225,7 +242,22 @@ def uniform_shape(anatomy: Anatomy, target: Target, config: PruneConfig) -> Roun
         shares = [log(now / full) for now, full in pairs if full]
         return max(shares) - min(shares), -shape.heads
 
-    return min(fits, key=inequality)
+    return min([one for one in fits if _is_near(anatomy, target, one, config)] or fits, key=inequality)
+
+
+def _count(anatomy: Anatomy, found: Rounded) -> int:
+    kv = Layout(found.shape.heads, found.kv_heads, 0).kv_count(most_kv)
+    return anatomy.count(with_sizes(anatomy.source, found.shape, kv)).total
+
+
+def _is_near(anatomy: Anatomy, target: Target, found: Rounded, config: PruneConfig) -> bool:
+    """Whether less than one group, of the smallest kind that is pruned, is missing to the target."""
+    shape, step, groups = found.shape, config.round_to, config.effective_groups
+    smaller = replace(shape, hidden=shape.hidden - step) if "stem" in groups else replace(shape, heads=shape.heads - 1)
+    if "ffn" in groups:
+        smaller = replace(shape, ffn=shape.ffn - step)
+    count = _count(anatomy, found)
+    return target.num_parameters - count < count - _count(anatomy, replace(found, shape=smaller))
 
 
 def _most_equal(

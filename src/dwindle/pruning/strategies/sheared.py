@@ -16,8 +16,8 @@ class ShearedStrategy(CoupledStrategy):
     uses_elements = False
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
-        super().__init__(anatomy, target, config)
         end = uniform_shape(anatomy, target, config)
+        super().__init__(anatomy, target, config)
         norm = next((row.name for row in anatomy.rows if row.is_norm and row.axes == (("query",),)), None)
         if norm is not None and end.shape.heads != Shape.of(anatomy.source).heads:
             raise UserError(

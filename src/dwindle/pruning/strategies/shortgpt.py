@@ -6,27 +6,30 @@ Block influence of layer l: BI_l = 1 − E cos(h_l, h_{l+1}) over tokens, h_l an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import BLOCKS, Group, Structure
 from dwindle.core.errors import UserError
+from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count
+from dwindle.pruning.activity import observe
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.layouts import fewest_layers, shallower
 from dwindle.pruning.pacing import Pacing, Stages
+from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 
 
 class ShortGptStrategy(Strategy):
     """Removes the layers of the lowest block influence until the target; lands at most one layer below it."""
-
-    watches_layers = True
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
@@ -55,6 +58,11 @@ class ShortGptStrategy(Strategy):
         self._watch.attach(model)
         self._watch.open()
 
+    def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
+        self.listen(prunable.model)
+        observe(prunable, windows, [], bar)
+        return Scores.none(prunable.physical)
+
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
@@ -62,6 +70,8 @@ class ShortGptStrategy(Strategy):
         places = scores.current.structure.places
         found = self._watch.close()
         self._watch.detach()
+        if not all(map(isfinite, found)):
+            raise UserError("method shortgpt: the residual stream is not finite: the weights or the data are broken")
         self.influence = [1 + found[places[n]] if n in places else None for n in range(self.anatomy.num_layers)]
         aim = pacing.aim(step)
         is_last = aim is None or (self.target.shape is not None and isinstance(pacing, Stages))  # a shape counts layers
