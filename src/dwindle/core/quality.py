@@ -48,12 +48,12 @@ class Quality:
     """False if the text was too short to hold any of it out of the calibration."""
     source_loss: float | None = None
     result_loss: float | None = None
+    samples: list[Sample] = field(default_factory=list)
     bytes: int = 0
     """Bytes of the text that the bits are measured on; 0 if they are not."""
     source_bits: float | None = None
     """Bits per byte of the untouched source with its own tokenizer, if the result has another one."""
     result_bits: float | None = None
-    samples: list[Sample] = field(default_factory=list)
 
     @property
     def change(self) -> float | None:
