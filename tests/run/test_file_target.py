@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 pytest.importorskip("gguf")
 
 import dwindle
-from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy, cut
+from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.export.gguf_size import ABOUT_BYTES, FileSize
 from dwindle.pruning.ledger import read_ledger
+from dwindle.pruning.target import parse_target
 from dwindle.recipe.recipe import load_recipe
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain, resume
@@ -105,7 +108,7 @@ def test_a_new_recipe_has_the_file_as_its_target(place: Path, tmp_path: Path) ->
         ("90MB@q8_0", r"^to 90MB@q8_0: the source's file has .* already, .*: choose less$"),
         (
             "20kB@q8_0",
-            r"^to 20kB@q8_0: without its layers the file has .*: choose more, or trim the vocabulary first$",
+            r"^target: a q8_0 file of 20.* is below the smallest reachable one, .*, or trim the vocabulary first$",
         ),
         ("90@q8_0", r"^to: '90@q8_0' is not a file's size and type such as 90MB@q8_0"),
         ("MB@q8_0", r"^to: 'MB@q8_0' is not a file's size"),
@@ -122,12 +125,59 @@ def test_more_refusals(place: Path, tmp_path: Path) -> None:
     for method in ("adapt", "minitron", "shortgpt", "slicegpt"):
         with pytest.raises(UserError, match=f"method {method} lands on a number of parameters"):
             dwindle.prune(place / "model", low, method=method)
-    with pytest.raises(UserError, match=r"needs about .* parameters: .* smallest model"):
+    with pytest.raises(UserError, match=r"round_to 32: .* \(q8_0 files store rows in blocks, so"):
+        dwindle.prune(place / "model", low, groups=["ffn", "layer"])
+    with pytest.raises(UserError, match=r"below the smallest reachable one, .*: choose more, lower minimum"):
         dwindle.prune(place / "model", low, min_ffn=512, min_heads=4, min_hidden=64)
     with pytest.raises(UserError, match=r"llama.cpp's pre-tokenizers"):  # no GGUF file can be written of this one
         dwindle.prune(tiny_directory(tmp_path / "bytes"), "10kB@q8_0")
     with pytest.raises(UserError, match=r"^at: '9kB@q8_0' is not a number"):
         dwindle.replay(place / "model", _ledger(place, tmp_path), at="9kB@q8_0")
+
+
+def test_the_floors_are_checked_before_training(place: Path, tmp_path: Path) -> None:
+    """33 channels are not whole blocks, so the smallest model has a larger file than its count suggests."""
+    model, tokenizer = load(place / "model")
+    source, size = Anatomy.of(model).source, FileSize(model.config, tokenizer, "q8_0", "it")
+    least = size(replace(source, layers=tuple(replace(la, ffn=la.ffn[:33]) for la in source.layers)))
+    settings: dict[str, Any] = {"groups": ["ffn"], "min_ffn": 33, "round_to": 1}
+    with pytest.raises(UserError, match=r"prune.target: .* is below the smallest reachable one"):
+        pretrain(recipe(place, target=f"{least - 100}B@q8_0", **settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    made = dwindle.prune(
+        place / "model", f"{least}B@q8_0", selection="global", metric="magnitude", measure=False, **settings
+    )
+    assert size(made.structure) <= least
+
+
+def test_the_widest_embedding_that_fits(tmp_path: Path) -> None:
+    """q4_0 stores the embedding with more bits than the layers, so its channels are worth more bytes."""
+    few = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+    merged_directory(tmp_path / "u", 640, hidden_size=512, intermediate_size=128, **few)
+    model, tokenizer = load(tmp_path / "u")
+    source, size = Anatomy.of(model).source, FileSize(model.config, tokenizer, "q4_0", "it")
+    by_width = {n: size(replace(source, hidden=source.hidden[:n])) for n in range(128, 513, 32)}
+    for share in (0.7, 0.6):
+        limit = int(share * by_width[512])
+        made = dwindle.prune(
+            tmp_path / "u",
+            f"{limit}B@q4_0",
+            groups=["stem"],
+            selection="global",
+            metric="magnitude",
+            min_hidden=32,
+            measure=False,
+        )
+        assert len(made.structure.hidden) == max(n for n, num_bytes in by_width.items() if num_bytes <= limit)
+
+
+def test_a_layer_without_ffn_has_an_estimate(place: Path) -> None:
+    model, tokenizer = load(place / "model")
+    anatomy, size = Anatomy.of(model), FileSize(model.config, tokenizer, "q8_0", "it")
+    rest = anatomy.source.without(Group("layer", ((1,), *[()] * (len(anatomy.source.layers) - 1))))
+    smaller = Anatomy.of(cut(model, anatomy, rest, anatomy.source))
+    limit = int(0.8 * size(rest))
+    assert 0 < parse_target(f"{limit}B@q8_0", smaller, files=lambda _: size).num_parameters < anatomy.count(rest).total
 
 
 def _ledger(place: Path, tmp_path: Path) -> Path:

@@ -13,6 +13,7 @@ import pytest
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
+from dwindle.data.vocabulary import VocabularyConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import begin_run, pretrain, resume
 from dwindle.training.callbacks import Callback
@@ -107,7 +108,7 @@ def test_killed_while_it_loads_and_tried_again(place: Path, finished: Path, tmp_
     assert (run / "model" / "model.safetensors").read_bytes() != before
 
 
-@pytest.mark.parametrize("role", ["source", "teacher", "text", "wildcard", "validation", "tasks"])
+@pytest.mark.parametrize("role", ["source", "teacher", "text", "wildcard", "validation", "tasks", "vocabulary"])
 def test_what_the_new_run_reads_is_not_replaced(place: Path, finished: Path, tmp_path: Path, role: str) -> None:
     """It would be put aside before it is read, and gone after the first step."""
     run, settings = shutil.copytree(finished, tmp_path / "run"), recipe(place)
@@ -116,6 +117,8 @@ def test_what_the_new_run_reads_is_not_replaced(place: Path, finished: Path, tmp
         settings.source.model = str(run / "model")
     elif role == "teacher":
         settings.distill = DistillConfig(weight=0.5, teacher=str(run / "model"))
+    elif role == "vocabulary":
+        settings.vocabulary = VocabularyConfig(size=300, text=[str(run / "books.txt")])
     elif role == "tasks":
         settings.validation.data = [str(run)]
     elif role == "validation":

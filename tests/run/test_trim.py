@@ -14,15 +14,18 @@ from safetensors.torch import load_file
 from torch.nn.functional import kl_div, log_softmax
 
 import dwindle
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.core.quality import read_quality
 from dwindle.core.run_directory import RunDirectory
+from dwindle.core.sizes import format_count
 from dwindle.data.text_windows import validation_windows
 from dwindle.pruning.ledger import read_ledger
+from dwindle.run.judging import source_bits_per_byte
 from dwindle.run.plan import make_plan
-from dwindle.run.pretrain import pretrain, resume
-from dwindle.run.start import Start, start_of
+from dwindle.run.pretrain import begin_run, pretrain, resume
+from dwindle.run.start import Start, file_sizes, start_of
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loss import language_model_loss
 from runs import COMPACT_OFTEN, metrics, tiny_recipe
@@ -75,7 +78,14 @@ def test_the_written_model(place: Path) -> None:
     chat = [{"role": "user", "content": "def f(x):"}]
     texts = [tok.apply_chat_template(chat, tokenize=False) for _, tok in (source, smaller)]
     assert texts[0] == texts[1] == smaller.tokenizer.decode(smaller.tokenizer(texts[1]).input_ids)
-    assert "trimmed from 640 to 384 tokens" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    sizes = " of ".join(format_count(count.total) for count in (result.after, result.before))
+    assert "trimmed from 640 to 384 tokens" in card and sizes in card
+    assert "- trimmed\n" in card and "- pruned\n" not in card
+    settings = recipe(place, source={"model": str(out), "device": "cpu"}, vocabulary={})
+    settings.distill.teacher = str(place / "model")
+    with pytest.raises(UserError, match=r"or start at a model with all tokens and give vocabulary.size"):
+        make_plan(settings)
     again = dwindle.replay(place / "model", out)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), smaller.model.parameters(), strict=True))
 
@@ -161,6 +171,35 @@ def test_a_trimmed_run_resumes_bit_equal(place: Path, run: Path, monkeypatch: py
     assert (copy / "model" / "tokenizer.json").read_bytes() == (run / "model" / "tokenizer.json").read_bytes()
 
 
+def test_a_resumed_file_target_needs_no_text(place: Path, tmp_path: Path) -> None:
+    """The tokens of the run are on disk: the text that they were counted on may be gone."""
+    pytest.importorskip("gguf")
+    merged_directory(tmp_path / "model", 640, hidden_size=64, intermediate_size=512, num_attention_heads=4, head_dim=16)
+    text = tmp_path / "words.txt"
+    text.write_text("def f(x): return x\n" * 200)
+    settings: dict[str, Any] = {"vocabulary": {"size": 384, "text": [str(text)]}, "training": {"micro_batch": 4}}
+    start = start_of(tiny_recipe(tmp_path, steps=2, sequences=4, **settings))
+    limit = int(0.8 * file_sizes(start, "it")("q8_0")(Anatomy.of_config(start.config()).source))
+    settings["prune"] = {"target": f"{limit}B@q8_0", "horizon": 0.9, "selection": "global", **COMPACT_OFTEN}
+    begin_run(tiny_recipe(tmp_path, steps=2, sequences=4, **settings), RunDirectory(tmp_path / "run"), overwrite=False)
+    text.unlink()
+    assert resume(tmp_path / "run").target_reached
+
+
+def test_a_source_that_is_replaced_is_read_again(tmp_path: Path) -> None:
+    for size in (640, 512):
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        merged_directory(tmp_path / "s", size)
+        assert dwindle.trim(tmp_path / "s", 384, measure=False).vocabulary.num_rows == size
+
+
+def test_a_share_of_a_replay_is_one_of_the_trimmed_source(place: Path, run: Path) -> None:
+    trimmed_count = read_ledger(run)[1]["parameters"]
+    found = dwindle.replay(place / "model", run / "ledger.jsonl", at="90%")
+    first = next(e for e in read_ledger(run)[2:] if e["event"] == "prune" and e["parameters"] <= 0.9 * trimmed_count)
+    assert found.after.total == first["parameters"]
+
+
 def test_other_tokens_are_another_run(place: Path, run: Path) -> None:
     copy = place / "other"
     shutil.copytree(run, copy)
@@ -187,6 +226,24 @@ def test_bad_vocabularies_are_refused(place: Path, settings: dict[str, Any], pro
     with pytest.raises(UserError, match=problem):
         pretrain(recipe(place, vocabulary=settings), place / "refused")
     assert not (place / "refused").exists()
+
+
+def test_more_tokens_than_rows_are_refused(tmp_path: Path) -> None:
+    tokenizer = dwindle.load(merged_directory(tmp_path / "s", 512)).tokenizer
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(tmp_path / "s")
+    with pytest.raises(UserError, match=r"its tokenizer has ids up to 512, its embedding only 512 rows: remove"):
+        dwindle.trim(tmp_path / "s", 384, measure=False)
+
+
+def test_bits_per_byte_of_whole_characters(place: Path) -> None:
+    """A window may begin and end within a character: its bytes there are no text of the source."""
+    tokenizer: Any = dwindle.load(place / "model").tokenizer
+    ids = [tokenizer(text).input_ids for text in ("你", " def f(x): return x", "好")]
+    assert len(ids[0]) > 1 < len(ids[2])
+    windows = (torch.tensor([found]) for found in (ids[1], [*ids[0][1:], *ids[1], *ids[2][:-1]]))
+    bits = [source_bits_per_byte(str(place / "model"), one, tokenizer, "cpu", "fp32") for one in windows]
+    assert bits[0] == bits[1]
 
 
 def test_other_formats_agree(place: Path, tmp_path: Path) -> None:

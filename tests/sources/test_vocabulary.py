@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from dwindle.core.errors import UserError
 from dwindle.data.pydoc_text import pydoc_documents
 from dwindle.data.tokenizing import token_bytes
 from dwindle.sources.built_tokenizers import sentencepiece
-from dwindle.sources.vocabulary import Pieces, Vocabulary, choose_ids, trimmed_size, trimmed_tokenizer
+from dwindle.sources.vocabulary import (
+    Pieces,
+    Vocabulary,
+    choose_ids,
+    trimmed_generation,
+    trimmed_size,
+    trimmed_tokenizer,
+    used_elsewhere,
+)
 
 SPECIAL = ["<|end|>", "<|user|>"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.role + ' says ' + m.content }}<|end|>{% endfor %}"
@@ -152,6 +160,8 @@ def test_sentencepiece_falls_back_to_bytes(pieces_bpe: Any) -> None:
         ids = smaller(text, add_special_tokens=False).input_ids
         assert smaller.decode(ids) == pieces_bpe.decode(pieces_bpe(text, add_special_tokens=False).input_ids) == text
     assert set(range(259)) <= set(vocabulary.kept)
+    ascii_letters = "abcdefghijklmnopqrstuvwxyz.,()_=ABCDEFG"
+    assert {*ascii_letters} <= {*smaller.get_vocab()}, "words of ASCII are not written as bytes"
     names = smaller.convert_ids_to_tokens(list(range(320)))
     made = {left + right for left in names for right in names}
     for token in names[259:]:
@@ -169,6 +179,30 @@ def test_what_must_stay(byte_bpe: Any) -> None:
             trimmed_size(pieces, wanted // 64 * 64 if wanted < 900 else 960, [rare], "--vocab")
     _, vocabulary, _ = trim(byte_bpe, 320, required=(rare,))
     assert rare in vocabulary.kept
+
+
+def test_ids_in_nested_settings_are_kept_and_renumbered(byte_bpe: Any) -> None:
+    """Each setting names the same tokens before and after; sequences whose tokens are gone are gone as a whole."""
+    bias = [[[880, 881], -10], [[5], 2.5]]
+    settings = GenerationConfig(
+        bad_words_ids=[[890], [7, 891]],
+        force_words_ids=[[[892, 8]], [[893]]],
+        sequence_bias=bias,
+        suppress_tokens=[894],
+    )
+    named = used_elsewhere(byte_bpe, PreTrainedConfig(), settings)
+    assert {890, 7, 891, 892, 8, 893, 880, 881, 5, 894} <= named and -10 not in named
+    _, vocabulary, _ = trim(byte_bpe, 448, required=tuple(named))
+    kept, found = vocabulary.kept, trimmed_generation(settings, vocabulary)
+
+    def old(ids: Any) -> Any:
+        return [old(one) for one in ids] if isinstance(ids, list) else kept[ids]
+
+    assert old(found.bad_words_ids) == settings.bad_words_ids and old(found.suppress_tokens) == [894]
+    assert old(found.force_words_ids) == settings.force_words_ids
+    assert [[old(ids), value] for ids, value in found.sequence_bias] == bias
+    without = Vocabulary(tuple(n for n in kept if n != 891), 900)
+    assert len(trimmed_generation(settings, without).bad_words_ids) == 1
 
 
 def test_kinds_that_cannot_be_cut() -> None:

@@ -81,7 +81,7 @@ def parse_size(text: str, key: str) -> Size:
 
 
 def _parse_file(text: str, key: str) -> Size:
-    """The size of a file and its type; units are decimal, as disks and downloads are sold."""
+    """The size of a file and its type; units are decimal: 1 MB is 1,000,000 bytes."""
     match = _FILE.fullmatch(text)
     if match is None:
         raise UserError(f"{key}: {text!r:.60} is not a file's size and type such as 90MB@q8_0 or 1.2GB@bf16")
@@ -128,7 +128,7 @@ def format_range(values: Collection[int]) -> str:
 
 
 def format_bytes(value: int | float) -> str:
-    """Decimal units, as disks and downloads are sold: ``269 MB``."""
+    """Decimal units: ``269 MB``."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {unit}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,10 +61,14 @@ def vocabulary_of(
     return _chosen(os.fspath(source), parse_count(config.size, key), tuple(config.text), key, option)
 
 
-@lru_cache(maxsize=4)  # a plan, its measurement and the run ask for the same one
 def _chosen(source: str, wanted: int, texts: Sequence[str], key: str, option: str) -> Vocabulary:
     tokenizer, config = load_tokenizer(source), load_config(source)
     pieces = Pieces(tokenizer, f"source {source}")
+    if (largest := max(pieces.ids)) >= config.vocab_size:
+        raise UserError(
+            f"source {source}: its tokenizer has ids up to {largest:,}, its embedding only {config.vocab_size:,} rows: "
+            "remove the tokens that were added, or resize the embedding first"
+        )
     required = used_elsewhere(tokenizer, config, load_generation(source))
     size = trimmed_size(pieces, wanted, required, key)
     counts = token_counts(texts, tokenizer, option or "vocabulary.text") if texts else None

@@ -100,7 +100,7 @@ class Card:
 
     @property
     def after(self) -> int | None:
-        found = self.num_parameters or (self.prunes[-1].get("parameters") if self.prunes else self.before)
+        found = self.num_parameters or next((e["parameters"] for e in self.ledger[::-1] if "parameters" in e), None)
         return found if isinstance(found, int) else None
 
     @property
@@ -164,7 +164,7 @@ def metadata(card: Card) -> str:
     quantised = card.runtime == "compressed-tensors"
     tags = {"pruning-aware-pretraining": card.recipe is not None, "custom_code": card.custom_code}
     tags |= {DEQUANTISED: bool(origin.dequantised), "compressed-tensors": quantised}
-    made = "quantised" if quantised else "pruned"
+    made = "quantised" if quantised else "trimmed" if _trimmed(card) and not card.prunes else "pruned"
     shown = ["dwindle", made, *(tag for tag, holds in tags.items() if holds)]
     return "\n".join([*lines, "tags:", *(f"- {tag}" for tag in shown), "---"])
 
@@ -181,7 +181,7 @@ def link_to(origin: Origin) -> str:
 
 def _introduction(card: Card) -> str:
     before, after = card.before, card.after
-    if before is None or after is None or not card.prunes:
+    if before is None or after is None or not (card.prunes or _trimmed(card)):
         size = "" if after is None else f", {format_count(after)} parameters"
         text = f"A model derived from {link_to(card.origin)}{size}."
     else:

@@ -96,6 +96,12 @@ class PruneConfig(Config):
         """The selection in use; without training stock shapes where none is set."""
         return self.selection or "coupled"
 
+    def multiple_for(self, target: str, option: str) -> int:
+        """``round_to`` for a target: rows of quantized files are stored in blocks, other widths make them larger."""
+        if "@" not in target or self.method != "efficientllm" or "round_to" in self.model_fields_set:
+            return self.round_to
+        return parse_size(target, option).block
+
     @property
     def effective_groups(self) -> tuple[Kind, ...]:
         """The prunable kinds in use."""
@@ -246,12 +252,11 @@ class PretrainPruneConfig(PruneConfig):
 
     @model_validator(mode="after")
     def _round_for_file(self) -> PretrainPruneConfig:
-        """Rows of a quantized file are stored in blocks, so other widths would make it larger."""
-        if "@" in self.target and self.method == "efficientllm" and "round_to" not in self.model_fields_set:
-            try:
-                self.round_to = parse_size(self.target, "target").block
-            except UserError as error:
-                raise ValueError(str(error)) from None
+        try:
+            if (multiple := self.multiple_for(self.target, "target")) != self.round_to:
+                self.round_to = multiple
+        except UserError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @model_validator(mode="after")

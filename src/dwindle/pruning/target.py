@@ -59,7 +59,7 @@ class FileLimit:
     bytes_of: Callable[[Structure], int]
     """Size of the file of a model with this structure."""
     bytes_per_parameter: float
-    """Of the layers' matrices."""
+    """Of the FFN or of the hidden channels, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,27 +107,31 @@ def _file_target(
     max_bytes: int, type_: str, bytes_of: Callable[[Structure], int], anatomy: Anatomy, given: str
 ) -> Target:
     """The parameters are estimated, for widths like the source's and in whole blocks: the larger number counts."""
-    source, count = anatomy.source, anatomy.count(anatomy.source)
+    source = anatomy.source
     now = bytes_of(source)
     if now <= max_bytes:
         raise UserError(
             f"{given}: the source's file has {format_bytes(now)} already, so nothing would be removed: choose less"
         )
     estimate, rate = _estimate(source, max_bytes, bytes_of, anatomy)
-    wanted = max(estimate, _estimate(_in_blocks(source), max_bytes, bytes_of, anatomy)[0])
-    if wanted <= count.embedding:
-        rows = format_bytes(now - rate * count.non_embedding)
-        raise UserError(f"{given}: without its layers the file has {rows}: choose more, or trim the vocabulary first")
+    wanted = max(estimate, _estimate(_in_blocks(source), max_bytes, bytes_of, anatomy)[0], 1)
     return Target(wanted, file=FileLimit(max_bytes, type_, bytes_of, rate))
 
 
 def _estimate(
     base: Structure, max_bytes: int, bytes_of: Callable[[Structure], int], anatomy: Anatomy
 ) -> tuple[int, float]:
-    """Parameters of a smaller ``base`` whose file fits, from the bytes per parameter of half of its FFN channels."""
-    half = replace(base, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in base.layers))
+    """Parameters of a smaller ``base`` whose file fits, and bytes per parameter.
+
+    Those of half of its FFN channels, or of half of its hidden channels if they are more: types with few bits store
+    the embedding with more.
+    """
+    narrow = replace(base, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in base.layers))
+    thin = replace(base, hidden=base.hidden[: _half(len(base.hidden))])
     now, count = bytes_of(base), anatomy.count(base).total
-    rate = (now - bytes_of(half)) / (count - anatomy.count(half).total)
+    fewer = {half: count - anatomy.count(half).total for half in (narrow, thin)}
+    rates = [(now - bytes_of(half)) / number for half, number in fewer.items() if number]
+    rate = max(rates) if max(rates) > 0 else now / count
     return int(count - max(now - max_bytes, 0) / rate), rate
 
 
@@ -143,7 +147,7 @@ def _in_blocks(source: Structure) -> Structure:
 
 def _half(width: int) -> int:
     """About half, in whole blocks if possible."""
-    block = next(block for block in (256, 32, 1) if width // 2 >= block)
+    block = next((block for block in (256, 32) if width // 2 >= block), 1)
     return width // 2 // block * block
 
 

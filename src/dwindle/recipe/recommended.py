@@ -57,7 +57,9 @@ RECOMMENDED: Mapping[Goal, Settings] = {
         "prune.selection": Setting("coupled", "the same group from every layer"),
         "prune.metric": Setting("taylor"),
         "prune.second_order": Setting(True, "repairs the kept weights at each event"),
-        "prune.round_to": Setting(64, "widths that matrix kernels like: decoding 1.6 instead of 1.4 times as fast"),
+        "prune.round_to": Setting(
+            64, "widths that matrix products are fast with: decoding 1.6 instead of 1.4 times as fast"
+        ),
         **HORIZON,
         **TEACHER,
     },

@@ -88,6 +88,8 @@ def render() -> Table:
 
 def _row(family: str) -> FamilyRow:
     config = tiny_config(CONFIG_MAPPING[family](**EXAMPLES.get(family, {})))
+    if hasattr(config, "no_rope_layers"):  # by the number of the layer, as a model of this many layers has it
+        config.no_rope_layers = CONFIG_MAPPING[family](num_hidden_layers=config.num_hidden_layers).no_rope_layers
     model = random_model(config)
     groups = FAMILIES[family].groups
     has_heads = "attn" in groups

@@ -109,6 +109,7 @@ def source_bits_per_byte(source: str, windows_NT: Tensor, tokenizer: Any, device
     sizes, nats, num_bytes = token_bytes(own), 0.0, 0
     for window in windows_NT.tolist():
         text = tokenizer.decode(window, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = text.strip("\N{REPLACEMENT CHARACTER}")  # bytes of characters that the window begins or ends within
         ids = torch.tensor([own(text, add_special_tokens=False).input_ids])
         nats += evaluate_loss(model, ids, precision=precision) * (ids.shape[1] - 1)
         num_bytes += int(sizes[ids[0, 1:].numpy()].sum())

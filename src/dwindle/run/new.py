@@ -118,7 +118,7 @@ def _fitting(settings: Settings, overrides: list[str], title: str, anatomy: Anat
         text = _toml(settings, title)
         recipe = recipe_from(parse_toml(text), overrides, "new recipe")
         try:
-            plan_pruning(recipe, anatomy)
+            plan_pruning(recipe, anatomy, Start(recipe.source.model))
             return _with_overrides(settings, overrides, recipe, title), recipe
         except UserError:
             multiple = settings["prune.round_to"].value if "prune.round_to" in settings else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,11 +26,11 @@ from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
-from dwindle.pruning.target import FileSizes, Shape, Sizes, Target, parse_target, sizes_of, sizes_text
+from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
 from dwindle.recipe.recipe import Recipe, recipe_of_run
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
-from dwindle.run.start import file_sizes, start_of
+from dwindle.run.start import Start, file_sizes, start_of
 from dwindle.sources.loading import load_config, load_tokenizer
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
@@ -50,17 +51,21 @@ class PruningPlan:
     milestones: list[tuple[str, int]]
 
 
-def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
-    """None without pruning; refuses targets that this model, or this many tokens, cannot reach."""
+def plan_pruning(recipe: Recipe, anatomy: Anatomy, start: Start | None = None) -> PruningPlan | None:
+    """None without pruning; refuses targets that this model, or this many tokens, cannot reach.
+
+    ``start`` is that of ``anatomy``, if it is known already: choosing the tokens again may mean counting a text again.
+    """
     prune = recipe.prune
     if not prune.enabled:
         return None
     with in_section("prune", PretrainPruneConfig):
-        target = parse_target(prune.target, anatomy, "prune.target", _files(recipe))
+        files = file_sizes(start or start_of(recipe), f"prune.target {prune.target}")
+        target = parse_target(prune.target, anatomy, "prune.target", files)
         strategy = make_strategy(anatomy, target, prune)
-    start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
+    before, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
     first, num_steps = recipe.num_steps_before_pruning, recipe.num_steps
-    pacing = training_pacing(prune, start=start, end=end, first_step=first, num_steps=num_steps)
+    pacing = training_pacing(prune, start=before, end=end, first_step=first, num_steps=num_steps)
     events = strategy.event_bounds(pacing)
     if isinstance(pacing, Ratio):
         _check_enough_events(pacing, recipe, events)
@@ -69,10 +74,6 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy) -> PruningPlan | None:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
     return PruningPlan(target, end, pacing, events, milestones)
-
-
-def _files(recipe: Recipe) -> FileSizes:
-    return lambda type_: file_sizes(start_of(recipe), f"prune.target {recipe.prune.target}")(type_)
 
 
 def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
@@ -123,7 +124,7 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
     if theirs != ours:
         raise UserError(
             f"{key}: {teacher} has {theirs:,} tokens, {recipe.source.model} has {ours:,}: choose a teacher with the "
-            "same tokenizer"
+            "same tokenizer, or start at a model with all tokens and give vocabulary.size, which also trims the teacher"
         )
     if distill.teacher and load_tokenizer(teacher).get_vocab() != load_tokenizer(recipe.source.model).get_vocab():
         raise UserError(
@@ -141,8 +142,9 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
 def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
     """Memory of the run on one of the devices that share the weights."""
     source, precision = teacher_of(recipe, config), precision_of(recipe, device)
-    like = None if source is None else start_of(recipe).like(source)
-    teacher = None if like is None else (like.config(), teacher_dtype(precision, device))
+    teacher = None if source is None else (deepcopy(load_config(source)), teacher_dtype(precision, device))
+    if teacher is not None:
+        teacher[0].vocab_size, teacher[0].pad_token_id = config.vocab_size, None  # it is cut to the same tokens
     return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
 
 
@@ -298,14 +300,14 @@ def check_processes(recipe: Recipe, num_processes: int) -> None:
         )
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """Everything that can be known without training; reads no weights."""
+def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
+    """Everything that can be known without training; reads no weights. ``start`` as in ``plan_pruning``."""
     check_data(recipe)
     device = device_of(recipe)
-    start = start_of(recipe)
+    start = start or start_of(recipe)
     config = start.config()
     anatomy = Anatomy.of_config(config)
-    plan = plan_pruning(recipe, anatomy)
+    plan = plan_pruning(recipe, anatomy, start)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
     packed = can_be_packed(config)

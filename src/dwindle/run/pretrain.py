@@ -107,10 +107,10 @@ def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
     require_installed(chosen_tools(recipe.logging))
     run.check_free(overwrite=overwrite)
     texts = [*recipe.task.chat, *recipe.data.trained_on(), *recipe.data.valid, *recipe.validation.data]
-    refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts])
+    refuse_sources(run.path, [recipe.source.model, recipe.distill.teacher, *texts, *recipe.vocabulary.text])
     start = start_of(recipe)
     config = start.config()
-    plan = plan_pruning(recipe, Anatomy.of_config(config))
+    plan = plan_pruning(recipe, Anatomy.of_config(config), start)
     teacher_of(recipe, config)
     for warning in plan_warnings(recipe, config, plan):
         warnings.warn(warning, PlanWarning, stacklevel=2)
@@ -314,7 +314,7 @@ class Job:
         cast(Any, model).generation_config = self.state.generation
         if recipe.training.lora_rank:
             add_adapters(model, recipe.training.lora_rank)
-        plan = plan_pruning(recipe, self.anatomy)
+        plan = plan_pruning(recipe, self.anatomy, self.start)
         self.pruner: Pruner | None = None
         if plan is not None:
             self.pruner = self._pruner(Prunable(model, self.anatomy, physical), plan)

@@ -22,7 +22,7 @@ from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
-from dwindle.core.sizes import format_count, parse_size
+from dwindle.core.sizes import format_bytes, format_count
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.gguf_size import FileSize
@@ -168,7 +168,8 @@ def prune(
         check_output(out, overwrite=overwrite, sources=[read, *data])
     anatomy = Anatomy.of(source.model) if isinstance(source, Loaded) else Anatomy.of_config(load_config(source))
     target = parse_target(to, anatomy, files=_files(source, to))
-    config = _for_file(config, to)
+    if (multiple := config.multiple_for(to, "--to")) != config.round_to:
+        config = config.model_copy(update={"round_to": multiple})
     _check_even(to, target, anatomy.source)
     check_prunable(anatomy, target, config)
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
@@ -192,13 +193,6 @@ def prune(
     return result
 
 
-def _for_file(config: PostTrainingConfig, to: str) -> PostTrainingConfig:
-    """With widths in whole blocks, if the target is a quantized file and no multiple was chosen."""
-    if config.method != "efficientllm" or "round_to" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"round_to": parse_size(to, "--to").block})
-
-
 def _files(source: str | PathLike[str] | Loaded, to: str) -> FileSizes:
     if isinstance(source, Loaded):
         return lambda type_: FileSize(source.model.config, source.tokenizer, type_, f"--to {to}")
@@ -212,7 +206,11 @@ def _check_reached(to: str, target: Target, prunable: Prunable) -> None:
             f"--to {to}: the sizes reached are {sizes_text(sizes_of(prunable.alive))}: use one round, or other sizes"
         )
     if target.file is not None:
-        assert target.file.bytes_of(prunable.alive) <= target.file.max_bytes
+        if (reached := target.file.bytes_of(prunable.alive)) > target.file.max_bytes:
+            raise UserError(
+                f"--to {to}: with these minimum sizes and groups nothing more is prunable at {format_bytes(reached)}: "
+                "choose more, lower minimum sizes or attention cluster"
+            )
         return
     if target.shape is None and prunable.num_parameters > target.num_parameters:
         raise UserError(
@@ -323,12 +321,13 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
             "source that the ledger was written for"
         )
     verified_structure(anatomy, events, os.fspath(ledger))
-    if isinstance(at, str) and is_share(at):  # of the source, as in --to and milestones
-        at = str(parse_target(at, anatomy, "at").num_parameters)
+    vocabulary = vocabulary_in(events, os.fspath(ledger))
+    fewer = None if vocabulary is None else trimmed(replace(loaded, model=whole), vocabulary)
+    if isinstance(at, str) and is_share(at):  # of the source, cut to its tokens, as in --to and milestones
+        at = str(parse_target(at, anatomy if fewer is None else Anatomy.of(fewer.model), "at").num_parameters)
     events = ledger_until(events, at)
-    if (vocabulary := vocabulary_in(events, os.fspath(ledger))) is not None:
-        loaded = trimmed(replace(loaded, model=whole), vocabulary)
-        whole, anatomy = loaded.model, Anatomy.of(loaded.model)
+    if fewer is not None and vocabulary_in(events, os.fspath(ledger)) is not None:
+        loaded, whole, anatomy = fewer, fewer.model, Anatomy.of(fewer.model)
     structure = replay_structure(anatomy.source, events)
     model = cut(whole, anatomy, structure, anatomy.source)
     return Pruned(

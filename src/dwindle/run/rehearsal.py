@@ -93,12 +93,13 @@ class Rehearsed:
 
 def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None) -> Plan:
     """The plan of a run; with ``measure`` also its time and memory, ``price`` is that of an hour of this machine."""
-    plan = make_plan(recipe)
+    start = start_of(recipe)
+    plan = make_plan(recipe, start)
     if price is not None and not price >= 0:
         raise UserError(f"price {price}: give the price of an hour, such as 2.5")
     if measure:
-        found = rehearse(recipe)
-        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(start_of(recipe))
+        found = rehearse(recipe, start)
+        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(start)
         least = plan.memory_bytes_estimate if found.is_one_step else 0
         plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600
@@ -113,11 +114,11 @@ def _tokens_per_s(start: Start) -> float:
     return count / max(time.perf_counter() - started, 1e-9)
 
 
-def rehearse(recipe: Recipe) -> Rehearsed:
+def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
     """Measure a few steps on this machine and predict the run; nothing is written but to a temporary folder."""
     recipe = resolve_recipe(recipe)
     device = device_of(recipe)
-    config = start_of(recipe).config()
+    config = start.config()
     recipe.training.precision = precision_of(recipe, device)
     recipe.training.micro_batch = micro_batch_of(recipe, device, config)
     if device == "cuda":
@@ -126,15 +127,18 @@ def rehearse(recipe: Recipe) -> Rehearsed:
         warnings.simplefilter("ignore")
         seed_everything(recipe.training.seed)
         started = time.perf_counter()
-        job = _Rehearsal(recipe, RunDirectory(Path(folder)), None, StopSignal(), world, ())
+        run = RunDirectory(Path(folder))
+        if start.vocabulary is not None:
+            run.vocabulary.write_text(start.record())  # as a run that has begun: its text is not counted again
+        job = _Rehearsal(recipe, run, None, StopSignal(), world, ())
         begin_s = time.perf_counter() - started
-        start = job.measure()
+        first = job.measure()
         is_one_step = job.trainer.step == _WARM
         memory = torch.cuda.max_memory_reserved() if device == "cuda" else peak_memory_bytes()
-        end = job.measure() if job.shrink() else start
+        end = job.measure() if job.shrink() else first
         disk = _disk_bytes_per_s(Path(folder))
-    found = Rehearsed(begin_s, start, end, disk, memory, is_one_step)
-    found.run_s = _predict(recipe, found, Anatomy.of_config(config))
+    found = Rehearsed(begin_s, first, end, disk, memory, is_one_step)
+    found.run_s = _predict(recipe, found, Anatomy.of_config(config), start)
     return found
 
 
@@ -311,9 +315,9 @@ def _disk_bytes_per_s(folder: Path) -> float:
     return _DISK_PROBE_BYTES / max(time.perf_counter() - started, 1e-9)
 
 
-def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy) -> float:
+def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy, begin: Start | None = None) -> float:
     """Seconds: steps at both sizes, validation, samples, checkpoints and the model."""
-    plan, steps = plan_pruning(recipe, anatomy), recipe.num_steps
+    plan, steps = plan_pruning(recipe, anatomy, begin), recipe.num_steps
     parameters = anatomy.count(anatomy.source).total
     final = parameters if plan is None else plan.end_count
     pruning = 0 if plan is None else min(plan.pacing.last_step or steps, steps)

@@ -21,10 +21,11 @@ from dwindle.core.errors import UserError
 from dwindle.core.limits import MAX_ITEMS
 
 MULTIPLE = 64
-"""Sizes are multiples of this, which matrix kernels like."""
+"""Sizes are multiples of this: matrix products with other sizes are slower on GPUs."""
 _SPACE = "▁"
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-_ID_LISTS = ("suppress_tokens", "begin_suppress_tokens")
+_ID_LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")
+"""Settings that are lists of ids, or of lists of them; ``sequence_bias`` has a number for each list."""
 _CHATS = (["user"], ["user", "assistant"], ["system", "user"], ["system", "user", "assistant", "user"])
 
 State = dict[str, Any]
@@ -105,7 +106,7 @@ class Pieces:
                 self.parts[self.id_of[token]] = (self.id_of[last[0]], self.id_of[last[1]])
 
     def required(self, others: Iterable[int] = ()) -> set[int]:
-        """Ids that must stay: bytes (of tokenizers without them all characters), special and ``others``, closed."""
+        """Ids that must stay: bytes, ASCII (without bytes all characters), special and ``others``, and their parts."""
         unknown = self.state["model"].get("unk_token")
         stay = {*self.added, *others, *(self.id_of[token] for token in self._alphabet())}
         stay |= {self.id_of[token] for token in (unknown, _SPACE) if token in self.id_of}
@@ -121,7 +122,7 @@ class Pieces:
 
     def _alphabet(self) -> set[str]:
         if self.state["model"].get("byte_fallback") and self.id_of.keys() >= _BYTES:
-            return set(_BYTES)
+            return {*_BYTES, *(token for token in self.id_of if len(token) == 1 and token.isascii())}
         if '"ByteLevel"' in json.dumps([self.state["pre_tokenizer"], self.state["normalizer"]]):
             return {letter for letter in pre_tokenizers.ByteLevel.alphabet() if letter in self.id_of}
         if self.state["model"]["type"] == "Unigram":
@@ -176,12 +177,18 @@ def used_elsewhere(
 
 
 def _ids_in(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are token ids or lists of them."""
-    return {key: value for key, value in table.items() if key.endswith("_token_id") or key in _ID_LISTS}
+    """The settings that are token ids or lists of them; ``sequence_bias``, which may be a list of pairs, as a dict."""
+    found = {key: value for key, value in table.items() if key.endswith("_token_id") or key in _ID_LISTS}
+    if isinstance(pairs := found.get("sequence_bias"), list):
+        found["sequence_bias"] = {tuple(ids): bias for ids, bias in pairs}
+    return found
 
 
 def _listed(value: Any) -> list[int]:
-    return [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
+    """The ids of a setting."""
+    if isinstance(value, list | tuple | dict):
+        return [token for one in value for token in _listed(one)]
+    return [value] if type(value) is int else []
 
 
 def choose_ids(
@@ -253,14 +260,18 @@ def trimmed_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary
     smaller: Any = deepcopy(tokenizer)
     smaller._tokenizer = Tokenizer.from_str(json.dumps(state))
     smaller.num_embeddings = len(vocabulary.kept)
-    _check_names(tokenizer, smaller, vocabulary)
+    _check_names(tokenizer, smaller, vocabulary, where)
     return smaller
 
 
-def _check_names(tokenizer: Any, smaller: Any, vocabulary: Vocabulary) -> None:
+def _check_names(tokenizer: Any, smaller: Any, vocabulary: Vocabulary, where: str) -> None:
     """Every kept id must still name its token: added tokens are numbered by the library, not by the file."""
     names = smaller.convert_ids_to_tokens(list(range(len(vocabulary.kept))))
-    assert names == tokenizer.convert_ids_to_tokens(list(vocabulary.kept)), "tokens were numbered in another order"
+    if names != tokenizer.convert_ids_to_tokens(list(vocabulary.kept)):
+        raise UserError(
+            f"{where}: its added tokens get other ids when tokens before them are removed, so it cannot be trimmed: "
+            "save its tokenizer with the added tokens in the order of their ids"
+        )
 
 
 def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:
@@ -298,7 +309,12 @@ def trimmed_generation(generation: GenerationConfig, vocabulary: Vocabulary) -> 
     return smaller
 
 
-def _new_value(value: Any, new: Mapping[int, int]) -> Any:
-    if isinstance(value, list):
-        return [new[old] for old in value if old in new]
+def _new_value(value: Any, new: Mapping[int, int], *, inner: bool = False) -> Any:
+    """A setting with new ids. Removed ids leave lists; a sequence inside a list goes as a whole."""
+    if isinstance(value, dict):
+        pairs = ((_new_value(ids, new, inner=True), bias) for ids, bias in value.items())
+        return [[ids, bias] for ids, bias in pairs if ids is not None]  # a JSON file has no sequences as keys
+    if isinstance(value, list | tuple):
+        found = [_new_value(one, new, inner=True) for one in value]
+        return None if inner and None in found else [one for one in found if one is not None]
     return new.get(value) if type(value) is int else value

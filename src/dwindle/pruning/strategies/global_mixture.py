@@ -54,7 +54,7 @@ class GlobalStrategy(Strategy):
             )
         super().__init__(anatomy, target, rounding_floors(config))
         check_round_widths(anatomy, target, config)
-        least = anatomy.count(_at_floors(anatomy, self.config)).total
+        least = anatomy.count(at_floors(anatomy, self.config)).total
         if least > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest reachable model, {least:,} "
@@ -327,7 +327,7 @@ def _by_score(values: Tensor, names: Sequence[int], alive: Sequence[int]) -> _Ra
     return scores[order], alive_names[order]
 
 
-def _at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
+def at_floors(anatomy: Anatomy, config: PruneConfig) -> Structure:
     """The largest structure from which nothing more can be removed: smaller targets may not be reachable."""
     source = anatomy.source
     hidden = source.hidden[: config.min_hidden] if "stem" in config.effective_groups else source.hidden
