@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dwindle.pruning.event_bounds import coupled_events, global_events
 from dwindle.pruning.ledger import source_event, verified_structure
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
-from dwindle.pruning.saliency import ElementScores, begin_scores
+from dwindle.pruning.saliency import ElementScores, begin_scores, rows_with_gradients
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.global_mixture import _at_floors
 from dwindle.pruning.surgery import Prunable
@@ -134,40 +135,60 @@ def test_a_pruned_model_is_pruned_again() -> None:
 def _gradients(prunable: Prunable) -> dict[str, torch.Tensor]:
     batch = tokens(2, 12, seed=3)
     prunable.model(input_ids=batch, labels=batch).loss.backward()
-    return {row.name: prunable.parameters[row.name].grad for _, row in prunable.outputs}
+    rows = rows_with_gradients(prunable, metric_named("group"), blocks=True)
+    return {row.name: prunable.parameters[row.name].grad for row in rows}
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text", "olmo2"])
 def test_block_saliencies_equal_a_loop(family: str) -> None:
-    """Sums over the output projections of a block; with ``group`` the squared derivative by a mask on the block."""
+    """Sums over the output projections of a block."""
     prunable = Prunable(tiny_model(family))
     gradients = _gradients(prunable)
-    for name in ("taylor", "group"):
-        metric = metric_named(name)
-        found = begin_scores(prunable, gradients, None, metric, blocks=True)().blocks
-        for number in range(3):
-            sums = {}
-            for block in BLOCKS:
-                rows = [row for _, row in prunable.outputs if row.layer == number and row.block == block]
-                assert len(rows) == 1
-                w, g = prunable.parameters[rows[0].name].detach(), gradients[rows[0].name]
-                sums[block] = (w * g).sum() if name == "group" else (w * g - 0.5 * w**2 * g**2).abs().sum()
-            power = 2 if name == "group" else 1
-            expected = [sums["attn"] ** power, sums["mlp"] ** power, (sums["attn"] + sums["mlp"]) ** power]
-            assert found[number].tolist() == pytest.approx([float(value) for value in expected])
+    found = begin_scores(prunable, gradients, None, metric_named("taylor"), blocks=True)().blocks
+    for number in range(3):
+        expected = []
+        for block in BLOCKS:
+            rows = [row for _, row in prunable.outputs if row.layer == number and row.block == block]
+            assert len(rows) == 1
+            w, g = prunable.parameters[rows[0].name].detach(), gradients[rows[0].name]
+            expected.append(float((w * g - 0.5 * w**2 * g**2).abs().sum()))
+        assert found[number].tolist() == pytest.approx([*expected, sum(expected)])
 
 
-def test_the_group_metric_is_the_derivative_by_a_mask() -> None:
-    """One scalar multiplies the output of a block: the squared derivative of the loss by it is the block's saliency."""
-    model = tiny_model("llama", attention_bias=False, mlp_bias=False)
-    mask, batch = torch.ones((), dtype=torch.float64, requires_grad=True), tokens(2, 12, seed=3)
-    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * mask)
+BLOCK_ENDS = {
+    "llama": ("self_attn", "mlp"),
+    "lfm2": ("conv", "feed_forward"),
+    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3_text": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm"),
+}
+"""The modules whose outputs are added to the residual stream; llama and lfm2 have output biases, the others norms."""
+
+
+@pytest.mark.parametrize("family", BLOCK_ENDS)
+def test_the_group_metric_is_the_derivative_by_a_mask(family: str) -> None:
+    """One scalar multiplies what a block adds: the squared derivative of the loss by it is the block's saliency."""
+    changes = {"attention_bias": True} if family == "olmo2" else {}  # a bias in front of the norm is not counted
+    model, batch = tiny_model(family, **changes), tokens(2, 12, seed=3)
+    number = next(n for n, layer in enumerate(model.model.layers) if hasattr(layer, BLOCK_ENDS[family][0]))
+    masks = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # gains and biases that are not those of initialisation
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(len(parameter), generator=generator))
+    prunable = Prunable(deepcopy(model))
+    found = begin_scores(prunable, _gradients(prunable), None, metric_named("group"), blocks=True)().blocks[number]
+    for place, module in enumerate(BLOCK_ENDS[family]):
+
+        def masked(_: Any, args: Any, output: Any, place: int = place) -> Any:
+            return (output[0] * masks[place], *output[1:]) if isinstance(output, tuple) else output * masks[place]
+
+        getattr(model.model.layers[number], module).register_forward_hook(masked)
     model(input_ids=batch, labels=batch).loss.backward()
-    handle.remove()
-    assert mask.grad is not None
-    prunable = Prunable(tiny_model("llama", attention_bias=False, mlp_bias=False))
-    found = begin_scores(prunable, _gradients(prunable), None, metric_named("group"), blocks=True)().blocks
-    assert float(found[1][1]) == pytest.approx(float(mask.grad) ** 2)
+    assert masks.grad is not None and masks.grad.abs().min() > 1e-6
+    expected = [*(masks.grad**2).tolist(), float(masks.grad.sum()) ** 2]
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)  # norms compute in float32
 
 
 @pytest.mark.parametrize("compare", ["saved", "mean", "sum"])
