@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dwindle.core.errors import UserError
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
+from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.ledger import source_event, verified_structure
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
@@ -29,6 +31,7 @@ from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.global_mixture import _at_floors
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, parse_target
+from dwindle.sources.loading import load
 from tiny import FAMILIES, random_group, tiny_directory, tiny_model, tokens
 
 ALL = ["attn", "ffn", "stem", "layer"]
@@ -347,3 +350,35 @@ def test_a_shape_with_layers_is_reached(tmp_path: Path) -> None:
     again = dwindle.replay(tmp_path / "model", tmp_path / "out")
     assert again.structure == found.structure and "layers 2" in repr(found)
     assert parse_target("layers=2", Anatomy.of(tiny_model("llama"))).shape is not None
+
+
+def uneven(path: Path) -> Path:
+    """A model whose third layer has fewer FFN channels, and changes the least."""
+    loaded = load(tiny_directory(path / "even", num_hidden_layers=4))
+    anatomy = Anatomy.of(loaded.model)
+    layers = list(anatomy.source.layers)
+    layers[2] = replace(layers[2], ffn=layers[2].ffn[:20])
+    rest = replace(anatomy.source, layers=tuple(layers))
+    model: Any = cut(loaded.model, anatomy, rest, anatomy.source)
+    with torch.no_grad():
+        for projection in (model.model.layers[2].self_attn.o_proj, model.model.layers[2].mlp.down_proj):
+            projection.weight.mul_(1e-3)
+    ledger = [source_event("tiny", anatomy, {})]
+    save_model(model, loaded.tokenizer, path / "uneven", structure=rest, source="tiny", ledger=ledger)
+    return path / "uneven"
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": ["layer"]}, {"method": "shortgpt"}])
+def test_fewer_layers_keep_their_widths(options: dict[str, Any], tmp_path: Path) -> None:
+    """A target that names layers alone changes nothing else, also where the smallest layer goes."""
+    source = uneven(tmp_path)
+    anatomy = Anatomy.of(load(source).model)
+    widths = [len(layer.ffn) for layer in anatomy.source.layers]
+    found = dwindle.prune(source, "layers=3", sequences=4, seq_len=32, measure=False, **options)
+    assert [len(layer.ffn) for layer in found.structure.layers] == [*widths[:2], 0, widths[3]]
+    assert final_count(anatomy, parse_target("layers=3", anatomy)) <= anatomy.count(found.structure).total
+    config = PruneConfig(groups=["layer"])
+    assert largest_count(anatomy, parse_target("layers=3", anatomy), config) == anatomy.count(found.structure).total
+    for to in ("layers=3,ffn=20", "layers=3,ffn=10"):
+        with pytest.raises(UserError, match="the source's layers differ in ffn: give layers alone"):
+            dwindle.prune(source, to, **options)
