@@ -238,8 +238,42 @@ def test_every_choice_leaves_a_model_and_lands_near_the_target(metric: str) -> N
         last = chosen[-1]
         assert last.num_parameters == anatomy.count(last.rest).total <= target.num_parameters
         assert anatomy.has_every_kind(last.rest)
+        before = chosen[-2].rest
+        options = [without(before, {number: places}) for number, places in anatomy.removable_blocks(before)]
+        options += [replace(before, hidden=before.hidden[1:])] if len(before.hidden) > 24 else []
+        for n, layer in enumerate(before.layers):
+            layers = (*before.layers[:n], replace(layer, ffn=layer.ffn[1:]), *before.layers[n + 1 :])
+            options += [replace(before, layers=layers)] if len(layer.ffn) > 30 else []
+        smallest = min(anatomy.count(before).total - anatomy.count(rest).total for rest in options)
+        assert all(choice.num_parameters >= target.num_parameters for choice in chosen[:-1])
+        assert target.num_parameters - last.num_parameters < smallest
         bounds = global_events(anatomy, target, strategy.config)
         assert bounds.fewest <= len(chosen) <= bounds.most
+
+
+@pytest.mark.parametrize("selection", ["global", "coupled"])
+def test_the_last_block_is_the_smallest(selection: Any) -> None:
+    """The least salient block that fits goes before the least salient one that does not: nothing overshoots by more."""
+    kinds = ["conv", "full_attention", "conv", "full_attention", "conv"]
+    prunable = Prunable(tiny_model("lfm2", num_hidden_layers=5, layer_types=kinds))
+    anatomy, source = prunable.anatomy, prunable.alive
+    full = anatomy.count(source).total
+    scores = begin_scores(prunable, _gradients(prunable), None, metric_named("group"), blocks=True)()
+    sizes = anatomy.layer_counts(source)
+    for number, size in enumerate(sizes):  # the largest blocks are the least salient
+        scores.blocks[number][:] = torch.tensor([1e-6, 1e-6, 1e-9]) / size**3
+    config = PruneConfig(groups=["layer"], selection=selection)
+    targets = [full - 1, full - min(sizes), full - min(sizes) - 1, full - max(sizes), full - sum(sorted(sizes)[:2]) - 5]
+    for target in map(Target, targets):
+        strategy = make_strategy(anatomy, target, config)
+        chosen = list(strategy.choose(scores.copy(), source, Rounds(full, 0, 1), 1, 0))
+        before = chosen[-2].rest if len(chosen) > 1 else source
+        wholes = [(n, (0, 1)) for n in anatomy.removable_wholes(before)]
+        blocks = anatomy.removable_blocks(before) if selection == "global" else wholes
+        options = [without(before, {number: places}) for number, places in blocks]
+        smallest = min(anatomy.count(before).total - anatomy.count(rest).total for rest in options)
+        assert all(choice.num_parameters >= target.num_parameters for choice in chosen[:-1])
+        assert 0 <= target.num_parameters - chosen[-1].num_parameters < smallest
 
 
 def test_coupled_layers_are_whole_and_updated_element_by_element() -> None:

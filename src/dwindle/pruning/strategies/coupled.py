@@ -198,17 +198,20 @@ class Selector:
         return self._candidate(alive, Group("ffn", members), sum(found), len(found) * len(alive.hidden))
 
     def _layer(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
-        """The least salient layer that may be removed whole."""
-        best: _CoupledCandidate | None = None
+        """The least salient layer that may be removed whole; of those that fit, or the smallest if none does."""
+        best: tuple[tuple[int, float], _CoupledCandidate] | None = None
+        excess = self.anatomy.count(alive).total - self.target.num_parameters
+        sizes = self.anatomy.layer_counts(alive)
         for number in self.anatomy.removable_wholes(alive):
             absent = alive.layers[number].absent
             places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
             candidate = self._candidate(alive, group, float(scores.blocks[number][2]), elements)
-            if best is None or candidate.saliency < best.saliency:
-                best = candidate
-        return best
+            order = max(sizes[number] - excess, 0), candidate.saliency
+            if best is None or order < best[0]:
+                best = order, candidate
+        return None if best is None else best[1]
 
     def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         least = int(scores.stem.argmin())
