@@ -94,7 +94,7 @@ def test_masked_equals_compacted(family: str, keep: Any, make: Any) -> None:
 
 
 @pytest.mark.parametrize("keep", [whole_layer, single_blocks])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3_text", "lfm2", "qwen3_5_text"])
 def test_saved_equals_loaded(family: str, keep: Any, tmp_path: Path) -> None:
     """Whole layers leave a stock model of fewer layers; it generates with a cache what it generates without one."""
     model = tiny_model(family, dtype=torch.float32)
@@ -194,6 +194,16 @@ def test_the_group_metric_is_the_derivative_by_a_mask(family: str) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-4)  # norms compute in float32
 
 
+def test_calibration_collects_what_the_group_metric_needs(tmp_path: Path) -> None:
+    """Behind a norm the derivatives are those by its gain: a projection's would be zero for every block."""
+    source = tiny_directory(tmp_path / "model", "olmo2")
+    for selection in ("coupled", "global"):
+        options: dict[str, Any] = {"groups": ["layer"], "metric": "group", "selection": selection}
+        found = dwindle.prune(source, "75%", sequences=4, seq_len=32, measure=False, **options)
+        events = [event for event in found.ledger if event["event"] == "prune"]
+        assert events and all(event["saliency"]["layer"] > 1e-12 for event in events)
+
+
 @pytest.mark.parametrize("compare", ["saved", "mean", "sum"])
 def test_blocks_are_compared_with_other_groups_as_by_hand(compare: str) -> None:
     """The first group of a global selection is the minimum over a loop through all blocks and channels."""
@@ -274,6 +284,23 @@ def test_the_last_block_is_the_smallest(selection: Any) -> None:
         smallest = min(anatomy.count(before).total - anatomy.count(rest).total for rest in options)
         assert all(choice.num_parameters >= target.num_parameters for choice in chosen[:-1])
         assert 0 <= target.num_parameters - chosen[-1].num_parameters < smallest
+
+
+@pytest.mark.parametrize("metric", ["taylor", "group"])
+def test_choosing_goes_on_where_it_stopped(metric: str) -> None:
+    """A second call with the same scores knows what the first one removed from the blocks."""
+    prunable = Prunable(tiny_model("llama"))
+    anatomy = prunable.anatomy
+    config = PruneConfig(groups=["attn", "ffn", "layer"], selection="global", min_ffn=30)
+    full, target = anatomy.count(anatomy.source).total, Target(anatomy.count(anatomy.source).total // 2)
+    scores = begin_scores(prunable, _gradients(prunable), None, metric_named(metric), blocks=True)()
+    strategy = make_strategy(anatomy, target, config)
+    chosen = list(strategy.choose(scores, prunable.alive, Rounds(full, 0, 1), 1, 0))
+    half = next(n for n, choice in enumerate(chosen) if choice.group.kind == "layer" and n)
+    again = list(strategy.choose(scores, chosen[half - 1].rest, Rounds(full, 0, 1), 1, 0))
+    assert [choice.group for choice in again] == [choice.group for choice in chosen[half:]]
+    for one, other in zip(again, chosen[half:], strict=True):
+        assert one.saliency == pytest.approx(other.saliency)
 
 
 def test_coupled_layers_are_whole_and_updated_element_by_element() -> None:
@@ -374,6 +401,14 @@ def test_families_without_blocks_refuse_the_group() -> None:
     assert PruneConfig().for_family(parallel).effective_groups == ("attn", "ffn", "stem")
     with pytest.raises(UserError, match="groups: layer: input_layernorm is no block's norm"):
         Family(stem=family.stem, layer=rows, norm_before=shared, groups=["layer"])
+
+
+def test_a_changed_table_is_checked() -> None:
+    family = Anatomy.of(tiny_model("llama")).family
+    other = family.changed(layer=family.layer | {"stray_norm.weight": "hidden"})
+    assert other.blocks["stray_norm"] is None and "layer" not in other.groups
+    assert "stray_norm" not in family.blocks and "layer" in family.groups
+    assert other.output_bias_keys == family.output_bias_keys
 
 
 def test_a_shape_with_layers_is_reached(tmp_path: Path) -> None:

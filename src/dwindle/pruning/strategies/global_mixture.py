@@ -125,6 +125,8 @@ class _Pool:
             heapify(self._attention)
         self._whole = [values.tolist() for values in scores.blocks] if "layer" in groups else []
         """Saliencies of each layer's attention, FFN and both."""
+        if self._whole and not scores.kv:
+            self._subtract_removed(alive)
         self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._whole else {}
         self._blocks: dict[int, list[_Candidate]] = {}
         self._compare_blocks(alive, self._removable)
@@ -192,6 +194,18 @@ class _Pool:
             self._whole[chosen.layer][1 if chosen.kind == "ffn" else 0] -= lost
             self._whole[chosen.layer][2] -= lost
         self._compare_blocks(rest, layers)
+
+    def _subtract_removed(self, alive: Structure) -> None:
+        """What was chosen since the scores were made, such as by an earlier call in the same step."""
+        values = (self._scores.attn, self._scores.ffn)
+        for number, (here, left) in enumerate(zip(self._scores.structure.layers, alive.layers, strict=True)):
+            names = ((here.query_heads, left.query_heads), (here.ffn, left.ffn))
+            for place, (before, after) in enumerate(names):
+                scores = values[place][number].double().numpy()
+                gone = np.isin(before, after, invert=True) & np.isfinite(scores)
+                lost = float(scores[gone].sum())
+                self._whole[number][place] -= lost
+                self._whole[number][2] -= lost
 
     def _remove_whole(self, chosen: _Candidate, rest: Structure) -> None:
         self._inputs, left = self.anatomy.num_output_columns(rest), rest.layers[chosen.layer]
