@@ -232,7 +232,8 @@ def begin_scores(
         count, flat = prunable.anatomy.num_layers, everything[: sum(lengths)]
         if blocks:
             signed = torch.split(flat, lengths)
-            others, behind = everything[sum(lengths) :].split([len(wholes) - len(vectors), len(vectors)])
+            sizes = [len(wholes) - len(vectors), len(vectors)]
+            others, behind = torch.split(everything[sum(lengths) :], sizes)
             of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], others.tolist())
             of_blocks = _masked_blocks(prunable.anatomy.family, of_blocks, vectors, behind.tolist())
         if metric.squares_sums:
