@@ -105,7 +105,7 @@ def test_bounds_of_events_hold_where_tensors_have_two_hidden_axes(family: str, e
 
 def test_groups_that_are_kept_whole(tmp_path: Path) -> None:
     source = tiny_directory(tmp_path / "model", "qwen3_5_text")
-    assert set(dwindle.inspect(source).groups) == {"ffn", "stem", "layer"}
+    assert set(dwindle.inspect(source).groups) == {"ffn", "stem"}
     with pytest.raises(UserError, match="groups: attn: this family keeps such groups whole: choose among ffn, stem"):
         dwindle.prune(source, "80%", metric="magnitude", groups=["attn", "ffn"])
 
