@@ -85,7 +85,7 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         assert self.pruner is not None
         self._forget()
         prunable = self.pruner.pruner.prunable
-        names = {row.name for _, row in prunable.outputs}
+        names = {row.name for row in self.pruner.pruner.scored_rows}
         parameters: dict[str, Any] = dict(prunable.parameters)
         self._handles = [
             parameters[name].register_post_accumulate_grad_hook(partial(self._arrived, name, names)) for name in names

@@ -46,7 +46,7 @@ _FFN = {
 _AFTER = {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
 
 _PLAIN = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
-_LLAMA = _PLAIN.model_copy(update={"output_bias_keys": ["attention_bias", "mlp_bias"]})
+_LLAMA = _PLAIN.changed(output_bias_keys=["attention_bias", "mlp_bias"])
 
 _QWEN3 = Family(
     stem=_STEM,
@@ -124,7 +124,7 @@ _GEMMA3 = Family(
     head_norms=True,
 )
 
-_GRANITE_SWA = _LLAMA.model_copy(update={"layer": {**_LLAMA.layer, "self_attn.sinks": "head"}})
+_GRANITE_SWA = _LLAMA.changed(layer={**_LLAMA.layer, "self_attn.sinks": "head"})
 
 _GRANITE_HYBRID = Family(
     stem=_STEM,
@@ -227,8 +227,8 @@ FAMILIES: dict[str, Family] = {
     "olmo3": _OLMO2,  # OLMo 2 with sliding-window layers
     "exaone4": _EXAONE4,  # norms after the blocks, per-head norms, no rotation in full-attention layers
     "ministral3": _PLAIN,
-    "seed_oss": _PLAIN.model_copy(update={"output_bias_keys": ["attention_out_bias", "mlp_bias"]}),
-    "ernie4_5": _PLAIN.model_copy(update={"interleaved_rotation": True, "output_bias_keys": ["use_bias"]}),
+    "seed_oss": _PLAIN.changed(output_bias_keys=["attention_out_bias", "mlp_bias"]),
+    "ernie4_5": _PLAIN.changed(interleaved_rotation=True, output_bias_keys=["use_bias"]),
     "hunyuan_v1_dense": _HUNYUAN,  # per-head norms after the rotation
     "glm4": _GLM4,  # norms before and after the blocks, half of each head rotated, interleaved
     "arcee": _LLAMA,  # no gate

@@ -18,7 +18,7 @@ pruned. Our own tables (``families.py``) and tables from outside (``family_files
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -103,6 +103,10 @@ class Family(Config):
                 raise ValueError(f"groups: {kind}: no row has the unit {_UNIT_OF[kind]!r}: add the rows, or remove it")
         self._check_blocks()
         return self
+
+    def changed(self, **values: Any) -> Self:
+        """A table with other values, checked like any other; ``model_copy`` would keep what follows from the old."""
+        return type(self).model_validate(self.model_dump(exclude_unset=True) | values)
 
     @cached_property
     def blocks(self) -> dict[str, Block | None]:

@@ -13,7 +13,7 @@ from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import LayerCurvature, Metric, Scores, begin_scores, metric_named
+from dwindle.pruning.saliency import LayerCurvature, Metric, Scores, begin_scores, metric_named, rows_with_gradients
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
@@ -102,7 +102,8 @@ def _passes(
     """
     model, scored = prunable.model, dict[str, nn.Parameter]()
     if metric.needs & {"gradient", "fisher", "groups"}:
-        names = {row.name for _, row in prunable.outputs} if wanted is None else wanted
+        rows = rows_with_gradients(prunable, metric, blocks="layer" in config.effective_groups)
+        names = {row.name for row in rows} if wanted is None else wanted
         scored = {name: p for name, p in prunable.parameters.items() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)

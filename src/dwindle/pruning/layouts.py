@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import log
+from typing import Literal
 
 import numpy as np
 
@@ -28,11 +29,16 @@ def smallest(source: Structure, floor: Shape) -> Structure:
     return Structure(source.hidden[: floor.hidden], layers)
 
 
-def shallower(anatomy: Anatomy, structure: Structure, num_layers: int) -> Structure:
-    """A structure with so many layers, for counting: the last ones are gone, if they may be."""
-    gone = anatomy.removable_layers(structure)[: max(len(structure.places) - num_layers, 0)] if num_layers else []
-    if not gone:
+def shallower(
+    anatomy: Anatomy, structure: Structure, num_layers: int, without: Literal["last", "largest", "smallest"] = "last"
+) -> Structure:
+    """A structure with so many layers, for counting: the last ones (the largest, the smallest) that may be are gone."""
+    if num_layers >= len(structure.places) or not num_layers:
         return structure
+    found, counts = anatomy.removable_layers(structure), anatomy.layer_counts(structure)
+    if without != "last":
+        found.sort(key=counts.__getitem__, reverse=without == "largest")
+    gone = found[: len(structure.places) - num_layers]
     layers = enumerate(structure.layers)
     return Structure(structure.hidden, tuple(la.without_blocks(BLOCKS) if n in gone else la for n, la in layers))
 
@@ -43,10 +49,15 @@ def fewest_layers(anatomy: Anatomy, structure: Structure) -> int:
 
 
 def final_count(anatomy: Anatomy, target: Target) -> int:
-    """Parameters at a target; for an exact shape, an estimate while the key/value heads are not known."""
-    if target.shape is None:
+    """Parameters at a target; for an exact shape, the fewest while key/value heads or the layers are not known."""
+    shape, source = target.shape, anatomy.source
+    if shape is None:
         return target.num_parameters
-    return anatomy.count(smallest(shallower(anatomy, anatomy.source, target.shape.layers), target.shape)).total
+    changed, widest = shape.changed(source), max(len(layer.ffn) for layer in source.layers)
+    shape = shape if "ffn" in changed else replace(shape, ffn=widest)
+    if "heads" not in changed:
+        shape = replace(shape, heads=max(len(layer.query_heads) for layer in source.layers))
+    return anatomy.count(smallest(shallower(anatomy, source, shape.layers, "largest"), shape)).total
 
 
 def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
@@ -55,7 +66,9 @@ def largest_count(anatomy: Anatomy, target: Target, config: PruneConfig) -> int:
     if shape is None:
         return target.num_parameters
     found = layouts_of(anatomy.source, config.for_family(anatomy.family), shape.heads)
-    start = shallower(anatomy, anatomy.source, shape.layers)
+    start = shallower(anatomy, anatomy.source, shape.layers, "smallest")
+    own, changed = Shape.of(start), shape.changed(anatomy.source)
+    shape = Shape(**{key: size if key in changed else getattr(own, key) for key, size in asdict(shape).items()})
     return max(anatomy.count(with_sizes(start, shape, la.kv_count(most_kv))).total for la in found)
 
 

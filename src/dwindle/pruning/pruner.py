@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.anatomy import Row
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
@@ -29,7 +30,7 @@ from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Ledger, first_events, prune_event
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
-from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named
+from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named, rows_with_gradients
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
@@ -208,19 +209,24 @@ class Pruner(Callback):
             return []
         return list(self._strategy.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events))
 
+    @property
+    def scored_rows(self) -> list[Row]:
+        """The tensors whose gradients the scores are made of."""
+        metric = None if self.config.has_own_score else metric_named(self.config.effective_metric)
+        return rows_with_gradients(self.prunable, metric, blocks="layer" in self.config.effective_groups)
+
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         if self.config.has_own_score:
             seen = Scores.none(self.prunable.physical)
             return lambda: seen
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
-        outputs, parameters = self.prunable.outputs, self.prunable.parameters
-        gradients = {row.name: local(g) for _, row in outputs if (g := parameters[row.name].grad) is not None}
+        parameters, blocks = self.prunable.parameters, "layer" in self.config.effective_groups
+        gradients = {row.name: local(g) for row in self.scored_rows if (g := parameters[row.name].grad) is not None}
         fishers: Mapping[str, Tensor] | None = None
         if metric.curvature is not None:
             fishers = LayerCurvature(self.prunable, self._watch.inputs, metric, self.config.damping)
         elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
-        blocks = "layer" in self.config.effective_groups
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
 
     def _mask_smoothed(self) -> None:
@@ -389,7 +395,7 @@ class AttachedPruner:
         self.pruner.edit_gradients(loop)
         if not self.pruner.scores_step(self.step + 1):
             return
-        gradients = [parameters[row.name].grad for _, row in self.pruner.prunable.outputs]
+        gradients = [parameters[row.name].grad for row in self.pruner.scored_rows]
         assert all(gradient is not None for gradient in gradients), "call after_backward() after loss.backward()"
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
         if bool(torch.stack(norms).isfinite().all()):

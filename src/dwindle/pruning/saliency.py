@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Row, places
+from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
 from dwindle.distributed.collectives import Exchange
@@ -30,6 +31,7 @@ __all__ = [
     "Scores",
     "begin_scores",
     "metric_named",
+    "rows_with_gradients",
     "score_model",
 ]
 
@@ -224,6 +226,8 @@ def begin_scores(
     first, held = row_range(weight)
     torch.sum(torch.stack(rows), 0, out=stem[first : first + held])
     wholes = [column.sum()[None] for column in columns["whole"]] if blocks else []
+    vectors = block_vectors(prunable) if blocks and metric.squares_sums else []
+    wholes += [_derivative(prunable, row, offset, gradients[row.name])[None] for row, offset in vectors]
     flat = torch.cat([heads, *columns["ffn"], stem, *wholes])
     transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
 
@@ -233,7 +237,10 @@ def begin_scores(
         count, flat = prunable.anatomy.num_layers, everything[: sum(lengths)]
         if blocks:
             signed = torch.split(flat, lengths)
-            of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], everything[sum(lengths) :].tolist())
+            sizes = [len(wholes) - len(vectors), len(vectors)]
+            others, behind = torch.split(everything[sum(lengths) :], sizes)
+            of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], others.tolist())
+            of_blocks = _masked_blocks(prunable.anatomy.family, of_blocks, vectors, behind.tolist())
         if metric.squares_sums:
             kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
             flat, of_blocks = flat.square(), [values.square() for values in of_blocks]
@@ -252,6 +259,59 @@ def _block_sums(
     for row, value in zip(others, whole, strict=True):
         (ffn if row.block == "mlp" else attn)[row.layer or 0] += value
     return [torch.tensor([a, b, a + b], dtype=torch.float64) for a, b in zip(attn, ffn, strict=True)]
+
+
+def rows_with_gradients(prunable: Prunable, metric: Metric | None, *, blocks: bool) -> list[Row]:
+    """The tensors whose gradients ``begin_scores`` reads."""
+    vectors = block_vectors(prunable) if blocks and metric is not None and "groups" in metric.needs else []
+    return [row for _, row in prunable.outputs] + [row for row, _ in vectors]
+
+
+def block_vectors(prunable: Prunable) -> list[tuple[Row, float]]:
+    """(row, offset) of the norms behind blocks and of the output biases: w + offset multiplies or is the output."""
+    family, parameters = prunable.anatomy.family, prunable.parameters
+    biases = {f"{row.module}.bias" for _, row in prunable.outputs}
+    found = list[tuple[Row, float]]()
+    for row in prunable.anatomy.rows:
+        if row.layer is None or row.block is None or row.name not in parameters:
+            continue
+        if _is_norm_after(family, row):
+            found.append((row, family.gain_offset))
+        elif row.name in biases:
+            found.append((row, 0.0))
+    return found
+
+
+def _is_norm_after(family: Family, row: Row) -> bool:
+    return row.module.rpartition(".")[2] in family.norm_after.values()
+
+
+def _derivative(prunable: Prunable, row: Row, offset: float, gradient: Tensor) -> Tensor:
+    """Σ (w + offset)·g over the rows of this process."""
+    weight = local(prunable.parameters[row.name].detach()).double()
+    return ((weight + offset) * local(gradient).double()).sum()
+
+
+def _masked_blocks(
+    family: Family, sums: list[Tensor], vectors: list[tuple[Row, float]], values: list[float]
+) -> list[Tensor]:
+    """The derivatives of the loss by masks on the outputs of blocks; ``sums``: those by masks on the projections.
+
+    A norm behind a block removes the scale of its input, so there the derivative by a mask on the projection is zero.
+    The norm's output is masked instead: its gain alone counts. Elsewhere output biases are added.
+    """
+    sums = [total.clone() for total in sums]
+    norms = {(row.layer, row.block) for row, _ in vectors if _is_norm_after(family, row)}
+    for (row, _), value in zip(vectors, values, strict=True):
+        assert row.layer is not None and row.block is not None
+        place = BLOCKS.index(row.block)
+        if _is_norm_after(family, row):
+            sums[row.layer][place] = value
+        elif (row.layer, row.block) not in norms:
+            sums[row.layer][place] += value
+    for total in sums:
+        total[2] = total[0] + total[1]
+    return sums
 
 
 def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
@@ -29,6 +29,16 @@ class Shape:
             min(len(la.ffn) for la in structure.layers if "mlp" not in la.absent),
             len(structure.places),
         )
+
+    def changed(self, source: Structure) -> list[str]:
+        """The sizes that the source does not have; the others stay as they are, also where layers differ."""
+        own, wanted = asdict(Shape.of(source)), asdict(self)
+        return [key for key in wanted if wanted[key] != own[key]]
+
+    def is_reached(self, alive: Structure, source: Structure) -> bool:
+        """Whether a structure has these sizes; of those that stay, the smallest layer may be gone."""
+        now, wanted, changed = asdict(Shape.of(alive)), asdict(self), self.changed(source)
+        return all(now[key] == size if key in changed else now[key] >= size for key, size in wanted.items())
 
 
 Sizes = dict[str, int | list[int]]
@@ -156,6 +166,8 @@ def _shape_target(sizes: dict[str, int], anatomy: Anatomy, given: str) -> Target
     for key, size in sizes.items():
         if size > getattr(source, key):
             raise UserError(f"{given}: {key} must lie between 1 and the source's {getattr(source, key)}")
+        if sizes.get("layers", source.layers) < source.layers and isinstance(sizes_of(anatomy.source).get(key), list):
+            raise UserError(f"{given}: the source's layers differ in {key}: give layers alone, or a size such as 60%")
     shape = replace(source, **sizes)
     if shape == source:
         raise UserError(f"{given}: these are the source's own sizes: choose a smaller one")

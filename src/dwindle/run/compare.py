@@ -373,8 +373,9 @@ class _Work:
 
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
-        config, shape = self.config, target.shape
-        size = ",".join(f"{key}={n}" for key, n in asdict(shape).items()) if shape else str(target.num_parameters)
+        config, shape, size = self.config, target.shape, str(target.num_parameters)
+        if shape is not None:
+            size = ",".join(f"{key}={getattr(shape, key)}" for key in shape.changed(self.base.anatomy.source))
         shared: dict[str, Any] = {name: getattr(config, name) for name in PruneConfig.model_fields}
         shared |= {"metric": metric, "second_order": second_order}
         if config.method == "efficientllm":

@@ -201,7 +201,7 @@ def _files(source: str | PathLike[str] | Loaded, to: str) -> FileSizes:
 
 def _check_reached(to: str, target: Target, prunable: Prunable) -> None:
     """A result that misses the target is an error, never returned."""
-    if target.shape is not None and Shape.of(prunable.alive) != target.shape:
+    if target.shape is not None and not target.shape.is_reached(prunable.alive, prunable.anatomy.source):
         raise UserError(
             f"--to {to}: the sizes reached are {sizes_text(sizes_of(prunable.alive))}: use one round, or other sizes"
         )

@@ -39,6 +39,10 @@ HeadPicker = Callable[[Layer, Values, Values], tuple[list[int], float]]
 """(layer, saliencies of query heads, of key/value heads) to positions of query heads to remove, and their saliency."""
 
 
+_SIZES: dict[Kind, str] = {"attn": "heads", "ffn": "ffn", "stem": "hidden", "layer": "layers"}
+"""The size of a shape that each kind of group changes."""
+
+
 class CoupledStrategy(Strategy):
     """Removes one head (or FFN channel) of every layer, or one hidden channel: all layers keep equal sizes."""
 
@@ -57,7 +61,7 @@ class CoupledStrategy(Strategy):
 
     def is_finished(self, alive: Structure, num_parameters: int) -> bool:
         if self.target.shape is not None:
-            return Shape.of(alive) == self.target.shape
+            return self.target.shape.is_reached(alive, self.anatomy.source)
         return self._shape_is_final and num_parameters <= final_count(self.anatomy, self.target)
 
     def choose(
@@ -132,6 +136,8 @@ class Selector:
         floor = Shape(config.min_hidden, config.min_heads, config.min_ffn, fewest_layers(anatomy, anatomy.source))
         if target.shape is not None:
             floor = self._exact_floor(target.shape, source)
+            changed = target.shape.changed(anatomy.source)
+            self.groups = tuple(kind for kind in self.groups if _SIZES[kind] in changed)
         self.floor = Shape(
             floor.hidden if "stem" in self.groups else source.hidden,
             floor.heads if "attn" in self.groups else source.heads,
@@ -192,17 +198,20 @@ class Selector:
         return self._candidate(alive, Group("ffn", members), sum(found), len(found) * len(alive.hidden))
 
     def _layer(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
-        """The least salient layer that may be removed whole."""
-        best: _CoupledCandidate | None = None
+        """The least salient layer that may be removed whole; of those that fit, or the smallest if none does."""
+        best: tuple[tuple[int, float], _CoupledCandidate] | None = None
+        excess = self.anatomy.count(alive).total - self.target.num_parameters
+        sizes = self.anatomy.layer_counts(alive)
         for number in self.anatomy.removable_wholes(alive):
             absent = alive.layers[number].absent
             places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
             candidate = self._candidate(alive, group, float(scores.blocks[number][2]), elements)
-            if best is None or candidate.saliency < best.saliency:
-                best = candidate
-        return best
+            order = max(sizes[number] - excess, 0), candidate.saliency
+            if best is None or order < best[0]:
+                best = order, candidate
+        return None if best is None else best[1]
 
     def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
         least = int(scores.stem.argmin())
@@ -255,7 +264,7 @@ class Selector:
         return pickers
 
     def _exact_floor(self, shape: Shape, source: Shape) -> Shape:
-        for kind, key in (("attn", "heads"), ("ffn", "ffn"), ("stem", "hidden"), ("layer", "layers")):
+        for kind, key in _SIZES.items():
             if kind not in self.groups and getattr(shape, key) != getattr(source, key):
                 raise UserError(f"target {key}={getattr(shape, key)} needs the group {kind}: add it to the groups")
         if shape.layers < (least := fewest_layers(self.anatomy, self.anatomy.source)):
@@ -264,7 +273,8 @@ class Selector:
             )
         layer = self.anatomy.source.with_heads
         kv, per_kv = len(layer.kv_heads), max(layer.queries_per_kv, default=0)
-        if layer.query_heads and self.config.attention == "regular" and not splits(shape.heads, kv, per_kv):
+        changes = shape.heads != source.heads and self.config.attention == "regular"
+        if changes and not splits(shape.heads, kv, per_kv):
             reachable = sorted({a * b for a in range(1, kv + 1) for b in range(1, per_kv + 1)})
             raise UserError(
                 f"target heads={shape.heads}: with regular attention the heads can be {reachable}: "

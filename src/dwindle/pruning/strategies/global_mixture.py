@@ -74,7 +74,7 @@ class GlobalStrategy(Strategy):
         pool = _Pool(self.anatomy, self.config, scores.current, alive)
         count, chosen = self.anatomy.count(alive).total, 0
         while count > goal and pacing.due(step, count, num_events + chosen):
-            candidates = pool.candidates(alive)
+            candidates = pool.candidates(alive, count - goal)
             if not candidates:
                 break
             best, alive, count = self._best(candidates, alive, count, goal)
@@ -125,12 +125,17 @@ class _Pool:
             heapify(self._attention)
         self._whole = [values.tolist() for values in scores.blocks] if "layer" in groups else []
         """Saliencies of each layer's attention, FFN and both."""
+        if self._whole and not scores.kv:
+            self._subtract_removed(alive)
         self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._whole else {}
-        self._blocks: dict[int, _Candidate] = {}
+        self._blocks: dict[int, list[_Candidate]] = {}
         self._compare_blocks(alive, self._removable)
 
-    def candidates(self, alive: Structure) -> list[_Candidate]:
-        """The least salient group of every kind; while some widths are not multiples, only groups that round them."""
+    def candidates(self, alive: Structure, room: int) -> list[_Candidate]:
+        """The least salient group of every kind; while some widths are not multiples, only groups that round them.
+
+        ``room``: how many parameters may still go. Blocks differ in size: of those the least salient that fits.
+        """
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.config.compare == "mean"
         if self._attention:
@@ -142,20 +147,27 @@ class _Pool:
             found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
         if self.config.compare == "saved":
             found = [replace(one, saliency=one.saliency / self._saved(alive, one)) for one in found]
-        found += self._least_salient_block()
+        found += self._least_salient_block(alive, room)
         odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
         return [one for one in found if odd.get(one.kind)] or found
 
-    def _least_salient_block(self) -> list[_Candidate]:
-        """The attention, FFN or whole layer with the least saliency per element, per parameter saved, or in sum."""
-        if not self._blocks:
-            return []
-        least = min(self._blocks.values(), key=lambda one: one.saliency)
+    def _least_salient_block(self, alive: Structure, room: int) -> list[_Candidate]:
+        """The attention, FFN or whole layer with the least saliency per element, per parameter saved, or in sum.
+
+        Of those that fit; if none does, the smallest.
+        """
+        smallest: tuple[int, _Candidate] | None = None
         divisor = self._hidden if self.config.compare == "mean" else 1
-        return [replace(least, saliency=least.saliency / divisor)]
+        for one in sorted((one for blocks in self._blocks.values() for one in blocks), key=lambda one: one.saliency):
+            size = self._saved(alive, one)
+            if smallest is None or size < smallest[0]:
+                smallest = size, one
+            if size <= room:
+                break
+        return [] if smallest is None else [replace(smallest[1], saliency=smallest[1].saliency / divisor)]
 
     def _compare_blocks(self, alive: Structure, layers: Iterable[int]) -> None:
-        """Update the least salient group of whole blocks of these layers; with ``mean``, that of a column."""
+        """Update the saliencies of whole blocks of these layers; with ``mean``, that of a column."""
         for number in layers:
             found = list[_Candidate]()
             for places in self._removable.get(number, ()):
@@ -168,7 +180,7 @@ class _Pool:
                 found.append(replace(one, saliency=one.saliency / size))
             self._blocks.pop(number, None)
             if found:
-                self._blocks[number] = min(found, key=lambda one: one.saliency)
+                self._blocks[number] = found
 
     def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
         """After a removal; sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
@@ -182,6 +194,18 @@ class _Pool:
             self._whole[chosen.layer][1 if chosen.kind == "ffn" else 0] -= lost
             self._whole[chosen.layer][2] -= lost
         self._compare_blocks(rest, layers)
+
+    def _subtract_removed(self, alive: Structure) -> None:
+        """What was chosen since the scores were made, such as by an earlier call in the same step."""
+        values = (self._scores.attn, self._scores.ffn)
+        for number, (here, left) in enumerate(zip(self._scores.structure.layers, alive.layers, strict=True)):
+            names = ((here.query_heads, left.query_heads), (here.ffn, left.ffn))
+            for place, (before, after) in enumerate(names):
+                scores = values[place][number].double().numpy()
+                gone = np.isin(before, after, invert=True) & np.isfinite(scores)
+                lost = float(scores[gone].sum())
+                self._whole[number][place] -= lost
+                self._whole[number][2] -= lost
 
     def _remove_whole(self, chosen: _Candidate, rest: Structure) -> None:
         self._inputs, left = self.anatomy.num_output_columns(rest), rest.layers[chosen.layer]
