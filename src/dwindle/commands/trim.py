@@ -9,7 +9,7 @@ import typer
 from dwindle.commands.app import SHRINK, Json, Model, app, print_result, resolve_model
 from dwindle.commands.guidance import export_command, say_next
 from dwindle.core.config import described
-from dwindle.data.vocabulary import VocabularyConfig
+from dwindle.data.vocabulary_config import VocabularyConfig
 
 
 @app.command(rich_help_panel=SHRINK)

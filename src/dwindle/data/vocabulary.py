@@ -1,23 +1,21 @@
-"""The ``[vocabulary]`` table of a recipe: how many tokens are kept, and on which text they are counted."""
+"""Which tokens of a source are kept: by rank or score, or by their counts on a text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import Field
 
-from dwindle.core.config import Config
 from dwindle.core.errors import UserError
 from dwindle.core.progress import status
 from dwindle.core.sizes import parse_count
-from dwindle.data.config import absolute_path, check_inputs
+from dwindle.data.config import check_inputs
 from dwindle.data.readers import expand_inputs, open_input
 from dwindle.data.token_files import is_token_files
 from dwindle.data.tokenizing import DocumentEncoder
+from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.sources.loading import load_config, load_generation, load_tokenizer
 from dwindle.sources.vocabulary import Pieces, Vocabulary, choose_ids, trimmed_size, used_elsewhere
 
@@ -26,27 +24,6 @@ if TYPE_CHECKING:
 
 _MOST_CHARS = 200_000_000
 """Characters of each text that are counted: more would not change which tokens are rare."""
-
-
-class VocabularyConfig(Config):
-    """Which tokens are kept; the others are removed before anything is pruned."""
-
-    size: str | int | None = None
-    """Tokens to keep, such as "32k", rounded down to a multiple of 64; bytes, special and chat tokens always stay. Not
-    set: all."""
-    text: list[str] = Field(default_factory=list)
-    """Text whose most frequent tokens are kept. Not set: those of the first merges, or of the highest scores."""
-
-    def check_values(self, key: str) -> None:
-        """Refuse what no tokenizer could use; ``key`` names ``size`` in messages."""
-        if self.text and self.size is None:
-            raise UserError(f"{key}: missing: say how many tokens to keep, such as 32k, or remove the text")
-        if self.size is not None and parse_count(self.size, key) < 1:
-            raise UserError(f"{key}: {self.size} must be at least 1")
-
-    def make_paths_absolute(self, base: Path) -> None:
-        """See ``DataConfig``."""
-        self.text = [absolute_path(path, base) for path in self.text]
 
 
 def vocabulary_of(

@@ -16,7 +16,7 @@ from dwindle.core.config import Config, apply_overrides, from_dict, read_toml
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.vocabulary import VocabularyConfig
+from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe

@@ -15,7 +15,8 @@ from dwindle.anatomy.anatomy import Anatomy, ParameterCount
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality, text_names
 from dwindle.data.readers import read_documents
-from dwindle.data.vocabulary import VocabularyConfig, vocabulary_of
+from dwindle.data.vocabulary import vocabulary_of
+from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.evaluate import EvalData, evaluate_model
 from dwindle.evaluation.perplexity import TextData
