@@ -13,7 +13,7 @@ import pytest
 from dwindle.core.errors import UserError
 from dwindle.core.files import NotWritten
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.vocabulary import VocabularyConfig
+from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import begin_run, pretrain, resume
 from dwindle.training.callbacks import Callback
