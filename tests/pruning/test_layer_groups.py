@@ -28,7 +28,7 @@ from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.saliency import ElementScores, begin_scores, rows_with_gradients
 from dwindle.pruning.strategies import make_strategy
-from dwindle.pruning.strategies.global_mixture import _at_floors
+from dwindle.pruning.strategies.global_mixture import at_floors
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, parse_target
 from dwindle.sources.loading import load
@@ -240,7 +240,7 @@ def test_every_choice_leaves_a_model_and_lands_near_the_target(metric: str) -> N
         anatomy = prunable.anatomy
         config = PruneConfig(groups=["ffn", "stem", "layer"], selection="global", min_ffn=30, min_hidden=24)
         full = anatomy.count(anatomy.source).total
-        target = Target(anatomy.count(_at_floors(anatomy, config)).total + 50)
+        target = Target(anatomy.count(at_floors(anatomy, config)).total + 50)
         strategy = make_strategy(anatomy, target, config)
         scores = begin_scores(prunable, _gradients(prunable), None, metric_named(metric), blocks=True)()
         chosen = list(strategy.choose(scores, prunable.alive, Rounds(full, 0, 1), 1, 0))
