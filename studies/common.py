@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import training_tables as tables
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
-from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, shape_of
+from measures import Clock, Peak, Record, commit, facts, forward_flops, keep_logs, open_masks, shape_of
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -341,8 +341,10 @@ class Study:
             result = self._train(self._recipe(row, size, seed, model), self._run_folder(key))
         if result.model is None:
             return None
-        record |= facts(result.run, result.target_reached) | {"target_reached": result.target_reached}
-        record |= open_masks(result.run, Anatomy.of_config(load_config(self.args.model)).source)
+        source = Anatomy.of_config(load_config(self.args.model))
+        teacher = forward_flops(source, recipe.data.seq_len) if recipe.distill.weight else 0.0
+        record |= facts(result.run, result.target_reached, teacher) | {"target_reached": result.target_reached}
+        record |= open_masks(result.run, source.source)
         keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)
         return str(result.model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.pruning.ledger import read_ledger
+from dwindle.training.flops import flops_per_token
 
 Record = dict[str, Any]
 AT_TARGET_TOKENS = 262144
@@ -65,11 +67,16 @@ def shape_of(model: Any) -> Record:
     return {"hidden": len(structure.hidden), "layers": layers, "output_bias": biased, "own_head": own_head}
 
 
-def facts(run: Path, target_reached: bool = True) -> Record:
-    """From a finished run's logs: speed, training time, validation loss, and tokens until the target was reached."""
+def facts(run: Path, target_reached: bool = True, teacher_flops: float = 0.0) -> Record:
+    """From a finished run's logs: speed, FLOPs, validation loss, and tokens until the target was reached.
+
+    ``teacher_flops`` are those of a teacher per token, to be added to the student's.
+    """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: Record = {"tokens_per_s": round(statistics.median(line["time"]["tokens_per_s"] for line in lines))}
     found["step_seconds"] = round(sum(line["time"]["seconds"] for line in lines), 1)
+    counts = [b["tokens"] - a["tokens"] for a, b in itertools.pairwise([{"tokens": 0}, *lines])]
+    found["flops"] = sum(n * (line["flops_per_token"] + teacher_flops) for n, line in zip(counts, lines, strict=True))
     found |= {"valid_loss": lines[-1]["valid_loss"]} if "valid_loss" in lines[-1] else {}
     if (run / "ledger.jsonl").is_file():
         events = [event for event in read_ledger(run) if event["event"] == "prune"]
@@ -78,6 +85,11 @@ def facts(run: Path, target_reached: bool = True) -> Record:
         after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
         found |= {"loss_at_target": statistics.mean(after)} if after and target_reached else {}
     return found
+
+
+def forward_flops(anatomy: Anatomy, seq_len: int) -> float:
+    """Per token, of a teacher: a third of training."""
+    return flops_per_token(anatomy, anatomy.source, seq_len) / 3
 
 
 def open_masks(run: Path, source: Structure) -> Record:

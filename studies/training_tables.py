@@ -131,11 +131,14 @@ def texts(data: Any) -> str:
         first = seeds[0]
         count = f"{max(row['parameters'] for row in seeds) / 1e6:.1f}M"
         tokens = f"{first['tokens'] / 1e6:.0f}M" if first["tokens"] else ""
-        cells = [spread([row[text] for row in seeds]) for text in columns]
+        work = [row["flops"] / 1e15 for row in seeds if "flops" in row]
+        cells = [f"{statistics.mean(work):.1f}" if work else ""]
+        cells += [spread([row[text] for row in seeds]) for text in columns]
         measured = [without_boolq(row) for row in seeds if "tasks" in row]
         cells.append(percent(measured) if measured else "")
         rows.append([first["size"] or "100%", title(first, common, source), tokens, seed_numbers(seeds), count, *cells])
-    return markdown(*filled(["size", "method", "tokens", "seeds", "parameters", *heads, "six tasks, %"], rows))
+    names = ["size", "method", "tokens", "seeds", "parameters", "PFLOP", *heads, "six tasks, %"]
+    return markdown(*filled(names, rows))
 
 
 def margins(data: Any, control: str = "one-shot") -> str:

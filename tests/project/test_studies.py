@@ -45,6 +45,14 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return call
 
 
+def training_flops(model: Path, row: dict[str, Any]) -> int:
+    """Per token: 6 for each weight but those that are looked up, 12 for each channel of a head and token attended."""
+    config, shape = dwindle.load(model).model.config, row["shape"]
+    heads = sum(sum(queries) for queries, _ in shape["layers"])
+    looked_up = config.vocab_size * shape["hidden"]
+    return int(6 * (row["parameters"] - looked_up) + 12 * heads * config.head_dim * 24)
+
+
 def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ("--rows", "source,scratch,aware-a+kd", "--sizes", "80%,60%")
     rows = study(*wanted)
@@ -58,6 +66,9 @@ def test_rows_are_made_once(study: Any, tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.rstrip().splitlines()[-5:]
     assert [line.split(" | ")[0] for line in lines] == ["| 100%", "| 80%", "| 80%", "| 60%", "| 60%"]
     assert lines[1].startswith("| 80% | pruning-aware A, distilled (weight=0.5)")
+    assert rows[1]["flops"] == rows[1]["tokens"] * training_flops(tmp_path / "model", rows[1])
+    teacher = training_flops(tmp_path / "model", rows[0]) / 3
+    assert rows[2]["flops"] > rows[2]["tokens"] * (training_flops(tmp_path / "model", rows[2]) + teacher)
     for found in rows:
         assert {"command", "commit", "seed", "tokens", "parameters", "textbooks", "seconds", "settings"} <= found.keys()
         assert str(tmp_path) not in json.dumps(found)
