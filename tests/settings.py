@@ -20,7 +20,8 @@ PROBE = "import torch; x = torch.randn(9999); (x.exp().sum() + x.softmax(0).sort
 
 def environment(setting: str) -> dict[str, str]:
     unit, threads = setting.split(":")
-    return os.environ | {"ATEN_CPU_CAPABILITY": unit, "OMP_NUM_THREADS": threads}
+    waits = {"OMP_WAIT_POLICY": "passive"}  # more threads than cores must not spin
+    return os.environ | {"ATEN_CPU_CAPABILITY": unit, "OMP_NUM_THREADS": threads} | waits
 
 
 def run(setting: str, arguments: list[str]) -> tuple[bool, str]:
@@ -30,10 +31,15 @@ def run(setting: str, arguments: list[str]) -> tuple[bool, str]:
         return True, "not run: this CPU does not have these instructions"
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *arguments]
     tests = Path(__file__).resolve().parent
-    done = subprocess.run(command, env=environment(setting), cwd=tests.parent, stdout=subprocess.PIPE, text=True)
-    print(done.stdout, flush=True)
-    summary = re.findall(r"^.*\b(?:passed|failed|error).* in .*$", done.stdout, re.M) or ["no test was run"]
-    return done.returncode == 0, summary[-1].strip("= ")
+    summary = "no test was run"
+    with subprocess.Popen(
+        command, env=environment(setting), cwd=tests.parent, stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            if re.search(r"\b(?:passed|failed|error).* in ", line):
+                summary = line.strip("= \n")
+    return process.returncode == 0, summary
 
 
 def main() -> int:
