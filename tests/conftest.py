@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,3 +39,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"optional data folder {folder.name!r} is not beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules that compare bits with a forked process, which has one thread (``runs.start``)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

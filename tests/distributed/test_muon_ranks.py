@@ -14,6 +14,8 @@ from dwindle.run.pretrain import pretrain
 from runs import COMPACT_OFTEN, assert_same, assert_same_run, die_at, go_on, start, tiny_recipe, wait
 from tiny import tiny_directory
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def recipe(place: Path, parallel: str = "auto", **prune: object) -> Recipe:
     """12 steps of 7 sequences, which no number of ranks divides."""

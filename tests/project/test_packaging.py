@@ -77,7 +77,9 @@ def test_what_is_installed_runs(built: Path, tmp_path: Path) -> None:
     assert run("--version").strip() == dwindle.__version__
     assert "Prune a real model" in run("demo", "--help")
     assert run(_DWINDLE_COMPLETE="complete_bash", COMP_WORDS="dwindle ex", COMP_CWORD="1").split() == ["export"]
-    assert "_dwindle_completion" in run("--show-completion", "bash")
+    shown = ["bash", "-c", f"'{console}' --show-completion; exit $?"]  # the shell is found among the parents
+    done = subprocess.run(shown, cwd=tmp_path, env=base, capture_output=True, text=True)
+    assert "_dwindle_completion" in done.stdout, done.stderr
     recipes = {path.stem for path in (tmp_path / "site" / "dwindle" / "recipe" / "ready").glob("*.toml")}
     assert recipes == {path.stem for path in (ROOT / "src" / "dwindle" / "recipe" / "ready").glob("*.toml")} and recipes
 

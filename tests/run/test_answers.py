@@ -27,6 +27,8 @@ from edge_models import tiny_loaded
 from runs import die_at, start, wait
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
     "{{ raise_exception('unknown role ' + m.role) }}{% endif %}"

@@ -26,6 +26,8 @@ from dwindle.run.pretrain import pretrain
 from runs import COMPACT_OFTEN, assert_same_run, die_at, go_on, start, tiny_recipe, wait
 from tiny import random_group, tiny_directory, tiny_model, tokens
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MIXED = ("lfm2", "qwen3_5_text")
 WAYS: list[dict[str, Any]] = [
     {},

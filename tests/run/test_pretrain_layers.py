@@ -33,6 +33,8 @@ from dwindle.run.pretrain import pretrain
 from runs import assert_same_run, die_at, events, go_on, metrics, start, wait
 from tiny import tiny_directory
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ADAPT: dict[str, Any] = {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "70%"}
 UNIFORM: dict[str, Any] = {"method": "uniform", "interleaves": 4, "horizon": None, "target": "70%"}
 DEPTH: dict[str, Any] = {

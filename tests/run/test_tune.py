@@ -29,6 +29,8 @@ from dwindle.training.checkpoint import latest_checkpoint
 from dwindle.training.loop import Trainer
 from runs import COMPACT_OFTEN, die_at, go_on, metrics, start, tiny_recipe, wait
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
