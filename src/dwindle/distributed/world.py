@@ -102,15 +102,15 @@ def joined(device: str) -> Iterator[World]:
         yield World()
         return
     stop_with_launcher()
-    world = _join(device)
+    rank = int(os.environ["RANK"])
     try:
-        yield world
+        yield _join(device)
     except UserError as error:
-        raise error if world.is_main else UserError(f"process {world.rank}: {error}") from error
+        raise error if rank == 0 else UserError(f"process {rank}: {error}") from error
     except (dist.DistError, RuntimeError) as error:
         if not _LOST_CONNECTION.search(str(error)):
             raise
-        message = f"process {world.rank}: another process has ended, and this one cannot continue alone"
+        message = f"process {rank}: another process has ended, and this one cannot continue alone"
         raise UserError(message) from error
     dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
 
@@ -138,4 +138,5 @@ def _join(device: str) -> World:
         timeout=_TIMEOUT,
         device_id=torch.device("cuda", local_rank) if device == "cuda" else None,
     )
+    dist.barrier()  # a process that ends in an error now must not break the connections of one that still joins
     return World(rank, size, local_rank, local_size, PrefixStore("dwindle", store))
