@@ -166,11 +166,7 @@ def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[E
 
 def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:
     """The structure after all events of a ledger."""
-    structure = source
-    for event in events:
-        if event["event"] == "prune":
-            structure = structure.without(_group(event))
-    return structure
+    return source.without_all(_group(event) for event in events if event["event"] == "prune")
 
 
 def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) -> Structure:

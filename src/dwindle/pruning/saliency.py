@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -142,7 +143,8 @@ class Scores:
             return
         values, unit = (self.attn, "query") if group.kind == "attn" else (self.ffn, "ffn")
         for layer, members in enumerate(group.members):
-            values[layer][places(members, self.structure.unit(unit, layer))] = float("inf")
+            if members:
+                values[layer].numpy()[places(members, self.structure.unit(unit, layer))] = np.inf
 
     def mask(self, pruned: Mapping[Kind, list[Tensor]]) -> Scores:
         """Set pruned parts to infinity."""
@@ -338,7 +340,8 @@ def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tens
 class ElementScores:
     """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
-    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``.
+    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``. They are
+    not changed: what is removed has an infinite sum, from which nothing is missing.
     """
 
     def __init__(
@@ -355,7 +358,7 @@ class ElementScores:
         self._heads_OH = [nothing] * prunable.anatomy.num_layers
         self._channels_ON = [nothing] * prunable.anatomy.num_layers
         self._whole_OI: list[Tensor] = []
-        """Elements of the other output projections: they count for hidden channels only."""
+        """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
         for row, element_OI in _elements(prunable, gradients, fishers, metric):
             assert row.layer is not None
             if row.axes[1] == ("query",):
@@ -376,59 +379,68 @@ class ElementScores:
         self._sum_blocks()
 
     def _sum_blocks(self) -> None:
+        """From the sums of what is left."""
         if self._with_blocks:
+            heads, channels = ([t.masked_fill(t.isinf(), 0.0) for t in v] for v in (self.current.attn, self.current.ffn))
             whole = [float(e.sum(dtype=torch.float64)) for e in self._whole_OI]
-            self.current.blocks = _block_sums(self._prunable, self._heads_OH, self._channels_ON, whole)
+            self.current.blocks = _block_sums(self._prunable, heads, channels, whole)
 
     def copy(self) -> ElementScores:
         other = copy(self)
         other.current = self.current.copy()
-        other._heads_OH = [e.clone() for e in self._heads_OH]
-        other._channels_ON = [e.clone() for e in self._channels_ON]
         other._whole_OI = [e.clone() for e in self._whole_OI]
         return other
 
     def remove(self, group: Group) -> None:
         """Exclude a group and subtract its elements from the sums of other groups."""
-        self._remove(group)
-        self._sum_blocks()
-
-    def _remove(self, group: Group) -> None:
-        scores = self.current
         if group.kind == "layer":
             self._remove_blocks(group)
-            return
-        if group.kind == "stem":
-            rows = places(group.members[0], self.structure.hidden)
-            for element in self._whole_OI:
-                if element.shape[1] == len(self.structure.hidden):
-                    scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
-                    element[:, rows] = 0
-                element[rows] = 0
-            scores.stem[rows] = float("inf")
-            for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
-                for element, total in zip(elements, sums, strict=True):
-                    total -= element[rows].sum(0, dtype=torch.float64)
-                    element[rows] = 0
-            return
-        unit = "query" if group.kind == "attn" else "ffn"
-        elements = self._heads_OH if group.kind == "attn" else self._channels_ON
-        sums = scores.attn if group.kind == "attn" else scores.ffn
+        elif group.kind == "stem":
+            self._remove_hidden(places(group.members[0], self.structure.hidden))
+        else:
+            self._remove_columns(group)
+        self._sum_blocks()
+
+    def _remove_hidden(self, rows: list[int]) -> None:
+        scores = self.current
+        for element in self._whole_OI:
+            if element.shape[1] == len(self.structure.hidden):
+                scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
+                element[:, rows] = 0
+            element[rows] = 0
+        scores.stem[rows] = float("inf")
+        for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
+            for element, total in zip(elements, sums, strict=True):
+                lost = element[rows[0]] if len(rows) == 1 else element[rows].sum(0, dtype=torch.float64)
+                np.subtract(values := total.numpy(), lost.numpy(), out=values)
+
+    def _remove_columns(self, group: Group) -> None:
+        scores, stem = self.current, self.current.stem.numpy()
+        elements, sums, unit = (
+            (self._heads_OH, scores.attn, "query") if group.kind == "attn" else (self._channels_ON, scores.ffn, "ffn")
+        )
         for layer, members in enumerate(group.members):
+            if not members:
+                continue
             columns = places(members, self.structure.unit(unit, layer))
-            scores.stem -= elements[layer][:, columns].sum(1, dtype=torch.float64)
-            elements[layer][:, columns] = 0
-            sums[layer][columns] = float("inf")
+            here = elements[layer]
+            lost = here[:, columns[0]] if len(columns) == 1 else here[:, columns].sum(1, dtype=torch.float64)
+            np.subtract(stem, lost.numpy(), out=stem)
+            sums[layer].numpy()[columns] = np.inf
 
     def _remove_blocks(self, group: Group) -> None:
-        self.current.remove(group)
+        scores = self.current
         others = [row for kind, row in self._prunable.outputs if kind == "whole"]
-        gone = [e for row, e in zip(others, self._whole_OI, strict=True) if _is_gone(row, group)]
+        for row, element in zip(others, self._whole_OI, strict=True):
+            if _is_gone(row, group):
+                scores.stem -= element.sum(1, dtype=torch.float64)
+                element.zero_()
         for layer, members in enumerate(group.members):
-            gone += [(self._heads_OH, self._channels_ON)[place][layer] for place in members]
-        for element in gone:
-            self.current.stem -= element.sum(1, dtype=torch.float64)
-            element.zero_()
+            for place in members:
+                element, sums = ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn))[place]
+                left = element[layer].masked_fill(sums[layer].isinf(), 0)
+                scores.stem -= left.sum(1, dtype=torch.float64)
+        scores.remove(group)
 
 
 def _is_gone(row: Row, group: Group) -> bool:

@@ -26,7 +26,7 @@ from dwindle.pruning.event_bounds import EventRange, global_events, staged_event
 from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.pacing import Pacing, Stages
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
 from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer
 from dwindle.pruning.target import Target
 
@@ -144,10 +144,11 @@ class LayerwiseStrategy(Strategy):
         saliency = {
             kind: self._mean(plans, kept, kind, len(alive.hidden)) for kind in LAYER_KINDS if any(members[kind])
         }
+        trail = Trail(alive)
         for kind in saliency:
             group = Group(kind, tuple(members[kind]))
             alive = alive.without(group)
-            choices.append(Choice(group, dict(saliency), alive, self.anatomy.count(alive).total))
+            choices.append(trail.choice(group, dict(saliency), self.anatomy.count(alive).total))
         return choices
 
     def _mean(self, plans: list[LayerPlan], kept: Sizes, kind: Kind, hidden: int) -> float:
