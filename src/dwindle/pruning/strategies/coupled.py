@@ -123,8 +123,29 @@ class _CoupledCandidate:
     num_parameters: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """Heads to remove together, and all that decided which."""
+
+    layers: tuple[Layer, ...]
+    values: Values
+    members: tuple[tuple[int, ...], ...]
+    saliency: float
+    left: list[Layer | None]
+    """The layers without them; None without heads."""
+
+    def is_of(self, layers: tuple[Layer, ...], values: Values) -> bool:
+        same = all(a.query_heads is b.query_heads for a, b in zip(self.layers, layers, strict=True))
+        return same and np.array_equal(self.values, values)
+
+    def reused(self, number: int, layer: Layer, members: tuple[int, ...]) -> Layer | None:
+        """What is left of a layer, if the same was removed from it before."""
+        same = layer.query_heads is self.layers[number].query_heads and members == self.members[number]
+        return self.left[number] if same else None
+
+
 class Selector:
-    """Picks the next coupled group for a target; holds no state between events.
+    """Picks the next coupled group for a target; holds no state between events (but what it need not compute again).
 
     A target with both a shape and a parameter count is a stop on the way to that shape. With regular attention
     ``kv_heads`` fixes the number of key/value heads of a shape; None does not.
@@ -145,6 +166,7 @@ class Selector:
             floor.ffn if "ffn" in self.groups else source.ffn,
             floor.layers if "layer" in self.groups else source.layers,
         )
+        self._last_picked: dict[HeadPicker, _Picked] = {}
         if target.shape is None:
             self._check_reachable()
 
@@ -186,8 +208,9 @@ class Selector:
                 found[kind] = candidate
         return found
 
-    def _candidate(self, alive: Structure, count: int, group: Group, total: float, elements: int) -> _CoupledCandidate:
-        rest = alive.shrunk(group)
+    def _candidate(
+        self, count: int, group: Group, total: float, elements: int, rest: Structure
+    ) -> _CoupledCandidate:
         left = self.anatomy.count(rest).total
         if self.config.compare == "saved":
             elements = count - left
@@ -198,7 +221,8 @@ class Selector:
         least = [int(v.argmin()) if la.ffn else -1 for v, la in zip(values, alive.layers, strict=True)]
         members = tuple((la.ffn[p],) if p >= 0 else () for la, p in zip(scores.structure.layers, least, strict=True))
         found = [float(v[p]) for v, p in zip(values, least, strict=True) if p >= 0]
-        return self._candidate(alive, count, Group("ffn", members), sum(found), len(found) * len(alive.hidden))
+        group, elements = Group("ffn", members), len(found) * len(alive.hidden)
+        return self._candidate(count, group, sum(found), elements, alive.shrunk(group))
 
     def _layer(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate | None:
         """The least salient layer that may be removed whole; of those that fit, or the smallest if none does."""
@@ -210,7 +234,9 @@ class Selector:
             places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
-            candidate = self._candidate(alive, count, group, float(scores.blocks[number][2]), elements)
+            candidate = self._candidate(
+                count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group)
+            )
             order = max(sizes[number] - excess, 0), candidate.saliency
             if best is None or order < best[0]:
                 best = order, candidate
@@ -221,30 +247,46 @@ class Selector:
         least = int(values.argmin())
         inputs = self.anatomy.num_output_columns(alive)
         group = Group("stem", ((scores.structure.hidden[least],),))
-        return self._candidate(alive, count, group, float(values[least]), inputs)
+        return self._candidate(count, group, float(values[least]), inputs, alive.shrunk(group))
 
     def _attn(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate | None:
         """Cluster: one query of every layer. Regular: one query of every key/value head, or a whole key/value head."""
         pickers = [_one_query] if self.config.attention == "cluster" else self._regular_pickers(alive)
         best: _CoupledCandidate | None = None
         for pick in pickers:
-            members, total, heads = list[tuple[int, ...]](), 0.0, 0
-            for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
-                if not layer.query_heads:
-                    members.append(())
-                    continue
-                here, values = scores.structure.layers[number], score.numpy()
-                if layer.query_heads is not here.query_heads:
-                    values = values[np.searchsorted(here.query_heads, layer.query_heads)]
-                chosen, saliency = pick(layer, values, _of_kv_heads(scores, number, here, layer))
-                members.append(tuple(layer.query_heads[place] for place in chosen))
-                total += saliency
-                heads += len(chosen)
-            elements = heads * self.anatomy.head_dim * len(alive.hidden)
-            candidate = self._candidate(alive, count, Group("attn", tuple(members)), total, elements)
+            found = self._picked(pick, scores, alive)
+            elements = sum(map(len, found.members)) * self.anatomy.head_dim * len(alive.hidden)
+            layers = tuple(
+                la if cut is None else cut.narrowed(len(la.ffn)) for la, cut in zip(alive.layers, found.left, strict=True)
+            )
+            rest = Structure(alive.hidden, layers)
+            candidate = self._candidate(count, Group("attn", found.members), found.saliency, elements, rest)
             if best is None or candidate.saliency < best.saliency:
                 best = candidate
         return best
+
+    def _picked(self, pick: HeadPicker, scores: Scores, alive: Structure) -> _Picked:
+        """The heads of all layers that are removed together; most events change neither them nor their saliencies."""
+        values = np.concatenate([values.numpy() for values in (*scores.attn, *scores.kv)])
+        last = self._last_picked.get(pick)
+        if last is not None and last.is_of(alive.layers, values):
+            return last
+        members, left, total = list[tuple[int, ...]](), list[Layer | None](), 0.0
+        for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
+            if not layer.query_heads:
+                members.append(())
+                left.append(None)
+                continue
+            here, own = scores.structure.layers[number], score.numpy()
+            if layer.query_heads is not here.query_heads:
+                own = own[np.searchsorted(here.query_heads, layer.query_heads)]
+            chosen, saliency = pick(layer, own, _of_kv_heads(scores, number, here, layer))
+            members.append(tuple(layer.query_heads[place] for place in chosen))
+            left.append(last.reused(number, layer, members[-1]) if last is not None else None)
+            left[-1] = left[-1] or layer.without(query_heads=members[-1])
+            total += saliency
+        self._last_picked[pick] = found = _Picked(alive.layers, values, tuple(members), total, left)
+        return found
 
     def _regular_pickers(self, alive: Structure) -> list[HeadPicker]:
         """Both keep every layer regular; only those from which the target's number of heads is still reachable."""

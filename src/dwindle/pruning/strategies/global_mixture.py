@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -278,8 +279,7 @@ class _Pool:
         return _saved(self.anatomy, alive, _without(alive, one), one.layer)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Block:
+class _Block(NamedTuple):
     """Channels that are removed together; those that round a width sort first, then the least salient."""
 
     is_round: bool
@@ -327,7 +327,7 @@ class _Blocks:
         size = odd or self._multiple
         if width - size < self._floor:
             return None
-        total = float(scores[start : start + size].sum())
+        total = float(scores[start : start + size].sum() if size > 1 else scores[start])
         members = tuple(sorted(names[start : start + size].tolist()))
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
@@ -428,4 +428,5 @@ def _saved(anatomy: Anatomy, before: Structure, after: Structure, layer: int) ->
 def _group(chosen: _Candidate, num_layers: int) -> Group:
     if chosen.kind == "stem":
         return Group("stem", (chosen.members,))
-    return Group(chosen.kind, tuple(chosen.members if n == chosen.layer else () for n in range(num_layers)))
+    before, after = ((),) * chosen.layer, ((),) * (num_layers - chosen.layer - 1)
+    return Group(chosen.kind, (*before, chosen.members, *after))

@@ -137,7 +137,8 @@ class LayerwiseStrategy(Strategy):
             for plan, (n, _) in zip(plans, kept, strict=True)
         ]
         channels = [
-            tuple(sorted(plan.channels[: len(plan.channels) - n])) for plan, (_, n) in zip(plans, kept, strict=True)
+            tuple(sorted(plan.channels[: len(plan.channels) - n].tolist()))
+            for plan, (_, n) in zip(plans, kept, strict=True)
         ]
         choices: list[Choice] = []
         members: dict[Kind, list[tuple[int, ...]]] = {"attn": heads, "ffn": channels}
@@ -223,22 +224,33 @@ class AdaptStrategy(LayerwiseStrategy):
             for axis, values in enumerate(plan.scores):
                 removed = len(values) - big[axis]
                 steps += [(values[removed + extra], number, axis) for extra in range(big[axis] - small[axis])]
+        count = self._count(plans, alive, kept)
+
+        def after(number: int, smaller: tuple[int, int]) -> int:
+            before, rest = (plans[number].cut_to(sizes) for sizes in (kept[number], smaller))
+            hidden = len(alive.hidden)
+            return count - self.anatomy.count_layer(number, hidden, before) + self.anatomy.count_layer(number, hidden, rest)
+
         for _, number, axis in sorted(steps):
-            smaller = _one_less(kept, number, axis)
-            if self._count(plans, alive, smaller) >= goal:
-                kept = smaller
-        while self._count(plans, alive, kept) > goal:
-            kept = self._smallest_step(plans, kept)
+            smaller = _one_less(kept[number], axis)
+            if (left := after(number, smaller)) >= goal:
+                kept[number], count = smaller, left
+        while count > goal:
+            number, axis = self._smallest_step(plans, kept)
+            smaller = _one_less(kept[number], axis)
+            count = after(number, smaller)
+            kept[number] = smaller
         return kept
 
-    def _smallest_step(self, plans: list[LayerPlan], kept: Sizes) -> Sizes:
+    def _smallest_step(self, plans: list[LayerPlan], kept: Sizes) -> tuple[int, int]:
+        """(layer, axis)"""
         options = []
         for number, (plan, sizes) in enumerate(zip(plans, kept, strict=True)):
             for axis in (0, 1):
                 if sizes[axis] > plan.floor[axis]:
                     options.append((-axis, plan.next_score(sizes, axis), number, axis))
         _, _, number, axis = min(options)  # channels before heads: they are the smaller groups
-        return _one_less(kept, number, axis)
+        return number, axis
 
 
 class UniformStrategy(LayerwiseStrategy):
@@ -303,7 +315,5 @@ def level_scores(structure: Structure) -> Scores:
     return Scores(structure, heads, channels, torch.zeros(len(structure.hidden)))
 
 
-def _one_less(kept: Sizes, number: int, axis: int) -> Sizes:
-    sizes = list(kept[number])
-    sizes[axis] -= 1
-    return [*kept[:number], (sizes[0], sizes[1]), *kept[number + 1 :]]
+def _one_less(sizes: tuple[int, int], axis: int) -> tuple[int, int]:
+    return (sizes[0] - 1, sizes[1]) if axis == 0 else (sizes[0], sizes[1] - 1)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import log
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,20 +96,16 @@ class FlapStrategy(LayerwiseStrategy):
         What a group saves is counted, not estimated: under grouped-query attention a head with its keys and values is
         not the 4·head size/3 channels of the paper.
         """
-        steps = sorted(
-            (score, number, axis)
-            for number, plan in enumerate(plans)
-            for axis in (0, 1)
-            for score in plan.scores[axis][: plan.here[axis] - plan.floor[axis]]
-        )
+        pairs = [(number, axis) for number in range(len(plans)) for axis in (0, 1)]
+        prunable = [plans[n].scores[axis][: plans[n].here[axis] - plans[n].floor[axis]] for n, axis in pairs]
+        places = np.repeat(np.arange(len(pairs)), [len(values) for values in prunable])
+        places = places[np.lexsort((places, np.concatenate(prunable)))]  # by score, layer and axis
 
         def kept(removed: int) -> Sizes:
-            left = [list(plan.here) for plan in plans]
-            for _, number, axis in steps[:removed]:
-                left[number][axis] -= 1
-            return [(heads, channels) for heads, channels in left]
+            gone = np.bincount(places[:removed], minlength=len(pairs)).reshape(-1, 2).tolist()
+            return [(plan.here[0] - heads, plan.here[1] - ffn) for plan, (heads, ffn) in zip(plans, gone, strict=True)]
 
-        fewest = bisect_left(range(len(steps)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
+        fewest = bisect_left(range(len(places)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
         return kept(fewest)
 
     def _after_choice(self, choices: list[Choice]) -> None:
