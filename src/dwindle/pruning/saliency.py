@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Row, places
@@ -337,6 +339,37 @@ def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tens
     return torch.compile(_sums, dynamic=True)
 
 
+class _Strips:
+    """A matrix of which single rows and single columns are read: strips of a few rows, each column by column.
+
+    Row by row, the elements of a column are each in a page of their own, and reading them is all that selection does.
+    """
+
+    ROWS = 8
+
+    def __init__(self, matrix_ON: Tensor) -> None:
+        rows, columns = matrix_ON.shape
+        matrix_ON = matrix_ON if matrix_ON.element_size() >= 4 else matrix_ON.float()  # numpy has no bfloat16
+        strips = torch.zeros(-(-rows // self.ROWS), columns, self.ROWS, dtype=matrix_ON.dtype)
+        whole, rest = rows // self.ROWS, rows % self.ROWS
+        strips[:whole] = matrix_ON[: whole * self.ROWS].reshape(whole, self.ROWS, columns).transpose(1, 2)
+        if rest:
+            strips[whole, :, :rest] = matrix_ON[whole * self.ROWS :].T
+        self._num_rows, self._strips = rows, strips.numpy()
+
+    def sum_of_rows(self, rows: list[int]) -> NDArray[Any]:
+        parts = [self._strips[row // self.ROWS, :, row % self.ROWS] for row in rows]
+        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0, dtype=np.float64)
+
+    def sum_of_columns(self, columns: list[int]) -> NDArray[Any]:
+        parts = [self._strips[:, column].reshape(-1)[: self._num_rows] for column in columns]
+        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0, dtype=np.float64)
+
+    def whole(self) -> Tensor:
+        strips = torch.from_numpy(self._strips)
+        return strips.transpose(1, 2).reshape(len(strips) * self.ROWS, strips.shape[1])[: self._num_rows]
+
+
 class ElementScores:
     """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
@@ -354,28 +387,28 @@ class ElementScores:
         blocks: bool = False,
     ) -> None:
         self.structure, self._prunable, self._with_blocks = prunable.physical, prunable, blocks
-        nothing = torch.zeros(len(self.structure.hidden), 0)
-        self._heads_OH = [nothing] * prunable.anatomy.num_layers
-        self._channels_ON = [nothing] * prunable.anatomy.num_layers
+        layers, hidden = prunable.anatomy.num_layers, len(self.structure.hidden)
+        nothing = _Strips(torch.zeros(hidden, 0))
+        self._heads, self._channels = [nothing] * layers, [nothing] * layers
         self._whole_OI: list[Tensor] = []
         """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
+        heads, channels = ([torch.zeros(0, dtype=torch.float64)] * layers for _ in range(2))
+        stem = [torch.zeros(hidden, dtype=torch.float64) for _ in range(2 * layers)]
         for row, element_OI in _elements(prunable, gradients, fishers, metric):
             assert row.layer is not None
             if row.axes[1] == ("query",):
-                by_head = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim)
-                self._heads_OH[row.layer] = by_head.sum(2).cpu()
+                element = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2).cpu()
+                stem[row.layer] = element.sum(1, dtype=torch.float64)
+                heads[row.layer], self._heads[row.layer] = element.sum(0, dtype=torch.float64), _Strips(element)
             elif row.axes[1] == ("ffn",):
-                self._channels_ON[row.layer] = element_OI.cpu()
+                element = element_OI.cpu()
+                stem[layers + row.layer] = element.sum(1, dtype=torch.float64)
+                channels[row.layer], self._channels[row.layer] = element.sum(0, dtype=torch.float64), _Strips(element)
             else:
-                hidden = row.axes[1] == ("hidden",)  # these columns are removed with the rows
-                self._whole_OI.append((element_OI if hidden else element_OI.sum(1, keepdim=True)).cpu())
-        everything = self._heads_OH + self._channels_ON + self._whole_OI
-        self.current = Scores(
-            self.structure,
-            [e.sum(0, dtype=torch.float64) for e in self._heads_OH],
-            [e.sum(0, dtype=torch.float64) for e in self._channels_ON],
-            torch.stack([e.sum(1, dtype=torch.float64) for e in everything]).sum(0),
-        ).mask(prunable.pruned)
+                is_square = row.axes[1] == ("hidden",)  # these columns are removed with the rows
+                self._whole_OI.append((element_OI if is_square else element_OI.sum(1, keepdim=True)).cpu())
+        stem += [e.sum(1, dtype=torch.float64) for e in self._whole_OI]
+        self.current = Scores(self.structure, heads, channels, torch.stack(stem).sum(0)).mask(prunable.pruned)
         self._sum_blocks()
 
     def _sum_blocks(self) -> None:
@@ -409,23 +442,20 @@ class ElementScores:
                 element[:, rows] = 0
             element[rows] = 0
         scores.stem[rows] = float("inf")
-        for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
+        for elements, sums in ((self._heads, scores.attn), (self._channels, scores.ffn)):
             for element, total in zip(elements, sums, strict=True):
-                lost = element[rows[0]] if len(rows) == 1 else element[rows].sum(0, dtype=torch.float64)
-                np.subtract(values := total.numpy(), lost.numpy(), out=values)
+                np.subtract(values := total.numpy(), element.sum_of_rows(rows), out=values)
 
     def _remove_columns(self, group: Group) -> None:
         scores, stem = self.current, self.current.stem.numpy()
         elements, sums, unit = (
-            (self._heads_OH, scores.attn, "query") if group.kind == "attn" else (self._channels_ON, scores.ffn, "ffn")
+            (self._heads, scores.attn, "query") if group.kind == "attn" else (self._channels, scores.ffn, "ffn")
         )
         for layer, members in enumerate(group.members):
             if not members:
                 continue
             columns = places(members, self.structure.unit(unit, layer))
-            here = elements[layer]
-            lost = here[:, columns[0]] if len(columns) == 1 else here[:, columns].sum(1, dtype=torch.float64)
-            np.subtract(stem, lost.numpy(), out=stem)
+            np.subtract(stem, elements[layer].sum_of_columns(columns), out=stem)
             sums[layer].numpy()[columns] = np.inf
 
     def _remove_blocks(self, group: Group) -> None:
@@ -437,8 +467,8 @@ class ElementScores:
                 element.zero_()
         for layer, members in enumerate(group.members):
             for place in members:
-                element, sums = ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn))[place]
-                left = element[layer].masked_fill(sums[layer].isinf(), 0)
+                elements, sums = ((self._heads, scores.attn), (self._channels, scores.ffn))[place]
+                left = elements[layer].whole().masked_fill(sums[layer].isinf(), 0)
                 scores.stem -= left.sum(1, dtype=torch.float64)
         scores.remove(group)
 

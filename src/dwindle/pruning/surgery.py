@@ -25,12 +25,16 @@ from dwindle.anatomy.build import build, build_on_meta, config_for, stock_form
 from dwindle.anatomy.structure import BLOCKS, Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.async_copy import sent
-from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
+from dwindle.distributed.shards import fill_zero, gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
 from dwindle.training.muon import ALIVE_SIZES, MOMENTUM, alive_sizes
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MOMENTUM)
 """State of AdamW (also with ``amsgrad``), SGD and Muon that has the shape of its weights."""
+
+
+_MANY_SPANS = 32
+"""More parts of one tensor are zeroed by their positions, not each by itself."""
 
 
 class Prunable:
@@ -73,8 +77,11 @@ class Prunable:
         with torch.no_grad():
             for row, parameter in self._parameters():
                 views = list(self.anatomy.spans(row, removed, self.physical))
+                places = _by_axis(views, parameter.device) if len(views) > _MANY_SPANS else {}
                 for tensor in _with_state(parameter, optimizer) if views else ():
-                    narrow = (narrowed(tensor, axis, start, length) for axis, start, length in views)
+                    for axis, index in places.items():
+                        fill_zero(tensor, axis, index)
+                    narrow = (narrowed(tensor, *view) for view in ([] if places else views))
                     pieces.extend(piece for piece in narrow if piece is not None)
                 state = optimizer.state.get(parameter, {}) if views and optimizer is not None else {}
                 if ALIVE_SIZES in state:
@@ -297,6 +304,17 @@ def _nothing_pruned(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tenso
     flags = torch.zeros(sum(lengths), dtype=torch.bool)
     parts = list(torch.split(flags, lengths))
     return flags, {"attn": parts[: len(heads)], "ffn": parts[len(heads) : -1], "stem": parts[-1:]}
+
+
+def _by_axis(spans: list[tuple[int, int, int]], device: torch.device) -> dict[int, Tensor]:
+    """The positions of (axis, start, length) spans, by axis: thousands of spans are zeroed in one operation each."""
+    found: dict[int, Tensor] = {}
+    for axis in {axis for axis, _, _ in spans}:
+        starts, lengths = (torch.tensor([span[part] for span in spans if span[0] == axis]) for part in (1, 2))
+        before = lengths.cumsum(0) - lengths
+        index = (starts - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+        found[axis] = index.to(device)
+    return found
 
 
 def _zero(pieces: list[Tensor]) -> None:
