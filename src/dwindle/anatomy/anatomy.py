@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -390,16 +390,27 @@ class Anatomy:
         return self._output_of[layer, kind]
 
 
-def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
-    """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
+def cut(
+    model: nn.Module,
+    anatomy: Anatomy,
+    keep: Structure,
+    within: Structure,
+    release: Callable[[nn.Parameter], None] | None = None,
+) -> nn.Module:
+    """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``.
+
+    ``release`` frees each old tensor once it is sliced; the old model is of no use then.
+    """
     from dwindle.anatomy.build import build, config_for, stock_form
 
-    rows = anatomy.rows_in(within)
-    tensors = {
-        anatomy.name_in(row, keep): anatomy.slice(row, parameter.detach(), keep, within).clone()
-        for name, parameter in model.named_parameters()
-        if (row := rows[name]).is_in(keep)
-    }
+    rows, tensors = anatomy.rows_in(within), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        row, whole = rows[name], parameter.detach()
+        if row.is_in(keep):
+            part = anatomy.slice(row, whole, keep, within)
+            tensors[anatomy.name_in(row, keep)] = whole.clone() if part is whole and release is None else part
+        if release is not None:
+            release(parameter)
     smaller = stock_form(build(config_for(model.config, keep, within), tensors), keep)
     generation = getattr(model, "generation_config", None)
     if generation is not None:

@@ -23,7 +23,7 @@ from dwindle.distributed.async_copy import Fetched
 from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.gram import Inputs
-from dwindle.pruning.metrics import METRICS, Metric, Score, metric_named
+from dwindle.pruning.metrics import METRICS, Metric, Score, derivative, metric_named
 from dwindle.pruning.surgery import Prunable
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Metric",
     "Scores",
     "begin_scores",
+    "group_sums",
     "metric_named",
     "rows_with_gradients",
     "score_model",
@@ -206,6 +207,7 @@ def begin_scores(
     *,
     fused: bool = False,
     blocks: bool = False,
+    reduced: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> Callable[[], Scores]:
     """Start computing ``score_model``; calling the result waits for it.
 
@@ -215,13 +217,15 @@ def begin_scores(
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
     over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies
-    of whole blocks and layers.
+    of whole blocks and layers. ``reduced``: the row and column sums of all matrices, made before; ``gradients`` then
+    holds those of vectors alone.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
-    for kind, _, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        row, column = sums(metric.score, weight, gradient, fisher)
+    for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+        found = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
+        row, column = found
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
@@ -331,6 +335,11 @@ def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tupl
     """Row and column sums of the element scores."""
     element_OI = score(w_OI, g_OI, g_OI.square() if f_OI is None else f_OI)
     return element_OI.sum(1, dtype=torch.float64), element_OI.sum(0, dtype=torch.float64)
+
+
+def group_sums(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column sums of a matrix for the metric ``group``: all that it needs of a gradient."""
+    return _sums(derivative, local(weight), local(gradient), None)
 
 
 @cache
@@ -499,3 +508,10 @@ def _operands(
         weight = local(prunable.parameters[row.name].detach())
         fisher = None if fishers is None else local(fishers.get(row.name, weight))
         yield kind, row, weight, local(gradients.get(row.name, weight)), fisher
+
+
+class Once(dict[str, Tensor]):
+    """Tensors that are read once, and freed then."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.pop(name, default)

@@ -14,7 +14,7 @@ RMSNorm of it in families that have one there; no gradient but that of a bias re
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,26 +97,31 @@ class Prunable:
         """Remove one group: one event."""
         self.prune_to(self.alive.without(group), optimizer)
 
-    def mask_gradients(self) -> None:
-        """Clear the gradients of pruned columns that would get one; call after backward, before clipping."""
+    def mask_gradients(self, names: Collection[str] | None = None) -> None:
+        """Clear the gradients of pruned columns that would get one; call after backward, before clipping.
+
+        ``names``: of these tensors alone.
+        """
         for layer, columns in self._idle_columns.items():
-            gradient = self.parameters[self.anatomy.output_row(layer, "attn").name].grad
-            if gradient is not None:
+            name = self.anatomy.output_row(layer, "attn").name
+            if (gradient := self.parameters[name].grad) is not None and (names is None or name in names):
                 local(gradient).index_fill_(1, columns, 0.0)
         for row in self._idle_rows:
             gradient = self.parameters[row.name].grad
-            if gradient is not None:
+            if gradient is not None and (names is None or row.name in names):
                 local(gradient).zero_()
 
-    def compacted(self, keep: Structure | None = None) -> nn.Module:
+    def compacted(self, keep: Structure | None = None, *, last: bool = False) -> nn.Module:
         """A new model with stock modules: the alive parts, or any structure between alive and physical.
+
+        ``last``: this one is not used again, so each of its tensors is released as soon as it is sliced.
 
         For a sharded model it is built in host memory, tensor by tensor, and every process must call this.
         """
         keep = keep or self.alive
         assert self.physical.contains(keep) and keep.contains(self.alive)
         if not any(is_sharded(parameter) for _, parameter in self._parameters()):
-            return cut(self.model, self.anatomy, keep, self.physical)
+            return cut(self.model, self.anatomy, keep, self.physical, release if last else None)
         whole: dict[str, Tensor] = {}
         for row, parameter in self._parameters():
             tensor = gathered(parameter)  # by all processes, also what is not kept

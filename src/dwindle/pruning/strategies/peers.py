@@ -24,7 +24,7 @@ from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, most_kv, round_widths, widest, with_sizes
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Pacing
-from dwindle.pruning.saliency import Scores
+from dwindle.pruning.saliency import Once, Scores
 from dwindle.pruning.strategies.base import Choice, GroupScores, check_heads
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.layer_plan import LayerPlan
@@ -134,7 +134,9 @@ class LlmPrunerStrategy(_EqualShares):
         names = {row.name for row in rows}
         found = calibrate(prunable, windows, metric, self.config, names=names, bar=bar)
         weights = {name: prunable.parameters[name].detach() for name in names}
-        elements = {n: metric.score(w, found.gradients[n], found.fishers[n]) for n, w in weights.items()}
+        gradients, fishers = Once(found.gradients), Once(found.fishers)
+        del found
+        elements = {n: metric.score(w, gradients.get(n), fishers.get(n)) for n, w in weights.items()}
         return coupled_scores(prunable, rows, elements)
 
 
