@@ -87,16 +87,15 @@ def measure_selection(shape: str, to: str, name: str) -> SelectRow:
     anatomy = Anatomy.of_config(LlamaConfig(**SHAPES[shape], tie_word_embeddings=False))
     target = parse_target(to, anatomy)
     config = settled(PostTrainingConfig(**ROWS[name]), anatomy, target)
-    lines, alive, choose_s, ledger_s, num_groups = hashlib.sha256(), anatomy.source, 0.0, 0.0, 0
-    for number, alive, choices, seconds in _rounds(anatomy, target, config, name):
+    lines, left, choose_s, ledger_s, num_groups = hashlib.sha256(), anatomy.source, 0.0, 0.0, 0
+    for number, rest, choices, seconds in _rounds(anatomy, target, config, name):
         started = time.process_time()
         for line in map(json_line, [prune_event(choice, step=number, tokens=0) for choice in choices]):
             lines.update(line.encode())
         ledger_s += time.process_time() - started
-        choose_s, num_groups = choose_s + seconds, num_groups + len(choices)
+        choose_s, num_groups, left = choose_s + seconds, num_groups + len(choices), rest
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    left = anatomy.count(alive).total
-    return SelectRow(name, num_groups, left, choose_s, ledger_s, peak, lines.hexdigest()[:12])
+    return SelectRow(name, num_groups, anatomy.count(left).total, choose_s, ledger_s, peak, lines.hexdigest()[:12])
 
 
 def _rounds(
@@ -206,7 +205,7 @@ def main(arguments: list[str] | None = None, show: Callable[[Any], None] | None 
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows, in which order")
     parser.add_argument("--out", type=Path, help="append the rows as JSON lines to this file")
     given = parser.parse_args(arguments)
-    show, found = show or Console().print, list[SelectRow]()
+    show, found = show or Console(width=120).print, list[SelectRow]()
     for name in given.rows.split(","):
         if name not in ROWS:
             raise UserError(f"--rows {name}: choose among {', '.join(ROWS)}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
@@ -138,6 +140,11 @@ def _passes(
     return float(total) / len(windows)
 
 
+def _on_gradient(parameter: Any, call: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
+    return handle
+
+
 class _Gradients:
     """Adds every gradient to the sums as soon as the backward pass has it, and frees it: never are all there at once.
 
@@ -155,7 +162,7 @@ class _Gradients:
 
     @contextmanager
     def taken_from(self, scored: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        handles = [p.register_post_accumulate_grad_hook(partial(self._take, name)) for name, p in scored.items()]
+        handles = [_on_gradient(p, partial(self._take, name)) for name, p in scored.items()]
         try:
             yield
         finally:
@@ -182,7 +189,9 @@ class _Gradients:
         assert self._taken == {*scored}, "a gradient is missing"
         self._taken.clear()
         if "groups" in self._needs:
-            this = begin_scores(self._prunable, self._vectors, None, metric_named("group"), blocks=blocks, reduced=self._sums)()
+            this = begin_scores(
+                self._prunable, self._vectors, None, metric_named("group"), blocks=blocks, reduced=self._sums
+            )()
             self._found.groups = this.smoothed(self._found.groups, 1 - 1 / count)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Row, places
@@ -24,6 +23,7 @@ from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.gram import Inputs
 from dwindle.pruning.metrics import METRICS, Metric, Score, derivative, metric_named
+from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
 
 __all__ = [
@@ -348,42 +348,11 @@ def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tens
     return torch.compile(_sums, dynamic=True)
 
 
-class _Strips:
-    """A matrix of which single rows and single columns are read: strips of a few rows, each column by column.
-
-    Row by row, the elements of a column are each in a page of their own, and reading them is all that selection does.
-    """
-
-    ROWS = 8
-
-    def __init__(self, matrix_ON: Tensor) -> None:
-        rows, columns = matrix_ON.shape
-        matrix_ON = matrix_ON if matrix_ON.element_size() >= 4 else matrix_ON.float()  # numpy has no bfloat16
-        strips = torch.zeros(-(-rows // self.ROWS), columns, self.ROWS, dtype=matrix_ON.dtype)
-        whole, rest = rows // self.ROWS, rows % self.ROWS
-        strips[:whole] = matrix_ON[: whole * self.ROWS].reshape(whole, self.ROWS, columns).transpose(1, 2)
-        if rest:
-            strips[whole, :, :rest] = matrix_ON[whole * self.ROWS :].T
-        self._num_rows, self._strips = rows, strips.numpy()
-
-    def sum_of_rows(self, rows: list[int]) -> NDArray[Any]:
-        parts = [self._strips[row // self.ROWS, :, row % self.ROWS] for row in rows]
-        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0, dtype=np.float64)
-
-    def sum_of_columns(self, columns: list[int]) -> NDArray[Any]:
-        parts = [self._strips[:, column].reshape(-1)[: self._num_rows] for column in columns]
-        return parts[0] if len(parts) == 1 else np.sum(parts, axis=0, dtype=np.float64)
-
-    def whole(self) -> Tensor:
-        strips = torch.from_numpy(self._strips)
-        return strips.transpose(1, 2).reshape(len(strips) * self.ROWS, strips.shape[1])[: self._num_rows]
-
-
 class ElementScores:
     """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
-    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``. They are
-    not changed: what is removed has an infinite sum, from which nothing is missing.
+    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``. They
+    are not changed: the sums of what is removed are infinite, whatever is subtracted.
     """
 
     def __init__(
@@ -397,7 +366,7 @@ class ElementScores:
     ) -> None:
         self.structure, self._prunable, self._with_blocks = prunable.physical, prunable, blocks
         layers, hidden = prunable.anatomy.num_layers, len(self.structure.hidden)
-        nothing = _Strips(torch.zeros(hidden, 0))
+        nothing = Strips(torch.zeros(hidden, 0))
         self._heads, self._channels = [nothing] * layers, [nothing] * layers
         self._whole_OI: list[Tensor] = []
         """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
@@ -408,11 +377,11 @@ class ElementScores:
             if row.axes[1] == ("query",):
                 element = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2).cpu()
                 stem[row.layer] = element.sum(1, dtype=torch.float64)
-                heads[row.layer], self._heads[row.layer] = element.sum(0, dtype=torch.float64), _Strips(element)
+                heads[row.layer], self._heads[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
             elif row.axes[1] == ("ffn",):
                 element = element_OI.cpu()
                 stem[layers + row.layer] = element.sum(1, dtype=torch.float64)
-                channels[row.layer], self._channels[row.layer] = element.sum(0, dtype=torch.float64), _Strips(element)
+                channels[row.layer], self._channels[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
             else:
                 is_square = row.axes[1] == ("hidden",)  # these columns are removed with the rows
                 self._whole_OI.append((element_OI if is_square else element_OI.sum(1, keepdim=True)).cpu())
@@ -423,7 +392,9 @@ class ElementScores:
     def _sum_blocks(self) -> None:
         """From the sums of what is left."""
         if self._with_blocks:
-            heads, channels = ([t.masked_fill(t.isinf(), 0.0) for t in v] for v in (self.current.attn, self.current.ffn))
+            heads, channels = (
+                [t.masked_fill(t.isinf(), 0.0) for t in v] for v in (self.current.attn, self.current.ffn)
+            )
             whole = [float(e.sum(dtype=torch.float64)) for e in self._whole_OI]
             self.current.blocks = _block_sums(self._prunable, heads, channels, whole)
 
@@ -445,11 +416,11 @@ class ElementScores:
 
     def _remove_hidden(self, rows: list[int]) -> None:
         scores = self.current
-        for element in self._whole_OI:
-            if element.shape[1] == len(self.structure.hidden):
-                scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
-                element[:, rows] = 0
-            element[rows] = 0
+        for whole in self._whole_OI:
+            if whole.shape[1] == len(self.structure.hidden):
+                scores.stem -= whole[:, rows].sum(1, dtype=torch.float64)
+                whole[:, rows] = 0
+            whole[rows] = 0
         scores.stem[rows] = float("inf")
         for elements, sums in ((self._heads, scores.attn), (self._channels, scores.ffn)):
             for element, total in zip(elements, sums, strict=True):

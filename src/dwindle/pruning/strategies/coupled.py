@@ -208,9 +208,7 @@ class Selector:
                 found[kind] = candidate
         return found
 
-    def _candidate(
-        self, count: int, group: Group, total: float, elements: int, rest: Structure
-    ) -> _CoupledCandidate:
+    def _candidate(self, count: int, group: Group, total: float, elements: int, rest: Structure) -> _CoupledCandidate:
         left = self.anatomy.count(rest).total
         if self.config.compare == "saved":
             elements = count - left
@@ -234,9 +232,7 @@ class Selector:
             places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
-            candidate = self._candidate(
-                count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group)
-            )
+            candidate = self._candidate(count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group))
             order = max(sizes[number] - excess, 0), candidate.saliency
             if best is None or order < best[0]:
                 best = order, candidate
@@ -257,7 +253,8 @@ class Selector:
             found = self._picked(pick, scores, alive)
             elements = sum(map(len, found.members)) * self.anatomy.head_dim * len(alive.hidden)
             layers = tuple(
-                la if cut is None else cut.narrowed(len(la.ffn)) for la, cut in zip(alive.layers, found.left, strict=True)
+                la if cut is None else cut.narrowed(len(la.ffn))
+                for la, cut in zip(alive.layers, found.left, strict=True)
             )
             rest = Structure(alive.hidden, layers)
             candidate = self._candidate(count, Group("attn", found.members), found.saliency, elements, rest)

@@ -14,7 +14,6 @@ from dwindle.anatomy.structure import Layer
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import Scores
 
-
 Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 

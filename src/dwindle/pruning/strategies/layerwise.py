@@ -229,7 +229,11 @@ class AdaptStrategy(LayerwiseStrategy):
         def after(number: int, smaller: tuple[int, int]) -> int:
             before, rest = (plans[number].cut_to(sizes) for sizes in (kept[number], smaller))
             hidden = len(alive.hidden)
-            return count - self.anatomy.count_layer(number, hidden, before) + self.anatomy.count_layer(number, hidden, rest)
+            return (
+                count
+                - self.anatomy.count_layer(number, hidden, before)
+                + self.anatomy.count_layer(number, hidden, rest)
+            )
 
         for _, number, axis in sorted(steps):
             smaller = _one_less(kept[number], axis)
