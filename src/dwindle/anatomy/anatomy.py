@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +25,11 @@ _NOT_COMPUTED = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidir
 
 FIXED = ("vocab", "dim")
 """Units that are never pruned."""
+
+_SIZES = {"hidden": 0, "query": 1, "head": 1, "kv": 2, "ffn": 3}
+"""The place of each unit's size in a polynomial."""
+_Terms = list[tuple[tuple[int, ...], int]]
+"""A polynomial of sizes: the places of the factors of each term, and its coefficient."""
 
 Removed = Mapping[tuple[str, int | None], list[int]]
 """Positions that are removed, by unit and layer (None: hidden); ``attn`` and ``mlp`` are whole blocks of a layer."""
@@ -91,7 +95,7 @@ class Anatomy:
         tables = {layer: tuple((r.axes, r.full_shape) for r in rows) for layer, rows in self._rows_of.items()}
         distinct = list(dict.fromkeys(tables.values()))
         self._table_of = {layer: distinct.index(table) for layer, table in tables.items()}
-        self._cached_sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._terms: dict[tuple[int, tuple[Block, ...]], tuple[_Terms, _Terms]] = {}
         self._block_kinds = [
             {block: tuple(split_name(r.name)[1] for r in self._rows_of[n] if r.block == block) for block in BLOCKS}
             for n in range(self.num_layers)
@@ -210,15 +214,13 @@ class Anatomy:
         )
 
     def count(self, structure: Structure) -> ParameterCount:
-        """Exact number of parameters, from the table alone; tied tensors count once.
-
-        Selection counts thousands of structures whose layers mostly have the same sizes, so results are cached.
-        """
+        """Exact number of parameters, from the table alone; tied tensors count once."""
         hidden = len(structure.hidden)
-        total, embedding = self._sizes(None, structure, (hidden,))
+        every, embedding = self._polynomials(None, ())
+        total = _value(every, (hidden, 0, 0, 0))
         for number, layer in enumerate(structure.layers):
-            total += self._sizes(number, structure, _layer_sizes(hidden, layer))[0]
-        return ParameterCount(total, embedding)
+            total += self.count_layer(number, hidden, layer)
+        return ParameterCount(total, _value(embedding, (hidden, 0, 0, 0)))
 
     def layer_counts(self, structure: Structure) -> list[int]:
         """Exact number of parameters of every decoder layer."""
@@ -226,17 +228,35 @@ class Anatomy:
 
     def count_layer(self, number: int, hidden: int, layer: Layer) -> int:
         """Exact number of parameters of one decoder layer of these sizes."""
-        alone = Structure(tuple(range(hidden)), (layer,) * (number + 1))
-        return self._sizes(number, alone, _layer_sizes(hidden, layer))[0]
+        sizes = hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn)
+        return _value(self._polynomials(number, layer.absent)[0], sizes)
 
-    def _sizes(self, layer: int | None, structure: Structure, sizes: tuple[Any, ...]) -> tuple[int, int]:
-        """(all, embedding) parameters of one layer, or of the tensors outside the layers."""
-        rows = self._rows_of[layer]
-        key = (self._table_of[layer], sizes)
-        if key not in self._cached_sizes:
-            counts = [(prod(self.shape(row, structure)), row.is_embedding) for row in rows]
-            self._cached_sizes[key] = (sum(n for n, _ in counts), sum(n for n, is_embedding in counts if is_embedding))
-        return self._cached_sizes[key]
+    def _polynomials(self, layer: int | None, absent: tuple[Block, ...]) -> tuple[_Terms, _Terms]:
+        """(all, embedding) parameters of one layer, or of the tensors outside the layers, as polynomials of its sizes.
+
+        Selection counts thousands of structures: the table is read once for each kind of layer.
+        """
+        key = self._table_of[layer], absent
+        if key not in self._terms:
+            rows = [row for row in self._rows_of[layer] if row.block is None or row.block not in absent]
+            embeddings = [row for row in rows if row.is_embedding]
+            self._terms[key] = self._sum_of_products(rows), self._sum_of_products(embeddings)
+        return self._terms[key]
+
+    def _sum_of_products(self, rows: Iterable[Row]) -> _Terms:
+        """The number of elements of these tensors: for each the product of its axes, which are sums over units."""
+        terms: Counter[tuple[int, ...]] = Counter()
+        for row in rows:
+            product: Counter[tuple[int, ...]] = Counter({(): 1})
+            for axis, full in zip(row.axes, row.full_shape, strict=True):
+                units = [((), full)] if axis[0] in FIXED else [((_SIZES[unit],), self.stretch(unit)) for unit in axis]
+                longer: Counter[tuple[int, ...]] = Counter()
+                for term, factor in product.items():
+                    for size, stretch in units:
+                        longer[tuple(sorted(term + size))] += factor * stretch
+                product = longer
+            terms.update(product)
+        return list(terms.items())
 
     def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor | None:
         """Positions of the kept entries of one axis in a tensor with structure ``within``; None for a fixed axis."""
@@ -370,16 +390,27 @@ class Anatomy:
         return self._output_of[layer, kind]
 
 
-def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) -> nn.Module:
-    """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``."""
+def cut(
+    model: nn.Module,
+    anatomy: Anatomy,
+    keep: Structure,
+    within: Structure,
+    release: Callable[[nn.Parameter], None] | None = None,
+) -> nn.Module:
+    """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``.
+
+    ``release`` frees each old tensor once it is sliced; the old model is of no use then.
+    """
     from dwindle.anatomy.build import build, config_for, stock_form
 
-    rows = anatomy.rows_in(within)
-    tensors = {
-        anatomy.name_in(row, keep): anatomy.slice(row, parameter.detach(), keep, within).clone()
-        for name, parameter in model.named_parameters()
-        if (row := rows[name]).is_in(keep)
-    }
+    rows, tensors = anatomy.rows_in(within), dict[str, Tensor]()
+    for name, parameter in model.named_parameters():
+        row, whole = rows[name], parameter.detach()
+        if row.is_in(keep):
+            part = anatomy.slice(row, whole, keep, within)
+            tensors[anatomy.name_in(row, keep)] = whole.clone() if part is whole and release is None else part
+        if release is not None:
+            release(parameter)
     smaller = stock_form(build(config_for(model.config, keep, within), tensors), keep)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
@@ -387,8 +418,14 @@ def cut(model: nn.Module, anatomy: Anatomy, keep: Structure, within: Structure) 
     return smaller
 
 
-def _layer_sizes(hidden: int, layer: Layer) -> tuple[Any, ...]:
-    return hidden, len(layer.query_heads), len(layer.kv_heads), len(layer.ffn), layer.absent
+def _value(terms: _Terms, sizes: tuple[int, int, int, int]) -> int:
+    """A polynomial of (hidden, query heads, key/value heads, FFN channels)."""
+    total = 0
+    for places_, factor in terms:
+        for place in places_:
+            factor *= sizes[place]
+        total += factor
+    return total
 
 
 def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from dwindle.core.errors import UserError
 from dwindle.core.names import public_name
@@ -21,6 +21,7 @@ BLOCKS: tuple[Block, ...] = ("attn", "mlp")
 """The blocks of a layer: attention (or what stands in its place, such as a convolution), then the FFN."""
 
 FORMAT = 1
+_FEW = 8
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,13 @@ class Layer:
         heads = ((), ()) if "attn" in gone else (self.query_heads, self.kv_of_query)
         return Layer(*heads, () if "mlp" in gone else self.ffn, tuple(block for block in BLOCKS if block in gone))
 
-    def without(self, *, query_heads: Iterable[int] = (), ffn: Iterable[int] = ()) -> Layer:
+    def narrowed(self, width: int) -> Layer:
+        """The layer with so many FFN channels, for counting: its indices are not those that are left."""
+        layer = Layer(self.query_heads, self.kv_of_query, _upto(width), self.absent)
+        layer.__dict__["kv_heads"] = self.kv_heads  # the cached one
+        return layer
+
+    def without(self, *, query_heads: Iterable[int] = (), ffn: Collection[int] = ()) -> Layer:
         """The remaining layer; unchanged parts stay the same objects, which makes differences cheap to find."""
         gone = set(query_heads)
         heads, kv_of_query = self.query_heads, self.kv_of_query
@@ -78,6 +85,11 @@ class Layer:
     def unit(self, name: str) -> tuple[int, ...]:
         """The indices of one unit of an anatomy table."""
         return {"query": self.query_heads, "head": self.query_heads, "kv": self.kv_heads, "ffn": self.ffn}[name]
+
+
+def _upto(width: int) -> tuple[int, ...]:
+    """Indices for counting alone: nothing is stored, so that sizes of wide layers cost nothing to change."""
+    return cast(tuple[int, ...], range(width))
 
 
 def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
@@ -100,8 +112,11 @@ def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
     return start == len(some)
 
 
-def _drop(indices: tuple[int, ...], gone: Iterable[int]) -> tuple[int, ...]:
-    """Sorted indices without a few of them; slices are faster than sets for wide layers."""
+def _drop(indices: tuple[int, ...], gone: Collection[int]) -> tuple[int, ...]:
+    """Sorted indices without some of them; for a few of a wide layer, slices are faster than a set."""
+    if len(gone) > _FEW:
+        lost = set(gone)
+        return tuple(index for index in indices if index not in lost)
     for index in gone:
         place = bisect_left(indices, index)
         if place < len(indices) and indices[place] == index:
@@ -187,6 +202,40 @@ class Structure:
         key = "query_heads" if group.kind == "attn" else "ffn"
         layers = tuple(la.without(**{key: gone}) for la, gone in zip(self.layers, group.members, strict=True))
         return replace(self, layers=layers)
+
+    def without_all(self, groups: Iterable[Group]) -> Structure:
+        """The structure after removing many groups; each index is looked at once."""
+        hidden, heads, channels = list[int](), *([list[int]() for _ in self.layers] for _ in range(2))
+        blocks = [set[Block]() for _ in self.layers]
+        for group in groups:
+            if group.kind == "stem":
+                hidden += group.members[0]
+                continue
+            for number, members in enumerate(group.members):
+                if not members:
+                    continue
+                if group.kind == "layer":
+                    blocks[number].update(BLOCKS[place] for place in members)
+                else:
+                    (heads if group.kind == "attn" else channels)[number].extend(members)
+        layers = list[Layer]()
+        for layer, queries, ffn, gone in zip(self.layers, heads, channels, blocks, strict=True):
+            rest = layer.without(query_heads=queries, ffn=ffn)
+            layers.append(rest.without_blocks(gone) if gone else rest)
+        return Structure(_drop(self.hidden, hidden), tuple(layers))
+
+    def sized(self) -> Structure:
+        """The same sizes, for counting: only the heads are those of this structure."""
+        return Structure(_upto(len(self.hidden)), tuple(layer.narrowed(len(layer.ffn)) for layer in self.layers))
+
+    def shrunk(self, group: Group) -> Structure:
+        """``without``, of a ``sized`` structure."""
+        if group.kind == "stem":
+            return Structure(_upto(len(self.hidden) - len(group.members[0])), self.layers)
+        if group.kind != "ffn":
+            return self.without(group)
+        pairs = zip(self.layers, group.members, strict=True)
+        return Structure(self.hidden, tuple(la.narrowed(len(la.ffn) - len(ffn)) if ffn else la for la, ffn in pairs))
 
     def unit(self, name: str, layer: int | None) -> tuple[int, ...]:
         """The indices of one unit of an anatomy table, in one layer or (hidden) in the whole model."""

@@ -14,7 +14,10 @@ from dwindle.core.run_directory import RunDirectory
 
 def json_line(record: dict[str, Any]) -> str:
     """One record as a line; numbers that are not finite become null."""
-    return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+    except ValueError:  # of few records; walking all of them takes longer than writing them
+        return json.dumps(finite(record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class JsonLinesFile:

@@ -100,6 +100,14 @@ def narrowed(tensor: Tensor, axis: int, start: int, length: int) -> Tensor | Non
     return local(tensor).narrow(0, begin - first, end - begin) if begin < end else None
 
 
+def fill_zero(tensor: Tensor, axis: int, index: Tensor) -> None:
+    """Zero the entries ``index`` of one axis in place, on this process."""
+    if is_sharded(tensor) and axis == 0:
+        first, rows = row_range(tensor)
+        index = index[(index >= first) & (index < first + rows)] - first
+    local(tensor).index_fill_(axis, index, 0)
+
+
 def release(parameter: nn.Parameter) -> None:
     """Free the memory of a parameter even if there are other references to it."""
     if is_sharded(parameter):

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import LayerCurvature, Metric, Scores, begin_scores, metric_named, rows_with_gradients
+from dwindle.pruning.saliency import (
+    LayerCurvature,
+    Metric,
+    Scores,
+    begin_scores,
+    group_sums,
+    metric_named,
+    rows_with_gradients,
+)
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
@@ -109,7 +120,9 @@ def _passes(
     total = torch.zeros((), dtype=torch.float64, device=device)
     size = 1 if metric.needs & {"fisher", "groups"} else batch_size(prunable, windows)
     first = 0
-    with _only_these_need_gradients(model, scored.values()):
+    blocks = "layer" in config.effective_groups
+    gradients = _Gradients(prunable, found, metric)
+    with _only_these_need_gradients(model, scored.values()), gradients.taken_from(scored):
         for batch in torch.split(windows, size):
             last = first + len(batch)
             if taps is not None and found.inputs is not None:
@@ -119,35 +132,67 @@ def _passes(
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             total += loss.detach() * len(batch)
             if scored:
+                gradients.share = len(batch) / len(windows)
                 loss.backward()
-                prunable.mask_gradients()
-                if "groups" in metric.needs:
-                    _accumulate_groups(found, scored, prunable, last, "layer" in config.effective_groups)
-                _accumulate(found, scored, metric, len(batch) / len(windows))
+                gradients.finish(scored, last, blocks=blocks)
             first = last
             bar.advance(len(batch))
     return float(total) / len(windows)
 
 
-def _accumulate_groups(
-    found: Calibration, scored: dict[str, nn.Parameter], prunable: Prunable, count: int, blocks: bool
-) -> None:
-    """The mean over the first ``count`` sequences, of which this is the last."""
-    gradients = {name: p.grad for name, p in scored.items() if p.grad is not None}
-    this = begin_scores(prunable, gradients, None, metric_named("group"), blocks=blocks)()
-    found.groups = this.smoothed(found.groups, 1 - 1 / count)
+def _on_gradient(parameter: Any, call: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
+    return handle
 
 
-def _accumulate(found: Calibration, scored: dict[str, nn.Parameter], metric: Metric, share: float) -> None:
-    for name, parameter in scored.items():
-        gradient = parameter.grad
+class _Gradients:
+    """Adds every gradient to the sums as soon as the backward pass has it, and frees it: never are all there at once.
+
+    For the metric ``group`` only its sums over rows and columns are kept.
+    """
+
+    def __init__(self, prunable: Prunable, found: Calibration, metric: Metric) -> None:
+        self._prunable, self._found, self._needs = prunable, found, metric.needs
+        self.share = 1.0
+        """Of the windows in the present pass."""
+        self._matrices = {row.name for _, row in prunable.outputs}
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._vectors: dict[str, Tensor] = {}
+        self._taken: set[str] = set()
+
+    @contextmanager
+    def taken_from(self, scored: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        handles = [_on_gradient(p, partial(self._take, name)) for name, p in scored.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        self._prunable.mask_gradients([name])
+        gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, name
-        if "gradient" in metric.needs:
-            _add(found.gradients, name, gradient, share)
-        if "fisher" in metric.needs:
-            assert isinstance(found.fishers, dict)
-            _add(found.fishers, name, gradient.square(), share)
-        parameter.grad = None
+        self._taken.add(name)
+        if "groups" in self._needs and name in self._matrices:
+            self._sums[name] = group_sums(parameter.detach(), gradient)
+        elif "groups" in self._needs:
+            self._vectors[name] = gradient
+        if "gradient" in self._needs:
+            _add(self._found.gradients, name, gradient, self.share)
+        if "fisher" in self._needs:
+            assert isinstance(self._found.fishers, dict)
+            _add(self._found.fishers, name, gradient.square(), self.share)
+
+    def finish(self, scored: Mapping[str, nn.Parameter], count: int, *, blocks: bool) -> None:
+        """After a backward pass: the last of the first ``count`` sequences, over which ``group`` is averaged."""
+        assert self._taken == {*scored}, "a gradient is missing"
+        self._taken.clear()
+        if "groups" in self._needs:
+            this = begin_scores(
+                self._prunable, self._vectors, None, metric_named("group"), blocks=blocks, reduced=self._sums
+            )()
+            self._found.groups = this.smoothed(self._found.groups, 1 - 1 / count)
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor, share: float) -> None:

@@ -43,6 +43,8 @@ FORMAT = 1
 EVENTS = ("vocabulary", "prune", "compact", "allocation", "resume")
 """What may follow the first line."""
 _UNITS = {"attn": "query", "ffn": "ffn"}
+_NONE: list[int] = []
+"""Shared by the layers that lose nothing: of a large mixture's lines they are nearly all lists."""
 
 Event = dict[str, Any]
 
@@ -116,7 +118,7 @@ def prune_event(choice: Choice, *, step: int, tokens: int) -> Event:
         "step": step,
         "tokens": tokens,
         "type": choice.group.kind,
-        "indices": [list(members) for members in choice.group.members],
+        "indices": [list(members) if members else _NONE for members in choice.group.members],
         "saliency": {kind: choice.saliency.get(kind) for kind in ALL_KINDS if kind in (*KINDS, *choice.saliency)},
         "parameters": choice.num_parameters,
     }
@@ -166,11 +168,7 @@ def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[E
 
 def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:
     """The structure after all events of a ledger."""
-    structure = source
-    for event in events:
-        if event["event"] == "prune":
-            structure = structure.without(_group(event))
-    return structure
+    return source.without_all(_group(event) for event in events if event["event"] == "prune")
 
 
 def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) -> Structure:

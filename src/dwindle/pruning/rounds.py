@@ -17,7 +17,7 @@ from dwindle.pruning.ledger import Event, prune_event, source_event
 from dwindle.pruning.metrics import Metric, metric_named
 from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.rotation import check_rotatable, sliced_size
-from dwindle.pruning.saliency import ElementScores, score_model
+from dwindle.pruning.saliency import ElementScores, Once, score_model
 from dwindle.pruning.second_order import repair
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
@@ -94,6 +94,9 @@ def _scored(
     if strategy.watches_layers:
         strategy.listen(prunable.model)
     found = calibrate(prunable, windows, metric, config, always=strategy.watches_layers, bar=bar)
+    found.gradients = Once(found.gradients)  # all that follows are the scores
+    if isinstance(found.fishers, dict):
+        found.fishers = Once(found.fishers)
     return found, group_scores(strategy, prunable, found, metric)
 
 

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ from dwindle.distributed.async_copy import Fetched
 from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.gram import Inputs
-from dwindle.pruning.metrics import METRICS, Metric, Score, metric_named
+from dwindle.pruning.metrics import METRICS, Metric, Score, derivative, metric_named
+from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "Metric",
     "Scores",
     "begin_scores",
+    "group_sums",
     "metric_named",
     "rows_with_gradients",
     "score_model",
@@ -142,7 +146,8 @@ class Scores:
             return
         values, unit = (self.attn, "query") if group.kind == "attn" else (self.ffn, "ffn")
         for layer, members in enumerate(group.members):
-            values[layer][places(members, self.structure.unit(unit, layer))] = float("inf")
+            if members:
+                values[layer].numpy()[places(members, self.structure.unit(unit, layer))] = np.inf
 
     def mask(self, pruned: Mapping[Kind, list[Tensor]]) -> Scores:
         """Set pruned parts to infinity."""
@@ -202,6 +207,7 @@ def begin_scores(
     *,
     fused: bool = False,
     blocks: bool = False,
+    reduced: Mapping[str, tuple[Tensor, Tensor]] | None = None,
 ) -> Callable[[], Scores]:
     """Start computing ``score_model``; calling the result waits for it.
 
@@ -211,13 +217,15 @@ def begin_scores(
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
     over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies
-    of whole blocks and layers.
+    of whole blocks and layers. ``reduced``: the row and column sums of all matrices, made before; ``gradients`` then
+    holds those of vectors alone.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
-    for kind, _, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        row, column = sums(metric.score, weight, gradient, fisher)
+    for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+        found = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
+        row, column = found
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
@@ -329,6 +337,11 @@ def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tupl
     return element_OI.sum(1, dtype=torch.float64), element_OI.sum(0, dtype=torch.float64)
 
 
+def group_sums(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column sums of a matrix for the metric ``group``: all that it needs of a gradient."""
+    return _sums(derivative, local(weight), local(gradient), None)
+
+
 @cache
 def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
     """One graph for projections of all sizes; compiled on first use, because importing the compiler takes a second."""
@@ -338,7 +351,8 @@ def _fused_sums() -> Callable[[Score, Tensor, Tensor, Tensor | None], tuple[Tens
 class ElementScores:
     """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
-    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``.
+    Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``. They
+    are not changed: the sums of what is removed are infinite, whatever is subtracted.
     """
 
     def __init__(
@@ -351,84 +365,92 @@ class ElementScores:
         blocks: bool = False,
     ) -> None:
         self.structure, self._prunable, self._with_blocks = prunable.physical, prunable, blocks
-        nothing = torch.zeros(len(self.structure.hidden), 0)
-        self._heads_OH = [nothing] * prunable.anatomy.num_layers
-        self._channels_ON = [nothing] * prunable.anatomy.num_layers
+        layers, hidden = prunable.anatomy.num_layers, len(self.structure.hidden)
+        nothing = Strips(torch.zeros(hidden, 0))
+        self._heads, self._channels = [nothing] * layers, [nothing] * layers
         self._whole_OI: list[Tensor] = []
-        """Elements of the other output projections: they count for hidden channels only."""
+        """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
+        heads, channels = ([torch.zeros(0, dtype=torch.float64)] * layers for _ in range(2))
+        stem = [torch.zeros(hidden, dtype=torch.float64) for _ in range(2 * layers)]
         for row, element_OI in _elements(prunable, gradients, fishers, metric):
             assert row.layer is not None
             if row.axes[1] == ("query",):
-                by_head = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim)
-                self._heads_OH[row.layer] = by_head.sum(2).cpu()
+                element = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2).cpu()
+                stem[row.layer] = element.sum(1, dtype=torch.float64)
+                heads[row.layer], self._heads[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
             elif row.axes[1] == ("ffn",):
-                self._channels_ON[row.layer] = element_OI.cpu()
+                element = element_OI.cpu()
+                stem[layers + row.layer] = element.sum(1, dtype=torch.float64)
+                channels[row.layer], self._channels[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
             else:
-                hidden = row.axes[1] == ("hidden",)  # these columns are removed with the rows
-                self._whole_OI.append((element_OI if hidden else element_OI.sum(1, keepdim=True)).cpu())
-        everything = self._heads_OH + self._channels_ON + self._whole_OI
-        self.current = Scores(
-            self.structure,
-            [e.sum(0, dtype=torch.float64) for e in self._heads_OH],
-            [e.sum(0, dtype=torch.float64) for e in self._channels_ON],
-            torch.stack([e.sum(1, dtype=torch.float64) for e in everything]).sum(0),
-        ).mask(prunable.pruned)
+                is_square = row.axes[1] == ("hidden",)  # these columns are removed with the rows
+                self._whole_OI.append((element_OI if is_square else element_OI.sum(1, keepdim=True)).cpu())
+        stem += [e.sum(1, dtype=torch.float64) for e in self._whole_OI]
+        self.current = Scores(self.structure, heads, channels, torch.stack(stem).sum(0)).mask(prunable.pruned)
         self._sum_blocks()
 
     def _sum_blocks(self) -> None:
+        """From the sums of what is left."""
         if self._with_blocks:
+            heads, channels = (
+                [t.masked_fill(t.isinf(), 0.0) for t in v] for v in (self.current.attn, self.current.ffn)
+            )
             whole = [float(e.sum(dtype=torch.float64)) for e in self._whole_OI]
-            self.current.blocks = _block_sums(self._prunable, self._heads_OH, self._channels_ON, whole)
+            self.current.blocks = _block_sums(self._prunable, heads, channels, whole)
 
     def copy(self) -> ElementScores:
         other = copy(self)
         other.current = self.current.copy()
-        other._heads_OH = [e.clone() for e in self._heads_OH]
-        other._channels_ON = [e.clone() for e in self._channels_ON]
         other._whole_OI = [e.clone() for e in self._whole_OI]
         return other
 
     def remove(self, group: Group) -> None:
         """Exclude a group and subtract its elements from the sums of other groups."""
-        self._remove(group)
-        self._sum_blocks()
-
-    def _remove(self, group: Group) -> None:
-        scores = self.current
         if group.kind == "layer":
             self._remove_blocks(group)
-            return
-        if group.kind == "stem":
-            rows = places(group.members[0], self.structure.hidden)
-            for element in self._whole_OI:
-                if element.shape[1] == len(self.structure.hidden):
-                    scores.stem -= element[:, rows].sum(1, dtype=torch.float64)
-                    element[:, rows] = 0
-                element[rows] = 0
-            scores.stem[rows] = float("inf")
-            for elements, sums in ((self._heads_OH, scores.attn), (self._channels_ON, scores.ffn)):
-                for element, total in zip(elements, sums, strict=True):
-                    total -= element[rows].sum(0, dtype=torch.float64)
-                    element[rows] = 0
-            return
-        unit = "query" if group.kind == "attn" else "ffn"
-        elements = self._heads_OH if group.kind == "attn" else self._channels_ON
-        sums = scores.attn if group.kind == "attn" else scores.ffn
+        elif group.kind == "stem":
+            self._remove_hidden(places(group.members[0], self.structure.hidden))
+        else:
+            self._remove_columns(group)
+        self._sum_blocks()
+
+    def _remove_hidden(self, rows: list[int]) -> None:
+        scores = self.current
+        for whole in self._whole_OI:
+            if whole.shape[1] == len(self.structure.hidden):
+                scores.stem -= whole[:, rows].sum(1, dtype=torch.float64)
+                whole[:, rows] = 0
+            whole[rows] = 0
+        scores.stem[rows] = float("inf")
+        for elements, sums in ((self._heads, scores.attn), (self._channels, scores.ffn)):
+            for element, total in zip(elements, sums, strict=True):
+                np.subtract(values := total.numpy(), element.sum_of_rows(rows), out=values)
+
+    def _remove_columns(self, group: Group) -> None:
+        scores, stem = self.current, self.current.stem.numpy()
+        elements, sums, unit = (
+            (self._heads, scores.attn, "query") if group.kind == "attn" else (self._channels, scores.ffn, "ffn")
+        )
         for layer, members in enumerate(group.members):
+            if not members:
+                continue
             columns = places(members, self.structure.unit(unit, layer))
-            scores.stem -= elements[layer][:, columns].sum(1, dtype=torch.float64)
-            elements[layer][:, columns] = 0
-            sums[layer][columns] = float("inf")
+            np.subtract(stem, elements[layer].sum_of_columns(columns), out=stem)
+            sums[layer].numpy()[columns] = np.inf
 
     def _remove_blocks(self, group: Group) -> None:
-        self.current.remove(group)
+        scores = self.current
         others = [row for kind, row in self._prunable.outputs if kind == "whole"]
-        gone = [e for row, e in zip(others, self._whole_OI, strict=True) if _is_gone(row, group)]
+        for row, element in zip(others, self._whole_OI, strict=True):
+            if _is_gone(row, group):
+                scores.stem -= element.sum(1, dtype=torch.float64)
+                element.zero_()
         for layer, members in enumerate(group.members):
-            gone += [(self._heads_OH, self._channels_ON)[place][layer] for place in members]
-        for element in gone:
-            self.current.stem -= element.sum(1, dtype=torch.float64)
-            element.zero_()
+            for place in members:
+                elements, sums = ((self._heads, scores.attn), (self._channels, scores.ffn))[place]
+                left = elements[layer].whole().masked_fill(sums[layer].isinf(), 0)
+                scores.stem -= left.sum(1, dtype=torch.float64)
+        scores.remove(group)
 
 
 def _is_gone(row: Row, group: Group) -> bool:
@@ -457,3 +479,10 @@ def _operands(
         weight = local(prunable.parameters[row.name].detach())
         fisher = None if fishers is None else local(fishers.get(row.name, weight))
         yield kind, row, weight, local(gradients.get(row.name, weight)), fisher
+
+
+class Once(dict[str, Tensor]):
+    """Tensors that are read once, and freed then."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.pop(name, default)

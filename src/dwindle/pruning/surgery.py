@@ -14,7 +14,7 @@ RMSNorm of it in families that have one there; no gradient but that of a bias re
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,12 +25,16 @@ from dwindle.anatomy.build import build, build_on_meta, config_for, stock_form
 from dwindle.anatomy.structure import BLOCKS, Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.async_copy import sent
-from dwindle.distributed.shards import gathered, is_sharded, local, narrowed, release, shaped_like
+from dwindle.distributed.shards import fill_zero, gathered, is_sharded, local, narrowed, release, shaped_like
 from dwindle.pruning.norm import ActiveRMSNorm
 from dwindle.training.muon import ALIVE_SIZES, MOMENTUM, alive_sizes
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", MOMENTUM)
 """State of AdamW (also with ``amsgrad``), SGD and Muon that has the shape of its weights."""
+
+
+_MANY_SPANS = 32
+"""More parts of one tensor are zeroed by their positions, not each by itself."""
 
 
 class Prunable:
@@ -73,8 +77,11 @@ class Prunable:
         with torch.no_grad():
             for row, parameter in self._parameters():
                 views = list(self.anatomy.spans(row, removed, self.physical))
+                places = _by_axis(views, parameter.device) if len(views) > _MANY_SPANS else {}
                 for tensor in _with_state(parameter, optimizer) if views else ():
-                    narrow = (narrowed(tensor, axis, start, length) for axis, start, length in views)
+                    for axis, index in places.items():
+                        fill_zero(tensor, axis, index)
+                    narrow = (narrowed(tensor, *view) for view in ([] if places else views))
                     pieces.extend(piece for piece in narrow if piece is not None)
                 state = optimizer.state.get(parameter, {}) if views and optimizer is not None else {}
                 if ALIVE_SIZES in state:
@@ -90,26 +97,31 @@ class Prunable:
         """Remove one group: one event."""
         self.prune_to(self.alive.without(group), optimizer)
 
-    def mask_gradients(self) -> None:
-        """Clear the gradients of pruned columns that would get one; call after backward, before clipping."""
+    def mask_gradients(self, names: Collection[str] | None = None) -> None:
+        """Clear the gradients of pruned columns that would get one; call after backward, before clipping.
+
+        ``names``: of these tensors alone.
+        """
         for layer, columns in self._idle_columns.items():
-            gradient = self.parameters[self.anatomy.output_row(layer, "attn").name].grad
-            if gradient is not None:
+            name = self.anatomy.output_row(layer, "attn").name
+            if (gradient := self.parameters[name].grad) is not None and (names is None or name in names):
                 local(gradient).index_fill_(1, columns, 0.0)
         for row in self._idle_rows:
             gradient = self.parameters[row.name].grad
-            if gradient is not None:
+            if gradient is not None and (names is None or row.name in names):
                 local(gradient).zero_()
 
-    def compacted(self, keep: Structure | None = None) -> nn.Module:
+    def compacted(self, keep: Structure | None = None, *, last: bool = False) -> nn.Module:
         """A new model with stock modules: the alive parts, or any structure between alive and physical.
+
+        ``last``: this one is not used again, so each of its tensors is released as soon as it is sliced.
 
         For a sharded model it is built in host memory, tensor by tensor, and every process must call this.
         """
         keep = keep or self.alive
         assert self.physical.contains(keep) and keep.contains(self.alive)
         if not any(is_sharded(parameter) for _, parameter in self._parameters()):
-            return cut(self.model, self.anatomy, keep, self.physical)
+            return cut(self.model, self.anatomy, keep, self.physical, release if last else None)
         whole: dict[str, Tensor] = {}
         for row, parameter in self._parameters():
             tensor = gathered(parameter)  # by all processes, also what is not kept
@@ -297,6 +309,17 @@ def _nothing_pruned(structure: Structure) -> tuple[Tensor, dict[Kind, list[Tenso
     flags = torch.zeros(sum(lengths), dtype=torch.bool)
     parts = list(torch.split(flags, lengths))
     return flags, {"attn": parts[: len(heads)], "ffn": parts[len(heads) : -1], "stem": parts[-1:]}
+
+
+def _by_axis(spans: list[tuple[int, int, int]], device: torch.device) -> dict[int, Tensor]:
+    """The positions of (axis, start, length) spans, by axis: thousands of spans are zeroed in one operation each."""
+    found: dict[int, Tensor] = {}
+    for axis in {axis for axis, _, _ in spans}:
+        starts, lengths = (torch.tensor([span[part] for span in spans if span[0] == axis]) for part in (1, 2))
+        before = lengths.cumsum(0) - lengths
+        index = (starts - before).repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
+        found[axis] = index.to(device)
+    return found
 
 
 def _zero(pieces: list[Tensor]) -> None:

@@ -240,7 +240,7 @@ def _pruned(loaded: Loaded, target: Target, config: PostTrainingConfig, windows:
     _check_reached(to, target, prunable)
     anatomy = prunable.anatomy
     return Pruned(
-        model=prunable.compacted(),
+        model=prunable.compacted(last=True),
         tokenizer=loaded.tokenizer,
         source=loaded.source,
         structure=prunable.alive,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from torch import Tensor, nn
@@ -26,14 +26,44 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
 
 
+class Trail:
+    """The groups removed from a structure, one after the other; what is left is computed where it is asked for."""
+
+    def __init__(self, start: Structure) -> None:
+        self._groups = list[Group]()
+        self._start = self._now = start
+        self._num_removed = 0
+
+    def choice(self, group: Group, saliency: dict[Kind, float], num_parameters: int) -> Choice:
+        """The next group to remove, with which so many parameters are left."""
+        self._groups.append(group)
+        return Choice(group, saliency, num_parameters, self, len(self._groups))
+
+    def after(self, number: int) -> Structure:
+        """What is left after so many groups; the last answer is kept."""
+        if number < self._num_removed:
+            self._now, self._num_removed = self._start, 0
+        if number > self._num_removed:
+            self._now = self._now.without_all(self._groups[self._num_removed : number])
+            self._num_removed = number
+        return self._now
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A group to remove, the saliency of every kind's candidate, and the remaining structure."""
+    """A group to remove, the saliency of every kind's candidate, and the parameters that are left."""
 
     group: Group
     saliency: dict[Kind, float]
-    rest: Structure
     num_parameters: int
+    trail: Trail = field(repr=False, compare=False)
+    number: int
+    """How many groups of the trail are removed with this one."""
+
+    @property
+    def rest(self) -> Structure:
+        """The remaining structure."""
+        return self.trail.after(self.number)
 
 
 class GroupScores(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from dwindle.pruning.layouts import (
 )
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
 from dwindle.pruning.target import Shape, Target
 
 Values = NDArray[np.float64]
@@ -75,9 +75,8 @@ class CoupledStrategy(Strategy):
             config = self.config if self.target.shape is not None else rounding_floors(self.config)
             selector = Selector(self.anatomy, Target(aim, self.target.shape), config, selector.kv_heads)
         elif not self._shape_is_final:
-            rest = alive
-            for choice in self._choices(selector, scores.copy(), alive, lambda count, chosen: True):
-                rest = choice.rest
+            choices = list(self._choices(selector, scores.copy(), alive, lambda count, chosen: True))
+            rest = choices[-1].rest if choices else alive
             self._aim_at(rounded_shape(self.anatomy, rest, alive, self.target, self.config))
             selector = self._selector
         return self._choices(
@@ -87,11 +86,13 @@ class CoupledStrategy(Strategy):
     def _choices(
         self, selector: Selector, scores: GroupScores, alive: Structure, due: Callable[[int, int], bool]
     ) -> Iterator[Choice]:
-        count, chosen = self.anatomy.count(alive).total, 0
-        while due(count, chosen) and (choice := selector.choose(scores.current, alive)) is not None:
-            scores.remove(choice.group)
-            alive, count, chosen = choice.rest, choice.num_parameters, chosen + 1
-            yield choice
+        trail, left = Trail(alive), alive.sized()
+        count, chosen = self.anatomy.count(left).total, 0
+        while due(count, chosen) and (found := selector.step(scores.current, left, count)) is not None:
+            best, saliency = found
+            scores.remove(best.group)
+            left, count, chosen = best.rest, best.num_parameters, chosen + 1
+            yield trail.choice(best.group, saliency, count)
 
     def event_bounds(self, pacing: Pacing) -> EventRange:
         return coupled_events(self.anatomy, self.target, self.config)
@@ -118,12 +119,33 @@ class CoupledStrategy(Strategy):
 class _CoupledCandidate:
     group: Group
     saliency: float
-    rest: Structure = field(init=False)
-    num_parameters: int = field(init=False)
+    rest: Structure
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """Heads to remove together, and all that decided which."""
+
+    layers: tuple[Layer, ...]
+    values: Values
+    members: tuple[tuple[int, ...], ...]
+    saliency: float
+    left: list[Layer | None]
+    """The layers without them; None without heads."""
+
+    def is_of(self, layers: tuple[Layer, ...], values: Values) -> bool:
+        same = all(a.query_heads is b.query_heads for a, b in zip(self.layers, layers, strict=True))
+        return same and np.array_equal(self.values, values)
+
+    def reused(self, number: int, layer: Layer, members: tuple[int, ...]) -> Layer | None:
+        """What is left of a layer, if the same was removed from it before."""
+        same = layer.query_heads is self.layers[number].query_heads and members == self.members[number]
+        return self.left[number] if same else None
 
 
 class Selector:
-    """Picks the next coupled group for a target; holds no state between events.
+    """Picks the next coupled group for a target; holds no state between events (but what it need not compute again).
 
     A target with both a shape and a parameter count is a stop on the way to that shape. With regular attention
     ``kv_heads`` fixes the number of key/value heads of a shape; None does not.
@@ -144,40 +166,41 @@ class Selector:
             floor.ffn if "ffn" in self.groups else source.ffn,
             floor.layers if "layer" in self.groups else source.layers,
         )
+        self._last_picked: dict[HeadPicker, _Picked] = {}
         if target.shape is None:
             self._check_reachable()
 
     def choose(self, scores: Scores, alive: Structure) -> Choice | None:
-        """The next group, or None when the target is reached.
+        """The next group, or None when the target is reached."""
+        found = self.step(scores, alive.sized(), self.anatomy.count(alive).total)
+        return None if found is None else Trail(alive).choice(found[0].group, found[1], found[0].num_parameters)
+
+    def step(self, scores: Scores, alive: Structure, count: int) -> tuple[_CoupledCandidate, dict[Kind, float]] | None:
+        """The next group and the saliencies of all kinds, or None; of ``alive`` (``sized``) only heads and sizes count.
 
         While any kind still fits above the target, only those that fit are compared; the last group is the smallest.
         So the result never exceeds the target and lands at most one minimal group below it.
         """
-        count = self.anatomy.count(alive).total
         excess = count - self.target.num_parameters
-        candidates = self.candidates(scores, alive)
-        if excess <= 0 or not candidates:
+        candidates = self.candidates(scores, alive, count) if excess > 0 else {}
+        if not candidates:
             return None
-        for candidate in candidates.values():
-            candidate.rest = alive.without(candidate.group)
-            candidate.num_parameters = self.anatomy.count(candidate.rest).total
         fitting = [c for c in candidates.values() if count - c.num_parameters <= excess]
         if fitting:
             best = min(fitting, key=lambda c: c.saliency)
         else:
             best = max(candidates.values(), key=lambda c: c.num_parameters)
-        saliency = {kind: c.saliency for kind, c in candidates.items()}
-        return Choice(best.group, saliency, best.rest, best.num_parameters)
+        return best, {kind: c.saliency for kind, c in candidates.items()}
 
-    def candidates(self, scores: Scores, alive: Structure) -> dict[Kind, _CoupledCandidate]:
+    def candidates(self, scores: Scores, alive: Structure, count: int) -> dict[Kind, _CoupledCandidate]:
         """The least salient group of every kind that is above its minimum size."""
         found: dict[Kind, _CoupledCandidate] = {}
         now = Shape.of(alive)
         makers: dict[Kind, Callable[[], _CoupledCandidate | None]] = {
-            "attn": lambda: self._attn(scores, alive) if now.heads > self.floor.heads else None,
-            "ffn": lambda: self._ffn(scores, alive) if now.ffn > self.floor.ffn else None,
-            "stem": lambda: self._stem(scores, alive) if now.hidden > self.floor.hidden else None,
-            "layer": lambda: self._layer(scores, alive) if now.layers > self.floor.layers else None,
+            "attn": lambda: self._attn(scores, alive, count) if now.heads > self.floor.heads else None,
+            "ffn": lambda: self._ffn(scores, alive, count) if now.ffn > self.floor.ffn else None,
+            "stem": lambda: self._stem(scores, alive, count) if now.hidden > self.floor.hidden else None,
+            "layer": lambda: self._layer(scores, alive, count) if now.layers > self.floor.layers else None,
         }
         for kind in ALL_KINDS:
             candidate = makers[kind]() if kind in self.groups else None
@@ -185,62 +208,82 @@ class Selector:
                 found[kind] = candidate
         return found
 
-    def _candidate(self, alive: Structure, group: Group, total: float, elements: int) -> _CoupledCandidate:
+    def _candidate(self, count: int, group: Group, total: float, elements: int, rest: Structure) -> _CoupledCandidate:
+        left = self.anatomy.count(rest).total
         if self.config.compare == "saved":
-            elements = self.anatomy.count(alive).total - self.anatomy.count(alive.without(group)).total
-        return _CoupledCandidate(group, total if self.config.compare == "sum" else total / elements)
+            elements = count - left
+        return _CoupledCandidate(group, total if self.config.compare == "sum" else total / elements, rest, left)
 
-    def _ffn(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
+    def _ffn(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate:
         values = [s.numpy() for s in scores.ffn]  # many small arrays: numpy's calls cost a tenth of torch's
         least = [int(v.argmin()) if la.ffn else -1 for v, la in zip(values, alive.layers, strict=True)]
         members = tuple((la.ffn[p],) if p >= 0 else () for la, p in zip(scores.structure.layers, least, strict=True))
         found = [float(v[p]) for v, p in zip(values, least, strict=True) if p >= 0]
-        return self._candidate(alive, Group("ffn", members), sum(found), len(found) * len(alive.hidden))
+        group, elements = Group("ffn", members), len(found) * len(alive.hidden)
+        return self._candidate(count, group, sum(found), elements, alive.shrunk(group))
 
-    def _layer(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
+    def _layer(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate | None:
         """The least salient layer that may be removed whole; of those that fit, or the smallest if none does."""
         best: tuple[tuple[int, float], _CoupledCandidate] | None = None
-        excess = self.anatomy.count(alive).total - self.target.num_parameters
+        excess = count - self.target.num_parameters
         sizes = self.anatomy.layer_counts(alive)
         for number in self.anatomy.removable_wholes(alive):
             absent = alive.layers[number].absent
             places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
             group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
-            candidate = self._candidate(alive, group, float(scores.blocks[number][2]), elements)
+            candidate = self._candidate(count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group))
             order = max(sizes[number] - excess, 0), candidate.saliency
             if best is None or order < best[0]:
                 best = order, candidate
         return None if best is None else best[1]
 
-    def _stem(self, scores: Scores, alive: Structure) -> _CoupledCandidate:
-        least = int(scores.stem.argmin())
+    def _stem(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate:
+        values = scores.stem.numpy()
+        least = int(values.argmin())
         inputs = self.anatomy.num_output_columns(alive)
         group = Group("stem", ((scores.structure.hidden[least],),))
-        return self._candidate(alive, group, float(scores.stem[least]), inputs)
+        return self._candidate(count, group, float(values[least]), inputs, alive.shrunk(group))
 
-    def _attn(self, scores: Scores, alive: Structure) -> _CoupledCandidate | None:
+    def _attn(self, scores: Scores, alive: Structure, count: int) -> _CoupledCandidate | None:
         """Cluster: one query of every layer. Regular: one query of every key/value head, or a whole key/value head."""
         pickers = [_one_query] if self.config.attention == "cluster" else self._regular_pickers(alive)
         best: _CoupledCandidate | None = None
         for pick in pickers:
-            members, total, heads = list[tuple[int, ...]](), 0.0, 0
-            for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
-                if not layer.query_heads:
-                    members.append(())
-                    continue
-                here, values = scores.structure.layers[number], score.numpy()
-                if layer.query_heads is not here.query_heads:
-                    values = values[np.searchsorted(here.query_heads, layer.query_heads)]
-                chosen, saliency = pick(layer, values, _of_kv_heads(scores, number, here, layer))
-                members.append(tuple(layer.query_heads[place] for place in chosen))
-                total += saliency
-                heads += len(chosen)
-            elements = heads * self.anatomy.head_dim * len(alive.hidden)
-            candidate = self._candidate(alive, Group("attn", tuple(members)), total, elements)
+            found = self._picked(pick, scores, alive)
+            elements = sum(map(len, found.members)) * self.anatomy.head_dim * len(alive.hidden)
+            layers = tuple(
+                la if cut is None else cut.narrowed(len(la.ffn))
+                for la, cut in zip(alive.layers, found.left, strict=True)
+            )
+            rest = Structure(alive.hidden, layers)
+            candidate = self._candidate(count, Group("attn", found.members), found.saliency, elements, rest)
             if best is None or candidate.saliency < best.saliency:
                 best = candidate
         return best
+
+    def _picked(self, pick: HeadPicker, scores: Scores, alive: Structure) -> _Picked:
+        """The heads of all layers that are removed together; most events change neither them nor their saliencies."""
+        values = np.concatenate([values.numpy() for values in (*scores.attn, *scores.kv)])
+        last = self._last_picked.get(pick)
+        if last is not None and last.is_of(alive.layers, values):
+            return last
+        members, left, total = list[tuple[int, ...]](), list[Layer | None](), 0.0
+        for number, (layer, score) in enumerate(zip(alive.layers, scores.attn, strict=True)):
+            if not layer.query_heads:
+                members.append(())
+                left.append(None)
+                continue
+            here, own = scores.structure.layers[number], score.numpy()
+            if layer.query_heads is not here.query_heads:
+                own = own[np.searchsorted(here.query_heads, layer.query_heads)]
+            chosen, saliency = pick(layer, own, _of_kv_heads(scores, number, here, layer))
+            members.append(tuple(layer.query_heads[place] for place in chosen))
+            left.append(last.reused(number, layer, members[-1]) if last is not None else None)
+            left[-1] = left[-1] or layer.without(query_heads=members[-1])
+            total += saliency
+        self._last_picked[pick] = found = _Picked(alive.layers, values, tuple(members), total, left)
+        return found
 
     def _regular_pickers(self, alive: Structure) -> list[HeadPicker]:
         """Both keep every layer regular; only those from which the target's number of heads is still reachable."""

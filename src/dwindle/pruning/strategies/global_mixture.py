@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from dwindle.pruning.event_bounds import EventRange, global_events
 from dwindle.pruning.layouts import rounding_floors, shallower
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
 from dwindle.pruning.target import Target
 
 _Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
@@ -71,7 +72,8 @@ class GlobalStrategy(Strategy):
         """
         aim = pacing.aim(step)
         goal = self.target.num_parameters if aim is None else aim
-        pool = _Pool(self.anatomy, self.config, scores.current, alive)
+        pool, trail = _Pool(self.anatomy, self.config, scores.current, alive), Trail(alive)
+        alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
         while count > goal and pacing.due(step, count, num_events + chosen):
             candidates = pool.candidates(alive, count - goal)
@@ -81,7 +83,7 @@ class GlobalStrategy(Strategy):
             pool.remove(best, alive)
             chosen += 1
             saliency = {candidate.kind: candidate.saliency for candidate in candidates}
-            yield Choice(_group(best, len(alive.layers)), saliency, alive, count)
+            yield trail.choice(_group(best, len(alive.layers)), saliency, count)
 
     def _best(
         self, candidates: list[_Candidate], alive: Structure, count: int, goal: int
@@ -89,7 +91,7 @@ class GlobalStrategy(Strategy):
         outcomes = []
         for candidate in sorted(candidates, key=lambda c: c.saliency):
             rest = _without(alive, candidate)
-            left = self.anatomy.count(rest).total
+            left = count - _saved(self.anatomy, alive, rest, candidate.layer)
             if left >= goal:
                 return candidate, rest, left
             outcomes.append((candidate, rest, left))
@@ -274,16 +276,10 @@ class _Pool:
 
     def _saved(self, alive: Structure, one: _Candidate) -> int:
         """Parameters saved by removing a candidate."""
-        rest = _without(alive, one)
-        if one.kind == "stem":
-            return self.anatomy.count(alive).total - self.anatomy.count(rest).total
-        layers = (structure.layers[one.layer] for structure in (alive, rest))
-        before, after = (self.anatomy.count_layer(one.layer, self._hidden, layer) for layer in layers)
-        return before - after
+        return _saved(self.anatomy, alive, _without(alive, one), one.layer)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Block:
+class _Block(NamedTuple):
     """Channels that are removed together; those that round a width sort first, then the least salient."""
 
     is_round: bool
@@ -331,7 +327,7 @@ class _Blocks:
         size = odd or self._multiple
         if width - size < self._floor:
             return None
-        total = float(scores[start : start + size].sum())
+        total = float(scores[start : start + size].sum() if size > 1 else scores[start])
         members = tuple(sorted(names[start : start + size].tolist()))
         return _Block(not odd, total / size if self._mean else total, layer, members)
 
@@ -407,18 +403,30 @@ def check_round_widths(anatomy: Anatomy, target: Target, config: PruneConfig) ->
 
 
 def _without(alive: Structure, chosen: _Candidate) -> Structure:
-    """Like ``Structure.without``, but unchanged layers remain the same objects."""
+    """``alive`` is ``sized``; unchanged layers remain the same objects."""
     if chosen.kind == "stem":
-        return alive.without(Group("stem", (chosen.members,)))
+        return alive.shrunk(Group("stem", (chosen.members,)))
     layer = alive.layers[chosen.layer]
     if chosen.kind == "layer":
         rest = layer.without_blocks(BLOCKS[place] for place in chosen.members)
+    elif chosen.kind == "ffn":
+        rest = layer.narrowed(len(layer.ffn) - len(chosen.members))
     else:
-        rest = layer.without(**{"ffn" if chosen.kind == "ffn" else "query_heads": chosen.members})
+        rest = layer.without(query_heads=chosen.members)
     return Structure(alive.hidden, (*alive.layers[: chosen.layer], rest, *alive.layers[chosen.layer + 1 :]))
+
+
+def _saved(anatomy: Anatomy, before: Structure, after: Structure, layer: int) -> int:
+    """Parameters by which two structures differ, in one layer or (-1) everywhere."""
+    if layer < 0:
+        return anatomy.count(before).total - anatomy.count(after).total
+    hidden = len(before.hidden)
+    full, left = (anatomy.count_layer(layer, hidden, structure.layers[layer]) for structure in (before, after))
+    return full - left
 
 
 def _group(chosen: _Candidate, num_layers: int) -> Group:
     if chosen.kind == "stem":
         return Group("stem", (chosen.members,))
-    return Group(chosen.kind, tuple(chosen.members if n == chosen.layer else () for n in range(num_layers)))
+    before, after = ((),) * chosen.layer, ((),) * (num_layers - chosen.layer - 1)
+    return Group(chosen.kind, (*before, chosen.members, *after))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dwindle.anatomy.structure import Layer
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import Scores
+
+Floats = NDArray[np.float64]
+Places = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -20,16 +24,18 @@ class LayerPlan:
 
     layer: Layer
     units: list[tuple[int, ...]]
-    channels: list[int]
+    channels: Places
     scores: tuple[list[float], list[float]]
     """Saliency per column, so that both axes are comparable; summed over the hidden rows."""
     full: tuple[int, int]
     """Groups of query heads and channels in the source."""
     floor: tuple[int, int]
-    thresholds: list[float]
+    thresholds: Floats = field(default_factory=lambda: np.zeros(0))
     """The sparsities at which one more group is removed, ascending."""
-    axes: list[int]
-    """The axis of the group removed at each threshold."""
+    num_channels: Places = field(default_factory=lambda: np.zeros(1, dtype=np.int64))
+    """How many of the first groups that are removed are channels."""
+    _heads: dict[int, Layer] = field(default_factory=dict)
+    """The layer with so many groups of query heads."""
 
     @property
     def here(self) -> tuple[int, int]:
@@ -37,15 +43,16 @@ class LayerPlan:
 
     def kept_at(self, sparsity: float) -> tuple[int, int]:
         """Numbers of head groups and channels that are kept at a sparsity of the layer."""
-        removed = self.axes[: bisect_right(self.thresholds, sparsity)]
-        channels = sum(removed)
-        return len(self.units) - (len(removed) - channels), len(self.channels) - channels
+        removed = int(self.thresholds.searchsorted(sparsity, side="right"))
+        channels = int(self.num_channels[removed])
+        return len(self.units) - (removed - channels), len(self.channels) - channels
 
     def cut_to(self, kept: tuple[int, int]) -> Layer:
         """The pruned layer, for counting: its sizes are exact, its channel indices are not."""
-        heads = [q for unit in self.units[: len(self.units) - kept[0]] for q in unit]
-        rest = self.layer.without(query_heads=heads) if heads else self.layer
-        return Layer(rest.query_heads, rest.kv_of_query, self.layer.ffn[: kept[1]], self.layer.absent)
+        if kept[0] not in self._heads:
+            heads = [q for unit in self.units[: len(self.units) - kept[0]] for q in unit]
+            self._heads[kept[0]] = self.layer.without(query_heads=heads)
+        return self._heads[kept[0]].narrowed(kept[1])
 
     def next_score(self, kept: tuple[int, int], axis: int) -> float:
         """Saliency of the least salient group of one axis among those kept."""
@@ -93,25 +100,26 @@ def plan_layer(
         means[unit] = total / len(unit) / head_dim
     units = sorted(means, key=means.__getitem__)
     order = channels.argsort(stable=True)[: len(layer.ffn)]  # what is pruned has an infinite score
-    names = [scored.ffn[place] for place in order.tolist()]
+    names = np.asarray(scored.ffn, dtype=np.int64)[order.numpy()]
     full = (len(units_of(source, config)), len(source.ffn))
     ranked = ([means[unit] for unit in units], channels[order].tolist())
     floor = full if spared else floors_of(source, config)
-    plan = LayerPlan(layer, units, names, ranked, full, floor, [], [])
-    steps = _by_ratio(plan) if config.balance == "ratio" else _by_score(plan, count, count(source))
-    plan.thresholds, plan.axes = [threshold for threshold, _ in steps], [axis for _, axis in steps]
+    plan = LayerPlan(layer, units, names, ranked, full, floor)
+    plan.thresholds, axes = _by_ratio(plan) if config.balance == "ratio" else _by_score(plan, count, count(source))
+    plan.num_channels = np.concatenate([[0], axes.cumsum()])
     return plan
 
 
-def _by_ratio(plan: LayerPlan) -> list[tuple[float, int]]:
+def _by_ratio(plan: LayerPlan) -> tuple[Floats, Places]:
     """(threshold, axis): the n-th group of an axis is removed when the sparsity is nearer to n groups than to n − 1."""
-    steps = []
-    for axis, (full, here, floor) in enumerate(zip(plan.full, plan.here, plan.floor, strict=True)):
-        steps += [((full - left + 0.5) / full, axis) for left in range(here, floor, -1)]
-    return sorted(steps)
+    left = [np.arange(here, floor, -1) for here, floor in zip(plan.here, plan.floor, strict=True)]
+    steps = np.concatenate([(full - n + 0.5) / full for full, n in zip(plan.full, left, strict=True) if len(n)] or left)
+    axes = np.repeat([0, 1], [len(n) for n in left])
+    order = np.lexsort((axes, steps))
+    return steps[order], axes[order]
 
 
-def _by_score(plan: LayerPlan, count: Callable[[Layer], int], full: int) -> list[tuple[float, int]]:
+def _by_score(plan: LayerPlan, count: Callable[[Layer], int], full: int) -> tuple[Floats, Places]:
     """(threshold, axis): least salient first over both axes; a group is removed when half of its size is due."""
     units, channels = (here - floor for here, floor in zip(plan.here, plan.floor, strict=True))  # prunable
     order = torch.tensor(plan.scores[0][:units] + plan.scores[1][:channels], dtype=torch.float64).argsort(stable=True)
@@ -122,4 +130,4 @@ def _by_score(plan: LayerPlan, count: Callable[[Layer], int], full: int) -> list
     if channels:
         sizes[axes == 1] = float(left[0] - count(plan.cut_to((plan.here[0], plan.here[1] - 1))))
     saved = full - left[0] + sizes.cumsum(0) - sizes / 2
-    return list(zip((saved / full).tolist(), axes.tolist(), strict=True))
+    return (saved / full).numpy(), axes.numpy()

@@ -26,7 +26,7 @@ from dwindle.pruning.event_bounds import EventRange, global_events, staged_event
 from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.pacing import Pacing, Stages
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
 from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer
 from dwindle.pruning.target import Target
 
@@ -137,17 +137,19 @@ class LayerwiseStrategy(Strategy):
             for plan, (n, _) in zip(plans, kept, strict=True)
         ]
         channels = [
-            tuple(sorted(plan.channels[: len(plan.channels) - n])) for plan, (_, n) in zip(plans, kept, strict=True)
+            tuple(sorted(plan.channels[: len(plan.channels) - n].tolist()))
+            for plan, (_, n) in zip(plans, kept, strict=True)
         ]
         choices: list[Choice] = []
         members: dict[Kind, list[tuple[int, ...]]] = {"attn": heads, "ffn": channels}
         saliency = {
             kind: self._mean(plans, kept, kind, len(alive.hidden)) for kind in LAYER_KINDS if any(members[kind])
         }
+        trail = Trail(alive)
         for kind in saliency:
             group = Group(kind, tuple(members[kind]))
             alive = alive.without(group)
-            choices.append(Choice(group, dict(saliency), alive, self.anatomy.count(alive).total))
+            choices.append(trail.choice(group, dict(saliency), self.anatomy.count(alive).total))
         return choices
 
     def _mean(self, plans: list[LayerPlan], kept: Sizes, kind: Kind, hidden: int) -> float:
@@ -222,22 +224,37 @@ class AdaptStrategy(LayerwiseStrategy):
             for axis, values in enumerate(plan.scores):
                 removed = len(values) - big[axis]
                 steps += [(values[removed + extra], number, axis) for extra in range(big[axis] - small[axis])]
+        count = self._count(plans, alive, kept)
+
+        def after(number: int, smaller: tuple[int, int]) -> int:
+            before, rest = (plans[number].cut_to(sizes) for sizes in (kept[number], smaller))
+            hidden = len(alive.hidden)
+            return (
+                count
+                - self.anatomy.count_layer(number, hidden, before)
+                + self.anatomy.count_layer(number, hidden, rest)
+            )
+
         for _, number, axis in sorted(steps):
-            smaller = _one_less(kept, number, axis)
-            if self._count(plans, alive, smaller) >= goal:
-                kept = smaller
-        while self._count(plans, alive, kept) > goal:
-            kept = self._smallest_step(plans, kept)
+            smaller = _one_less(kept[number], axis)
+            if (left := after(number, smaller)) >= goal:
+                kept[number], count = smaller, left
+        while count > goal:
+            number, axis = self._smallest_step(plans, kept)
+            smaller = _one_less(kept[number], axis)
+            count = after(number, smaller)
+            kept[number] = smaller
         return kept
 
-    def _smallest_step(self, plans: list[LayerPlan], kept: Sizes) -> Sizes:
+    def _smallest_step(self, plans: list[LayerPlan], kept: Sizes) -> tuple[int, int]:
+        """(layer, axis)"""
         options = []
         for number, (plan, sizes) in enumerate(zip(plans, kept, strict=True)):
             for axis in (0, 1):
                 if sizes[axis] > plan.floor[axis]:
                     options.append((-axis, plan.next_score(sizes, axis), number, axis))
         _, _, number, axis = min(options)  # channels before heads: they are the smaller groups
-        return _one_less(kept, number, axis)
+        return number, axis
 
 
 class UniformStrategy(LayerwiseStrategy):
@@ -302,7 +319,5 @@ def level_scores(structure: Structure) -> Scores:
     return Scores(structure, heads, channels, torch.zeros(len(structure.hidden)))
 
 
-def _one_less(kept: Sizes, number: int, axis: int) -> Sizes:
-    sizes = list(kept[number])
-    sizes[axis] -= 1
-    return [*kept[:number], (sizes[0], sizes[1]), *kept[number + 1 :]]
+def _one_less(sizes: tuple[int, int], axis: int) -> tuple[int, int]:
+    return (sizes[0] - 1, sizes[1]) if axis == 0 else (sizes[0], sizes[1] - 1)

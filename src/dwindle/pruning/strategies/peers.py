@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import log
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, most_kv, round_widths, widest, with_sizes
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Pacing
-from dwindle.pruning.saliency import Scores
+from dwindle.pruning.saliency import Once, Scores
 from dwindle.pruning.strategies.base import Choice, GroupScores, check_heads
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.layer_plan import LayerPlan
@@ -95,20 +96,16 @@ class FlapStrategy(LayerwiseStrategy):
         What a group saves is counted, not estimated: under grouped-query attention a head with its keys and values is
         not the 4·head size/3 channels of the paper.
         """
-        steps = sorted(
-            (score, number, axis)
-            for number, plan in enumerate(plans)
-            for axis in (0, 1)
-            for score in plan.scores[axis][: plan.here[axis] - plan.floor[axis]]
-        )
+        pairs = [(number, axis) for number in range(len(plans)) for axis in (0, 1)]
+        prunable = [plans[n].scores[axis][: plans[n].here[axis] - plans[n].floor[axis]] for n, axis in pairs]
+        places = np.repeat(np.arange(len(pairs)), [len(values) for values in prunable])
+        places = places[np.lexsort((places, np.concatenate(prunable)))]  # by score, layer and axis
 
         def kept(removed: int) -> Sizes:
-            left = [list(plan.here) for plan in plans]
-            for _, number, axis in steps[:removed]:
-                left[number][axis] -= 1
-            return [(heads, channels) for heads, channels in left]
+            gone = np.bincount(places[:removed], minlength=len(pairs)).reshape(-1, 2).tolist()
+            return [(plan.here[0] - heads, plan.here[1] - ffn) for plan, (heads, ffn) in zip(plans, gone, strict=True)]
 
-        fewest = bisect_left(range(len(steps)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
+        fewest = bisect_left(range(len(places)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
         return kept(fewest)
 
     def _after_choice(self, choices: list[Choice]) -> None:
@@ -137,7 +134,9 @@ class LlmPrunerStrategy(_EqualShares):
         names = {row.name for row in rows}
         found = calibrate(prunable, windows, metric, self.config, names=names, bar=bar)
         weights = {name: prunable.parameters[name].detach() for name in names}
-        elements = {n: metric.score(w, found.gradients[n], found.fishers[n]) for n, w in weights.items()}
+        gradients, fishers = Once(found.gradients), Once(found.fishers)
+        del found
+        elements = {n: metric.score(w, gradients.get(n), fishers.get(n)) for n, w in weights.items()}
         return coupled_scores(prunable, rows, elements)
 
 

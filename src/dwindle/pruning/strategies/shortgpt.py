@@ -23,7 +23,7 @@ from dwindle.pruning.importance import LayerWatch
 from dwindle.pruning.layouts import fewest_layers, shallower
 from dwindle.pruning.pacing import Pacing, Stages
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
 
@@ -76,7 +76,7 @@ class ShortGptStrategy(Strategy):
         aim = pacing.aim(step)
         is_last = aim is None or (self.target.shape is not None and isinstance(pacing, Stages))  # a shape counts layers
         goal = self.target.num_parameters if is_last or aim is None else aim
-        count = self.anatomy.count(alive).total
+        count, trail = self.anatomy.count(alive).total, Trail(alive)
         while count > goal and not self.is_finished(alive, count):
             values = {n: bi for n in self.anatomy.removable_wholes(alive) if (bi := self.influence[n]) is not None}
             if not values:
@@ -87,7 +87,7 @@ class ShortGptStrategy(Strategy):
             alive = alive.without(group)
             count = self.anatomy.count(alive).total
             self._gone.add(least)
-            yield Choice(group, {"layer": values[least]}, alive, count)
+            yield trail.choice(group, {"layer": values[least]}, count)
 
     def event_bounds(self, pacing: Pacing) -> EventRange:
         source = self.anatomy.source
