@@ -1,10 +1,10 @@
 """``torch.compile`` for decoder layers, with at most three graphs whatever the sizes of the layers.
 
-A graph belongs to a *kind* of layer: the same modules and the same tensor shapes. Where layers differ in FFN channels or
-heads, the axes that differ have symbolic sizes, so that such layers are of one kind; the other axes stay numbers, which
-makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, attention with
-one, several or irregular numbers of query heads per key/value head, and a single key/value head (to a compiler the size
-1 is special).
+A graph belongs to a *kind* of layer: the same modules and the same tensor shapes. Where layers differ in FFN channels
+or heads, the axes that differ have symbolic sizes, so that such layers are of one kind; the other axes stay numbers,
+which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, attention
+with one, several or irregular numbers of query heads per key/value head, and a single key/value head (to a compiler the
+size 1 is special).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Block:
         self._plain: Forward = layer.forward
         self._compiled: Forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
         self._is_marked = not axes
-        layer.forward = self  # type: ignore[assignment]
+        layer.forward = self
 
     def __call__(self, hidden_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
         masked = (args[0] if args else kwargs.get("attention_mask")) is not None
