@@ -2,9 +2,9 @@
 
 A graph belongs to a *kind* of layer: the same modules and the same tensor shapes. Where layers differ in FFN channels
 or heads, the axes that differ have symbolic sizes, so that such layers are of one kind; the other axes stay numbers,
-which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, attention
-with one, several or irregular numbers of query heads per key/value head, and a single key/value head (to a compiler the
-size 1 is special).
+which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, one,
+several or irregular numbers of query heads per key/value head, and a single key/value head (to a compiler the size 1 is
+special).
 """
 
 from __future__ import annotations
