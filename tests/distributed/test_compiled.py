@@ -24,6 +24,7 @@ def test_compiled_and_eager_runs_have_the_same_ledger(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)
     monkeypatch.setattr("torch._inductor.config.cpp.simdlen", 1)  # plain loops compile in a fraction of the time
+    torch._dynamo.utils.counters.clear()
     tiny_directory(tmp_path / "model", num_hidden_layers=2)
     prune = {"attention": "regular", "target": "75%", "milestones": [], "compact_threshold": 0.99}
     for name, compiled in (("eager", False), ("compiled", True)):

@@ -58,7 +58,7 @@ def test_the_parts_add_up(place: Path) -> None:
     assert _predict(recipe(place), found, anatomy) == pytest.approx(by_hand + 70, rel=1e-6)
     compiled = recipe(place)
     compiled.training.compile, compiled.prune.selection = True, "global"
-    assert _predict(compiled, found, anatomy) == pytest.approx(by_hand + 40 + 8 * 30, rel=1e-6)
+    assert _predict(compiled, found, anatomy) == pytest.approx(by_hand + 40 + 3 * 30, rel=1e-6)
     start.first_s = end.first_s = 0.0
     found.disk_bytes_per_s = 1.0  # weights and two moments, three checkpoints; then the model
     size = anatomy.count(anatomy.source).total // 2 * 4

@@ -1,15 +1,28 @@
-"""How many compiled graphs stay: enough for every layer of a model, however the ones before it differed."""
+"""How many graphs are compiled: at most three for layers of any sizes, and none twice."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.training import compiling
+
+Shape = tuple[int, list[int], list[str]]
+"""FFN channels, query heads of each key/value head, absent blocks."""
+
+NO_ATTENTION, NO_FFN = ["self_attn", "input_layernorm"], ["mlp", "post_attention_layernorm"]
+STRUCTURES: dict[str, list[Shape]] = {
+    "ffn": [(40, [2, 2], []), (24, [2, 2], []), (33, [2, 2], [])],
+    "absent blocks": [(40, [2, 2], []), (24, [2, 2], NO_ATTENTION), (0, [2, 2], NO_FFN), (33, [2, 2], [])],
+    "heads": [(40, [2, 2], []), (24, [3, 3], []), (33, [2, 2, 2], [])],
+    "uneven groups": [(40, [1, 2], []), (24, [2, 2, 1], []), (24, [3, 1], [])],
+}
+KINDS = {"ffn": 1, "absent blocks": 3, "heads": 1, "uneven groups": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -21,54 +34,107 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     compiling.forget_graphs()
 
 
-def model_of(width: int, groups: list[list[int]]) -> torch.nn.Module:
+def model_of(shapes: Sequence[Shape], *, compiled: bool = True) -> torch.nn.Module:
     config_class, model_class = classes_for("dwindle_llama")
+    torch.manual_seed(0)
     config = config_class(
         hidden_size=8,
-        intermediate_size=width,
-        num_attention_heads=sum(groups[0]),
-        num_key_value_heads=len(groups[0]),
-        head_dim=2,
-        num_hidden_layers=len(groups),
+        intermediate_size=max(width for width, _, _ in shapes),
+        num_attention_heads=sum(shapes[0][1]),
+        num_key_value_heads=len(shapes[0][1]),
+        head_dim=4,
+        num_hidden_layers=len(shapes),
         vocab_size=16,
-        layer_shapes=[{"intermediate_size": width, "queries_per_kv": group} for group in groups],
+        layer_shapes=[{"intermediate_size": n, "queries_per_kv": heads, "skip": skip} for n, heads, skip in shapes],
     )
     model: torch.nn.Module = model_class(config)
-    compiling.compile_blocks(model)
+    if compiled:
+        compiling.compile_blocks(model)
     return model
 
 
-def use(model: torch.nn.Module) -> int:
-    """Train on two sizes of batches and measure; the number of graphs so far."""
-    for batch in (3, 1):
-        model(input_ids=torch.zeros(batch, 4, dtype=torch.long), use_cache=False).logits.sum().backward()
-    with torch.no_grad():
-        model(input_ids=torch.zeros(3, 4, dtype=torch.long), use_cache=False)
+def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def test_layers_of_one_shape_and_many_groups_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of 3 layers needs graphs of its own, again at every width: the limit of dynamo must not be reached.
+def ids(batch: int) -> torch.Tensor:
+    return torch.randint(0, 16, (batch, 4), generator=torch.Generator().manual_seed(batch))
 
-    Dynamo's limits on the graphs of one function and of all (8 and 256) and ours are lowered: few layers are enough.
-    """
-    monkeypatch.setattr(compiling, "_MOST_LAYERS", 3)
-    groups = [[1, 1, 6], [1, 2, 5], [2, 2, 4]]
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=16):
-        assert [use(model_of(width, groups)) for width in (16, 14)] == [9, 18]
+
+def train(model: torch.nn.Module, *batches: int) -> int:
+    """The number of graphs after passes over micro-batches of these sizes."""
+    for batch in batches:
+        model(input_ids=ids(batch), use_cache=False).logits.square().sum().backward()
+    return graphs()
+
+
+def use(model: torch.nn.Module) -> int:
+    """Train on micro-batches of two sizes, and validate on others; the number of graphs so far."""
+    train(model, 3, 2)
+    with torch.no_grad():
+        for batch in (5, 2):
+            model(input_ids=ids(batch), use_cache=False)
+    return graphs()
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_graph_for_each_kind_of_layer_and_the_same_numbers(name: str) -> None:
+    ours, plain = model_of(STRUCTURES[name]), model_of(STRUCTURES[name], compiled=False)
+    assert train(ours, 3) == len(compiling._compiled) == KINDS[name]
+    train(plain, 3)
+    for (parameter, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None, parameter
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ffn", "absent blocks"])
+def test_at_most_three_graphs_with_validation(name: str) -> None:
+    """Of one kind of layer: two sizes of micro-batches, and validation. Of more, only training is compiled."""
+    ours, plain = model_of(STRUCTURES[name]), model_of(STRUCTURES[name], compiled=False)
+    assert use(ours) == compiling.MAX_GRAPHS
+    with torch.no_grad():
+        found, expected = (model(input_ids=ids(5), use_cache=False).logits for model in (ours, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert graphs() == compiling.MAX_GRAPHS
+
+
+def test_layers_of_rare_kinds_are_not_compiled() -> None:
+    """Five kinds: several, one and uneven query heads per key/value head, a single one, no attention."""
+    common: Shape = (40, [2, 2], [])
+    rare: list[Shape] = [(24, [1, 1], []), (24, [1, 2], []), (24, [2], []), (24, [2, 2], NO_ATTENTION)]
+    layers: Any = model_of([*rare, common, common]).model.layers
+    compiled = [isinstance(layer.forward, compiling._Block) for layer in layers]
+    assert compiled == [True, True, False, False, True, True]
+
+
+def test_a_mask_needs_equal_groups_of_heads() -> None:
+    """With a mask transformers repeats the keys, a number of times: layers with other numbers have other graphs."""
+    shapes: list[Shape] = [(24, [n, n], []) for n in (2, 3, 4, 5)]
+    ours, plain = model_of(shapes), model_of(shapes, compiled=False)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    found, expected = (m(input_ids=ids(2), attention_mask=mask, use_cache=False).logits for m in (ours, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert graphs() == compiling.MAX_GRAPHS
 
 
 def test_graphs_of_an_earlier_model_are_used_again() -> None:
-    teacher = model_of(16, [[2, 2]] * 3)
+    equal: list[Shape] = [(16, [2, 2], [])] * 3
+    teacher = model_of(equal)
     first = use(teacher)
-    second = use(model_of(12, [[2, 2]] * 3))
+    second = use(model_of([(12, [2, 2], [])] * 3))
     assert use(teacher) == second == 2 * first == 6
-    assert use(model_of(16, [[2, 2]] * 3)) == second
+    assert use(model_of(equal)) == second
+
+
+def test_graphs_of_symbolic_sizes_are_made_again() -> None:
+    """They are optimised for the sizes that came first, which a resumed run does not know."""
+    for number in (1, 2):
+        shapes: list[Shape] = [(width * number, [2, 2], []) for width in (16, 24)]
+        assert use(model_of(shapes)) == 3 * number
 
 
 def test_after_too_many_kinds_the_graphs_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_MOST_LAYERS", 3)
-    widths = (16, 14, 12, 10)
-    models = [model_of(width, [[2, 2]] * 2) for width in widths]
+    monkeypatch.setattr(compiling, "_MOST_KINDS", 3)
+    models = [model_of([(width, [2, 2], [])] * 2) for width in (16, 14, 12, 10)]
     assert len(compiling._compiled) == 1
     assert use(models[-1]) == 3

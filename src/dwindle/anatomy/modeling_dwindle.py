@@ -72,8 +72,13 @@ def per_layer(shapes: Sequence[Mapping[str, Any]], ffn_key: str) -> dict[int, di
     return layers
 
 
-def gather_heads(states: Tensor, queries_per_kv: list[int]) -> Tensor:
-    """[batch, kv heads, length, dim] → one key (or value) per query head."""
+def gather_heads(states: Tensor, queries_per_kv: list[int] | Tensor) -> Tensor:
+    """[batch, kv heads, length, dim] → one key (or value) per query head.
+
+    Groups may be a 0/1 matrix [query heads, kv heads]: one compiled graph for all of them, and the same numbers.
+    """
+    if isinstance(queries_per_kv, Tensor):
+        return torch.einsum("qk,bktd->bqtd", queries_per_kv.to(states.dtype), states)
     parts = [states[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(queries_per_kv)]
     return torch.cat(parts, dim=1)
 
@@ -82,7 +87,7 @@ def cluster_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Gathers keys and values, then the attention function that the model is set to."""
-    per_kv: list[int] = module.queries_per_kv  # type: ignore[assignment]
+    per_kv: list[int] | Tensor = module.queries_per_kv  # type: ignore[assignment]
     key, value = gather_heads(key, per_kv), gather_heads(value, per_kv)
     plain: Any = module.plain
     eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
@@ -128,8 +133,8 @@ def _resize_layers(backbone: Any, config: Any) -> None:
     for index, own in enumerate(config.per_layer_config):
         if own is config:  # nothing differs
             return
-        vars(own)["_whole"] = config
         heads = own.queries_per_kv
+        vars(own)["_whole"], vars(own)["_is_irregular"] = config, bool(heads)
         if heads:  # built with the heads that are stored, not those that attention receives
             vars(own)["num_key_value_heads"] = len(heads)
         layer: Any = type(backbone.layers[index])(own, index)
@@ -210,7 +215,7 @@ def _config_class(family: str) -> type[Any]:
         if whole is None:
             implementation = vars(self).get("_attn_implementation_internal")
         else:
-            implementation = ATTENTION if self.queries_per_kv else whole._attn_implementation
+            implementation = ATTENTION if vars(self)["_is_irregular"] else whole._attn_implementation
         return implementation
 
     made: type[Any] = type(

@@ -25,7 +25,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.distributed.collectives import num_processes
 from dwindle.distributed.shards import local
-from dwindle.pruning.compaction import bucketed
+from dwindle.pruning.compaction import rounded_up
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Ledger, first_events, prune_event
@@ -72,7 +72,7 @@ class Pruner(Callback):
         self.num_events = 0
         self.ledger = Ledger(ledger)
         self._smoothed: Scores | None = None
-        self._bucketed: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
+        self._rounded: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
         metric = None if config.has_own_score else metric_named(config.effective_metric)
         self._scores_inputs = metric is not None and "inputs" in metric.needs
@@ -246,10 +246,10 @@ class Pruner(Callback):
         if not self.finished and last is not None and last - trainer.step < self.config.compact_wait:
             return
         alive, physical = self.prunable.alive, self.prunable.physical
-        if alive is self._bucketed:
+        if alive is self._rounded:
             return
-        self._bucketed = alive
-        keep = bucketed(self.prunable.anatomy, alive, physical, self.config.compact_multiple)
+        self._rounded = alive
+        keep = rounded_up(alive, physical, self.config.compact_multiple)
         if keep != physical:
             self.compact(trainer, keep)
 

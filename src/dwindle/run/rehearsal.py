@@ -2,7 +2,7 @@
 
 The steps are those of the run: its model, teacher, optimizer and pruning events, but one micro-batch each. Then the
 model is cut to about its final size, and as many steps are measured again. What the first use of a size costs
-(compiling, above all) is measured apart and counted once for each shape of layers.
+(compiling, above all) is measured apart and counted once for each graph of a size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.data.training_data import TrainingData
 from dwindle.distributed.world import joined
 from dwindle.export.process import peak_memory_bytes
-from dwindle.pruning.compaction import MAX_SHAPES
 from dwindle.pruning.pacing import Horizon, Ratio, Stages
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
@@ -43,6 +42,7 @@ from dwindle.run.plan import Plan, PruningPlan, device_of, make_plan, micro_batc
 from dwindle.run.pretrain import Job
 from dwindle.run.start import Start, start_of
 from dwindle.training.callbacks import Callback, Validator
+from dwindle.training.compiling import MAX_GRAPHS
 from dwindle.training.rng import seed_everything
 from dwindle.training.sampling import NEW_TOKENS, greedy_tokens
 from dwindle.training.stop import StopSignal
@@ -326,7 +326,7 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy, begin: Start | 
     while_pruning = start if pruning <= recipe.prune.compact_wait else (start + end) / 2  # rebuilt on the way
     before = 0 if plan is None else min(recipe.num_steps_before_pruning, pruning)
     unequal = recipe.prune.method == "adapt" or recipe.prune.selection == "global"
-    graphs = 0 if plan is None else MAX_SHAPES if unequal and recipe.training.compile else 1
+    graphs = 0 if plan is None else MAX_GRAPHS if unequal and recipe.training.compile else 1
     total = found.begin_s + found.start.first_s + graphs * found.end.first_s
     no_event = replace(found.start, rest_s=min(found.start.rest_s, found.end.rest_s)).step_s(micro_batches)
     total += before * no_event + (pruning - before) * while_pruning + (steps - pruning) * end

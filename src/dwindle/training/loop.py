@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
+from dwindle.distributed.async_copy import sent
 from dwindle.distributed.engines import Engine
 from dwindle.distributed.precision import Precision, weights_dtype
 from dwindle.training.callbacks import Callback
@@ -184,12 +185,13 @@ class Trainer:
         """
         engine, config, num_tokens = self.engine, self.config, self.batches.num_predictions
         total: Tensor | None = None
-        for number, batch in enumerate(micro_batches, start=1):
+        # one copy for the whole step: another one later would wait until the passes before it are computed
+        for number, batch in enumerate(sent(micro_batches, torch.device(self.device)), start=1):
             with engine.micro_step(last=number == len(micro_batches)):
                 with engine.autocast(self.precision, self.device):
                     loss = engine.loss(
                         self.model,
-                        batch.to(self.device, non_blocking=True),
+                        batch,
                         chunk_tokens=config.ce_chunk_tokens,
                         scale=engine.size / num_tokens,
                         z_loss=config.z_loss,

@@ -91,7 +91,8 @@ class Muon(torch.optim.AdamW):
         counts: list[int] = []
         scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
-            split = torch.split(update, list(self._parts.get(parameter, (len(update),))))
+            sizes = list(self._parts.get(parameter, ()))
+            split = torch.split(update, sizes) if len(sizes) > 1 else (update,)
             pieces += split
             counts.append(len(split))
             scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
