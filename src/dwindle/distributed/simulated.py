@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,11 +44,11 @@ def weightless(tally: Tally) -> Iterator[None]:
     """New tensors have a shape and no values: every number that is read from one is 1, and any two are equal."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), _Ones(), tally:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Ones(), tally:  # type: ignore[no-untyped-call]
         yield
 
 
-class _Ones(TorchDispatchMode):
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
@@ -66,14 +66,15 @@ class SimulatedReplicas(ReplicatedEngine):
         """Rank 0's weights for all; then buckets of gradients, in the order of the backward pass."""
         self.is_last = True
         """Whether the gradients of this micro-batch are reduced."""
-        trained = [p for p in model.parameters() if p.requires_grad]
+        torch_dist: Any = dist  # DDP's own functions have no public names
+        trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         metadata = torch.zeros(1, dtype=torch.int64)
         dist.all_gather([torch.zeros_like(metadata) for _ in range(self.size)], metadata)  # are all models alike?
         dist.broadcast(torch.zeros(sum(2 * p.ndim for p in trained), dtype=torch.int64), src=0)
-        dist._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in model.parameters()], _SYNC_BYTES, 0)
+        torch_dist._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in model.parameters()], _SYNC_BYTES, 0)
         backwards = trained[::-1]
-        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
-        buckets, _ = dist._compute_bucket_assignment_by_size(backwards, limits)
+        limits = [torch_dist._DEFAULT_FIRST_BUCKET_BYTES, _BUCKET_BYTES]
+        buckets, _ = torch_dist._compute_bucket_assignment_by_size(backwards, limits)
         before = self._buckets
         self._buckets = [_Bucket(self, [backwards[index] for index in bucket]) for bucket in buckets]
         for bucket in before:
@@ -96,7 +97,9 @@ class _Bucket:
         self._flat = torch.empty(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         views = torch.split(self._flat, [p.numel() for p in parameters])
         self._views = {p: view.view(p.shape) for p, view in zip(parameters, views, strict=True)}
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in parameters]
+        self._hooks = [
+            cast(Any, parameter).register_post_accumulate_grad_hook(self._arrived) for parameter in parameters
+        ]
 
     def close(self) -> None:
         """Let go of everything."""

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -81,7 +82,7 @@ _KINDS = {
         ("c10d::barrier", "none", ("barrier", lambda size, ranks: 0.0)),
     )
 }
-_WAITS = ("_c10d_functional::wait_tensor",)
+_SENDS_NOTHING = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 
 
 class Tally(TorchDispatchMode):
@@ -123,7 +124,7 @@ class Tally(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it becomes operations on local tensors, which come back here
         result = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional") and func.name() not in _WAITS:
+        if func.namespace in ("c10d", "_c10d_functional") and func.name() not in _SENDS_NOTHING:
             self._count(func, args, result)
         if not func.is_view and not _asks_for_shapes():
             for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
@@ -158,9 +159,9 @@ class Tally(TorchDispatchMode):
 
 def _asks_for_shapes() -> bool:
     """Whether DTensor derives the shape of a result: for that it makes whole tensors without storage."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith("_sharding_prop.py"):
             return True
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False

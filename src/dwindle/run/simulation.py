@@ -188,7 +188,9 @@ class Simulation:
         self.recipe, self.start, self.world = recipe, start, world
         training = recipe.training
         on_cpu = recipe.source.device == "cpu"
-        self.precision: Precision = ("fp32" if on_cpu else "bf16") if training.precision == "auto" else training.precision
+        self.precision: Precision = (
+            ("fp32" if on_cpu else "bf16") if training.precision == "auto" else training.precision
+        )
         self.config = start.config()
         self.anatomy = Anatomy.of_config(self.config)
         self.parallel = parallel_of(recipe, world, self.anatomy)
@@ -276,8 +278,9 @@ class Simulation:
             state_bytes = self.tally.held_bytes
             if keep is not None:
                 parts["event"] = self.event
+            parts["checkpoint"], written = self.checkpoint()  # of the whole model, which is the largest
+            if keep is not None:
                 parts["compaction"] = self.compaction(keep)
-            parts["checkpoint"], written = self.checkpoint()
         return self._plan(parts, state_bytes, written, keep)
 
     def step(self, keep: Structure | None = None) -> Traffic:
@@ -322,9 +325,7 @@ class Simulation:
         self.world.barrier()
         return self.tally.lap(), sum(sizes.values())
 
-    def _plan(
-        self, parts: dict[str, Traffic], state_bytes: int, written: int, keep: Structure | None
-    ) -> WorldPlan:
+    def _plan(self, parts: dict[str, Traffic], state_bytes: int, written: int, keep: Structure | None) -> WorldPlan:
         recipe, source = self.recipe, self.anatomy.source
         flops, seq_len = partial(flops_per_token, seq_len=recipe.data.seq_len), recipe.data.seq_len
         each = flops(self.anatomy, source)
