@@ -89,7 +89,7 @@ class Tally(TorchDispatchMode):
     """While it is entered: counts collectives, and the bytes of all tensors that are made."""
 
     def __init__(self, ranks_per_node: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._ranks_per_node = ranks_per_node
         self._counted = Traffic()
         self._sizes: dict[int, tuple[object, int]] = {}
@@ -112,11 +112,11 @@ class Tally(TorchDispatchMode):
 
         self._resize = resize
         torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
-        return cast(Tally, super().__enter__())
+        return cast(Tally, super().__enter__())  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
