@@ -9,7 +9,7 @@ import typer
 
 from dwindle.commands.app import SHRINK, Json, app
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
-from dwindle.commands.training_output import DryRun, Out, Overwrite, Processes, Training, train
+from dwindle.commands.training_output import DryRun, Out, Overwrite, Processes, Ranks, Training, train
 from dwindle.core.errors import UserError
 from dwindle.recipe.library import ready_recipes
 
@@ -37,11 +37,12 @@ def pretrain(
     price: Price = None,
     overwrite: Overwrite = False,
     nproc: Processes = 0,
+    world: Ranks = None,
     as_json: Json = False,
 ) -> None:
     """Continue pretraining a model while it is pruned to a target size: from a recipe, or MODEL TEXT… --to 50%."""
     chosen, name = _chosen(recipe, arguments or [], to, goal, tokens)
-    train(chosen, name, Training(out, dry_run, measure, price, overwrite, nproc, as_json))
+    train(chosen, name, Training(out, dry_run, measure, price, overwrite, nproc, as_json, world))
 
 
 def _chosen(recipe: str, arguments: list[str], to: str | None, goal: str, tokens: str | None) -> tuple[Any, str]:

@@ -12,6 +12,7 @@ import typer
 
 from dwindle.commands.app import note_odd_sizes, print_result
 from dwindle.commands.guidance import export_command, is_main_process, say_next
+from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.terminal import say
 
@@ -20,6 +21,12 @@ Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (
 
 Out = Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<name>.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, with time and memory, and stop.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--world", help="With --dry-run: count what each of so many ranks sends and holds (--nproc per machine, or 8)."
+    ),
+]
 Overwrite = Annotated[bool, typer.Option(help="Replace an existing run.")]
 
 
@@ -33,10 +40,14 @@ class Training(NamedTuple):
     overwrite: bool
     nproc: int
     as_json: bool
+    world: int | None = None
 
 
 def train(recipe: Any, name: str, options: Training) -> None:
     """Print the plan of a recipe, or start its run: here or in processes of its own."""
+    if options.world is not None:
+        _print_world(recipe, options.world, options)
+        return
     if options.dry_run:
         from dwindle.run.rehearsal import planned
 
@@ -50,6 +61,17 @@ def train(recipe: Any, name: str, options: Training) -> None:
     from dwindle.run.pretrain import pretrain
 
     print_run(pretrain(recipe, run, overwrite=options.overwrite), options.as_json)
+
+
+def _print_world(recipe: Any, world: int, options: Training) -> None:
+    if not options.dry_run:
+        raise UserError(f"--world {world}: counts and does not train: add --dry-run (--nproc starts processes)")
+    if options.price is not None:
+        raise UserError("--price: needs the time of measured steps, and --world measures none: leave one of them out")
+    from dwindle.run.simulation import RANKS_PER_NODE, simulate
+
+    plan = simulate(recipe, world, ranks_per_node=options.nproc or RANKS_PER_NODE)
+    print_result(plan.to_json() if options.as_json else plan.render(), options.as_json)
 
 
 def _launch_new_run(recipe: Any, run: RunDirectory, options: Training) -> None:

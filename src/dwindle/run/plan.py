@@ -148,10 +148,15 @@ def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> F
     return footprint(config, recipe.training, precision, shards=shards, teacher=teacher)
 
 
+def liked_micro_batch(recipe: Recipe, device: str) -> int:
+    """Sequences in one forward pass: what the recipe says, or what a device with enough memory likes."""
+    chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
+    return min(chosen, recipe.num_sequences_per_step)
+
+
 def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> int:
     """Sequences in one forward pass: what the recipe says, or what a device likes and can hold."""
-    chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
-    chosen = min(chosen, recipe.num_sequences_per_step)
+    chosen = liked_micro_batch(recipe, device)
     if recipe.training.micro_batch or device != "cuda":
         return chosen
     room = _MEMORY_SHARE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -290,12 +295,12 @@ def check_data(recipe: Recipe) -> None:
         recipe_data(recipe.validation)
 
 
-def check_processes(recipe: Recipe, num_processes: int) -> None:
-    """Refuse more processes than a step has sequences, before any of them is started."""
+def check_processes(recipe: Recipe, num_processes: int, option: str = "--nproc") -> None:
+    """Refuse more processes than a step has sequences, before any of them is started; ``option`` gave their number."""
     available = recipe.num_sequences_per_step
     if num_processes > available:
         raise UserError(
-            f"--nproc {num_processes}: a step has {available} sequences (training.tokens_per_step / data.seq_len) and "
+            f"{option} {num_processes}: a step has {available} sequences (training.tokens_per_step / data.seq_len) and "
             f"every process needs one: use at most {available}, or raise training.tokens_per_step"
         )
 
