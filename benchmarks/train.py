@@ -42,7 +42,7 @@ from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.distributed.precision import autocast_for
-from dwindle.pruning.compaction import bucketed
+from dwindle.pruning.compaction import rounded_up
 from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
@@ -235,7 +235,7 @@ def compacted(
     One row for every batch size.
     """
     prunable = pruner.prunable
-    keep = bucketed(prunable.anatomy, prunable.alive, prunable.physical, multiple)
+    keep = rounded_up(prunable.alive, prunable.physical, multiple)
     synchronize(bench.device)
     started = time.perf_counter()
     pruner.compact(trainer, keep)
