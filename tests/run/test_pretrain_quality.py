@@ -87,7 +87,7 @@ train = ["pydoc:train"]
 seq_len = 64
 cache_dir = "{cache}"
 [training]
-tokens = 4096
+tokens = 2560
 tokens_per_step = 512
 optimizer = "adamw"
 [distill]
