@@ -10,7 +10,7 @@ BASE ?= HEAD
 MINUTES ?= 60
 INPUTS ?= 0
 
-.PHONY: demo check test parity settings golden fuzz faults lint types install clean
+.PHONY: demo check test suite parity settings golden fuzz faults lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 	$(BIN)/dwindle demo --overwrite
@@ -18,7 +18,10 @@ demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 check: lint types  ## lint, types and the fast tests, in two minutes
 	$(BIN)/python -m pytest $(TWO) -m "not slow" $(FAST)
 
-test: lint types  ## everything that CI checks
+test: $(VENV)/.installed  ## everything that CI checks
+	$(MAKE) -j2 types lint suite
+
+suite: $(VENV)/.installed
 	$(BIN)/python -m pytest $(TWO)
 
 parity: $(VENV)/.installed  ## what must agree on any CPU, with other vector instructions and numbers of threads
