@@ -387,7 +387,7 @@ def _check_sizes(folder: Path, index: dict[str, Any]) -> None:
     if sum(shard["tokens"] for shard in index["shards"]) != index["tokens"]:
         raise ValueError("token counts do not add up")
     texts = [index["tokenizer"], index["sha256"], *(e["sha256"] for e in (*index["shards"], index["documents"]))]
-    counts = [index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
+    counts = [index["tokens"], index["documents"]["count"], *(shard["tokens"] for shard in index["shards"])]
     if "answers" in index:
         texts += [index["template"], index["answers"]["sha256"], index["conversations"]["sha256"]]
         counts += [index["answers"]["count"], index["conversations"]["count"]]
