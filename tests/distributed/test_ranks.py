@@ -215,7 +215,7 @@ def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pyte
     (place / "alone" / "recipe.toml").touch()
     statuses = wait_ranks(start_ranks(2, task))
     assert [os.waitstatus_to_exitcode(status) for status in statuses] == [2, 2]
-    assert capfd.readouterr().err.count("a run exists there") == 1
+    assert capfd.readouterr().err.count("error: --out") == 1
 
 
 def test_tensors_of_the_main_process_reach_all() -> None:
