@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import training_tables as tables
 from jobs import Outcome, Place, jobs_around, locked, run_jobs
-from measures import Clock, Peak, Record, commit, facts, forward_flops, keep_logs, open_masks, shape_of
+from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, shape_of
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -47,6 +47,7 @@ from dwindle.run.plan import plan_pruning
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.result import RunResult
 from dwindle.sources.loading import load_config
+from dwindle.training.flops import forward_flops_per_token
 from dwindle.training.loss import evaluate_loss
 
 KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
@@ -342,7 +343,7 @@ class Study:
         if result.model is None:
             return None
         source = Anatomy.of_config(load_config(self.args.model))
-        teacher = forward_flops(source, recipe.data.seq_len) if recipe.distill.weight else 0.0
+        teacher = forward_flops_per_token(source, recipe.data.seq_len) if recipe.distill.weight else 0.0
         record |= facts(result.run, result.target_reached, teacher) | {"target_reached": result.target_reached}
         record |= open_masks(result.run, source.source)
         keep_logs(result.run, self.args.out.with_name(f"{self.args.out.stem}-runs") / result.run.name)

@@ -19,7 +19,6 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.pruning.ledger import read_ledger
-from dwindle.training.flops import flops_per_token
 
 Record = dict[str, Any]
 AT_TARGET_TOKENS = 262144
@@ -85,11 +84,6 @@ def facts(run: Path, target_reached: bool = True, teacher_flops: float = 0.0) ->
         after = [line["loss"] for line in lines if end < line["tokens"] <= end + AT_TARGET_TOKENS]
         found |= {"loss_at_target": statistics.mean(after)} if after and target_reached else {}
     return found
-
-
-def forward_flops(anatomy: Anatomy, seq_len: int) -> float:
-    """Per token, of a teacher: a third of training."""
-    return flops_per_token(anatomy, anatomy.source, seq_len) / 3
 
 
 def open_masks(run: Path, source: Structure) -> Record:

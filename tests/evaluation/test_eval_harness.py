@@ -19,7 +19,7 @@ from dwindle.evaluation.results import EvalResult
 from dwindle.evaluation.tasks import TASKS, WIKITEXT
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
-NUM_ITEMS, NUM_SCORED = 100, 12
+NUM_ITEMS, NUM_SCORED = 100, 25
 
 
 def requests_of(task: Any) -> list[tuple[list[tuple[str, str]], int, list[str]]]:

@@ -88,7 +88,7 @@ def test_a_quantised_folder_says_what_loads_it(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     model, tokenizer = load_quantised(tmp_path / "out")  # in float32, the code of the card in the stored bfloat16
     said, likeliest = said_by(tmp_path / "out"), greedy(model.bfloat16(), tokenizer, tokenizer(PROMPT).input_ids)
-    some = len(PROMPT) + 12  # with a cache bfloat16 rounds in other places, and a near tie may end otherwise
+    some = len(PROMPT) + 30  # with a cache bfloat16 rounds in other places, and a near tie may end otherwise
     assert len(said) > some and said[:some] == likeliest[:some]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +42,7 @@ from dwindle.run.plan import (
 from dwindle.run.rehearsal import cut_evenly
 from dwindle.run.start import Start, start_of
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
-from dwindle.training.flops import flops_per_token
+from dwindle.training.flops import flops_per_token, forward_flops_per_token
 from dwindle.training.loop import Trainer
 from dwindle.training.loss import language_model_loss
 from dwindle.training.optim import LRSchedule, build_optimizer
@@ -327,11 +326,10 @@ class Simulation:
 
     def _plan(self, parts: dict[str, Traffic], state_bytes: int, written: int, keep: Structure | None) -> WorldPlan:
         recipe, source = self.recipe, self.anatomy.source
-        flops, seq_len = partial(flops_per_token, seq_len=recipe.data.seq_len), recipe.data.seq_len
-        each = flops(self.anatomy, source)
+        seq_len = recipe.data.seq_len
+        each = flops_per_token(self.anatomy, source, seq_len)
         if self.trainer.teacher is not None:
-            theirs = Anatomy.of_config(cast(Any, self.trainer.teacher.model).config)
-            each += flops(theirs, theirs.source) / 3  # a forward pass alone
+            each += forward_flops_per_token(Anatomy.of_config(cast(Any, self.trainer.teacher.model).config), seq_len)
         return WorldPlan(
             model=recipe.source.model,
             world=self.world.size,

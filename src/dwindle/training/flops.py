@@ -23,6 +23,11 @@ def flops_per_token(anatomy: Anatomy, structure: Structure, seq_len: int) -> flo
     return 6.0 * weights + 12.0 * attended * seq_len
 
 
+def forward_flops_per_token(anatomy: Anatomy, seq_len: int) -> float:
+    """Of a teacher: the forward pass is a third of training."""
+    return flops_per_token(anatomy, anatomy.source, seq_len) / 3
+
+
 def peak_flops(device: str) -> float | None:
     """Dense bf16 FLOP/s of one device; None if unknown."""
     if not device.startswith("cuda") or not torch.cuda.is_available():
