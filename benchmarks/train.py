@@ -327,6 +327,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     add("--mode", help="of torch.compile, such as max-autotune-no-cudagraphs")
     add("--chunk-tokens", type=int, default=4096, help="tokens whose logits exist at once")
     add("--fused-loss", action=argparse.BooleanOptionalAction, default=True, help="compile the loss")
+    add("--cuda-graphs", action="store_true", help="start the passes of a step as one CUDA graph")
+    add("--teacher", type=float, default=0.0, help="weight of a teacher of the same shape; 0 is none")
     add("--bf16-residual", action="store_true", help="residual stream in bf16")
     add("--attention", default="auto", help="flash, cudnn or auto")
     add("--multiples", default="64", help="compact to multiples of these, such as 64,128")

@@ -25,6 +25,7 @@ from dwindle.pruning.target import Shape, Target
 from dwindle.training.callbacks import Callback
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.config import TrainingConfig
+from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.flops import PEAK_FLOPS, flops_per_token
 from dwindle.training.loop import Trainer
 from dwindle.training.optim import LRSchedule, build_optimizer
@@ -83,6 +84,10 @@ class TrainBench:
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     metric: str = "taylor"
+    cuda_graphs: bool = False
+    """Row off: the passes of a step as one CUDA graph."""
+    teacher: float = 0.0
+    """Row off: weight of a teacher of the same shape."""
 
     @property
     def training(self) -> TrainingConfig:
@@ -93,6 +98,7 @@ class TrainBench:
             ce_chunk_tokens=self.chunk_tokens,
             bf16_residual=self.bf16_residual,
             compile=self.compile,
+            cuda_graphs=self.cuda_graphs,
         )
 
     def __post_init__(self) -> None:
@@ -200,9 +206,18 @@ def make_trainer(
         device=bench.device,
         precision=bench.precision,
         callbacks=callbacks,
+        teacher=make_teacher(bench) if bench.teacher else None,
     )
     trainer.fused_loss = bench.fused_loss and bench.compile
     return trainer
+
+
+def make_teacher(bench: TrainBench) -> Teacher:
+    """A frozen model of the same shape in bf16, compiled like the student."""
+    model = build_model(bench).to(torch.bfloat16)
+    if bench.compile:
+        compile_blocks(model, mode=bench.mode)
+    return Teacher.of(HiddenStates(model), Distillation(bench.teacher))
 
 
 def make_pruner(

@@ -137,6 +137,10 @@ class Pruner(Callback):
         """Whether nothing more will be removed."""
         return self._strategy.is_finished(self.prunable.alive, self.prunable.num_parameters)
 
+    @property
+    def is_watching(self) -> bool:
+        return not self.finished
+
     def on_start(self, trainer: Trainer) -> None:
         assert trainer.model is self.prunable.model
         if trainer.step == 0:

@@ -31,6 +31,11 @@ class Callback:
     must_be_last: ClassVar[bool] = False
 
     @property
+    def is_watching(self) -> bool:
+        """Whether the passes of the next step must run as Python: something in them is observed, or changes."""
+        return False
+
+    @property
     def name(self) -> str:
         """Key of this callback's state in a checkpoint: unique in a run, the same after a restart."""
         return type(self).__name__

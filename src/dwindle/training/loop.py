@@ -26,6 +26,7 @@ from dwindle.training.checkpoint import (
 )
 from dwindle.training.config import TrainingConfig
 from dwindle.training.distill import Teacher
+from dwindle.training.graphed import GraphedPasses
 from dwindle.training.loss import language_model_loss
 from dwindle.training.optim import LRSchedule
 from dwindle.training.rng import load_rng, rng_state, rng_tensors
@@ -183,30 +184,39 @@ class Trainer:
         Returns the mean cross-entropy (and, with a teacher, the mean divergence) over all processes, then the number of
         processes that received a stop request; on a GPU these are not computed yet.
         """
-        engine, config, num_tokens = self.engine, self.config, self.batches.num_predictions
+        engine, num_tokens = self.engine, self.batches.num_predictions
+        passes = self._passes if self._graphs is None or self._is_watched else self._graphs
         total: Tensor | None = None
         # one copy for the whole step: another one later would wait until the passes before it are computed
         for number, batch in enumerate(sent(micro_batches, torch.device(self.device)), start=1):
             with engine.micro_step(last=number == len(micro_batches)):
-                with engine.autocast(self.precision, self.device):
-                    loss = engine.loss(
-                        self.model,
-                        batch,
-                        chunk_tokens=config.ce_chunk_tokens,
-                        scale=engine.size / num_tokens,
-                        z_loss=config.z_loss,
-                        fused=self.fused_loss,
-                        bf16_residual=config.bf16_residual and self.precision == "bf16",
-                        teacher=self.teacher,
-                    )
-                loss.objective.backward()  # type: ignore[no-untyped-call]
-            sums = torch.stack([loss.cross_entropy, *([] if loss.distillation is None else [loss.distillation])])
+                sums = passes(batch, engine.size / num_tokens)
             total = sums if total is None else total + sums
         assert total is not None, "a step without data"
         self.seq_len = micro_batches[-1].shape[-1] - 1
         means = (total / num_tokens).detach().double()
         stop = torch.full((1,), float(self.stop.requested), device=means.device).double()
         return engine.sum_over_processes(torch.cat([means, stop]))
+
+    def _passes(self, batch: Tensor, scale: float) -> Tensor:
+        """Add the gradients of one micro-batch; returns its summed cross-entropy (and divergence)."""
+        with self.engine.autocast(self.precision, self.device):
+            loss = self.engine.loss(
+                self.model,
+                batch,
+                chunk_tokens=self.config.ce_chunk_tokens,
+                scale=scale,
+                z_loss=self.config.z_loss,
+                fused=self.fused_loss,
+                bf16_residual=self.config.bf16_residual and self.precision == "bf16",
+                teacher=self.teacher,
+            )
+        loss.objective.backward()  # type: ignore[no-untyped-call]
+        return torch.stack([loss.cross_entropy, *([] if loss.distillation is None else [loss.distillation])])
+
+    @property
+    def _is_watched(self) -> bool:
+        return any(callback.is_watching for callback in self.callbacks)
 
     def _read(self, sums: Tensor, grad_norm: Tensor) -> tuple[float, float]:
         """Loss and gradient norm as numbers.
@@ -265,6 +275,8 @@ class Trainer:
         self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
+        graphed = self.config.cuda_graphs and self.device == "cuda" and self.engine.size == 1
+        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed else None
 
     def state_dict(self) -> dict[str, Any]:
         """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""

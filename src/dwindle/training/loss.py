@@ -11,13 +11,15 @@ Shapes: B sequences, T tokens each, N = B·T (or one chunk of it), D hidden size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from dwindle.data.packing import planes_of
 from dwindle.distributed.engines import Engine
@@ -235,10 +237,11 @@ def language_model_loss(
         return flat if learned_BT is None else flat[learned_BT[:, 1:].flatten()]
 
     lesson = None
-    if teacher is not None:
-        taught_BTE = teacher.hidden(tokens_BT[:, :-1], **places)
-        lesson = Lesson(chosen(taught_BTE), *_head(teacher.model), teacher.how)
-    hidden_BTD = cast(Any, model).model(**inputs, **places, use_cache=False).last_hidden_state
+    with nullcontext() if places else _whole_sequences():
+        if teacher is not None:
+            taught_BTE = teacher.hidden(tokens_BT[:, :-1], **places)
+            lesson = Lesson(chosen(taught_BTE), *_head(teacher.model), teacher.how)
+        hidden_BTD = cast(Any, model).model(**inputs, **places, use_cache=False).last_hidden_state
     return chunked_cross_entropy(
         chosen(hidden_BTD),
         head,
@@ -250,6 +253,21 @@ def language_model_loss(
         fused=fused and learned_BT is None,
         lesson=lesson,
     )
+
+
+@contextmanager
+def _whole_sequences() -> Iterator[None]:
+    """Tell transformers that no row holds several sequences.
+
+    It would look at the positions, and wait for the device in every pass; or, in a CUDA graph, where it cannot look,
+    mask as if they were several.
+    """
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = look
 
 
 def _head(model: nn.Module) -> tuple[Tensor, float]:
