@@ -61,8 +61,8 @@ def test_recorded_passes_write_and_add_gradients_like_plain_ones(monkeypatch: py
     """Steps of three micro-batches with a smaller last one; shapes that were not recorded; the first shapes again."""
     model = tiny_llama()
     trainer = make_trainer(model)
-    monkeypatch.setattr(GraphedPasses, "_record", lambda _, batch, scale: Played(plain, model, batch.clone(), scale))
     plain = trainer._passes
+    monkeypatch.setattr(GraphedPasses, "_record", lambda _, batch, scale: Played(plain, model, batch.clone(), scale))
     recorded = GraphedPasses(plain, list(model.parameters()))
     usual, others = (4, 4, 2), ((3, 4), (4, 3))
     sizes: list[tuple[int, ...]] = [*[usual] * 6, *others, *others, usual, usual]
