@@ -257,17 +257,18 @@ def language_model_loss(
 
 @contextmanager
 def _whole_sequences() -> Iterator[None]:
-    """Tell transformers that no row holds several sequences.
+    """Tell transformers that no row holds several sequences, so that its causal mask is the kernels' own.
 
-    It would look at the positions, and wait for the device in every pass; or, in a CUDA graph, where it cannot look,
-    mask as if they were several.
+    It would look at the positions, and wait for the device in every pass. In a CUDA graph it cannot look, and would
+    mask as if there were several.
     """
-    look = masking_utils.find_packed_sequence_indices
+    known = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda tensor=None: False
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = look
+        masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = known
 
 
 def _head(model: nn.Module) -> tuple[Tensor, float]:
