@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.distributed.precision import Precision
+from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.training.config import TrainingConfig
 
 _LOGITS_BYTES = 3 * 4
@@ -42,10 +42,10 @@ def footprint(
 ) -> Footprint:
     """Memory to train a model beside its ``teacher`` (config, dtype), with weights sharded over ``shards`` devices."""
     anatomy = Anatomy.of_config(config)
-    width = {"fp32": 4, "fp64": 8, "bf16": 4}[precision]
-    fixed = anatomy.count(anatomy.source).total * (4 * width + (2 if precision == "bf16" else 0)) / shards
+    width = {"fp32": 4, "fp64": 8, "bf16": 4, "fp8": 4}[precision]
+    fixed = anatomy.count(anatomy.source).total * (4 * width + (2 if is_bf16(precision) else 0)) / shards
     if training.lora_rank:  # weights alone; gradients and moments are those of the adapters, which are small
-        fixed = anatomy.count(anatomy.source).total * (width + (2 if precision == "bf16" else 0)) / shards
+        fixed = anatomy.count(anatomy.source).total * (width + (2 if is_bf16(precision) else 0)) / shards
     elif training.optimizer == "muon":  # one moment instead of two
         fixed -= sum(anatomy.layer_counts(anatomy.source)) * width / shards
     saved = _saved_per_token(anatomy, training, precision)
@@ -72,7 +72,7 @@ def _saved_per_token(anatomy: Anatomy, training: TrainingConfig, precision: Prec
         layers.append(_saved_by_layer(hidden, query, key, len(layer.ffn), training.compile, precision))
     if not training.activation_checkpointing:
         return sum(layers)
-    residual = 2 if precision == "bf16" and training.bf16_residual else 8 if precision == "fp64" else 4
+    residual = 2 if is_bf16(precision) and training.bf16_residual else 8 if precision == "fp64" else 4
     return max(layers) + residual * hidden * len(layers)
 
 
@@ -82,7 +82,7 @@ def _saved_by_layer(hidden: int, query: int, key: int, ffn: int, compiled: bool,
     Compiled layers recompute what is cheap. On an H200 the estimate exceeded measured memory by 30 % (SmolLM-1.7B) and
     40 % (SmolLM2-135M).
     """
-    if precision == "bf16" and not compiled:
+    if is_bf16(precision) and not compiled:
         return 26 * hidden + 10 * (query + key) + 8 * ffn
-    width = {"fp32": 4, "fp64": 8, "bf16": 2}[precision]
+    width = {"fp32": 4, "fp64": 8, "bf16": 2, "fp8": 2}[precision]
     return width * (8 * hidden + 2 * query + 4 * ffn) * (1.0 if compiled else 1.25)
