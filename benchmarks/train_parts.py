@@ -127,7 +127,8 @@ class TrainRow:
     tokens_per_s: float
     step_ms: float
     utilisation: float
-    """Model FLOPs (6 per parameter and token, and attention's 12·L·H·d·T) over 989 TFLOP/s, the bf16 peak, in fp8 as well."""
+    """Model FLOPs (6 per parameter and token, and attention's 12·L·H·d·T) over 989 TFLOP/s, the peak of bf16, also in
+    fp8."""
     peak_bytes: int
     compile_s: float
     """The first step, compiling included."""

@@ -48,8 +48,8 @@ class TrainingConfig(Config):
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
     precision: Literal["auto", "fp32", "bf16", "fp8", "fp64"] = "auto"
-    """Compute precision (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU. fp8 is bf16 with the layers'
-    linear maps in float8 where their sizes are multiples of 16, for one H100 or newer and in training alone."""
+    """Compute precision (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU. fp8, for one H100 or
+    newer, is bf16 but for the layers' linear maps: in training these are float8 where sizes are multiples of 16."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -58,7 +58,7 @@ class TrainingConfig(Config):
     """On one GPU, start the passes of a micro-batch as one CUDA graph once nothing is pruned any more: the same
     kernels, less work for the host."""
     bf16_residual: bool = False
-    """With bf16 or fp8, also keep the residual stream in bf16 (sharded training always does): faster, slightly less exact."""
+    """With bf16 or fp8, keep the residual stream in bf16 too (sharded training always does): faster, less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
     lora_rank: Annotated[int, Field(ge=0)] = 0

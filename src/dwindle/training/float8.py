@@ -20,7 +20,7 @@ MULTIPLE = 16
 """The matrix products need sizes that are multiples of this; others are computed in bf16."""
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 1e-30
-"""Of largest magnitudes, against division by zero; its quotient with e5m2's largest number is still a normal float32."""
+"""Of largest magnitudes, against division by zero; divided by e5m2's largest number it is still a normal float32."""
 _CAPABILITY = (8, 9)
 """Of the first GPUs that multiply float8 (Ada); an H100 has 9.0."""
 
