@@ -174,7 +174,7 @@ def test_gradients_are_close_to_those_of_bf16(device: str) -> None:
         with portable_bf16():
             trainer.forward_backward(trainer.batches.next_step())
         found.append(torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]))
-    assert 0.001 < error(found[1], found[0]) < 0.15
+    assert 0.001 < error(found[1], found[0]) < 0.2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -39,7 +39,7 @@ def use_float8(model: nn.Module) -> None:
     Before the layers are compiled, and again whenever the model is rebuilt. Only the class of a module changes: its
     parameters, their names and its hooks stay, and what is built from its tensors is stock.
     """
-    for module in model.model.layers.modules():  # type: ignore[union-attr, operator]
+    for module in model.model.layers.modules():  # type: ignore[union-attr]
         if type(module) is nn.Linear and all(size and size % MULTIPLE == 0 for size in module.weight.shape):
             module.__class__ = Float8Linear
 
@@ -67,7 +67,7 @@ class _Product(torch.autograd.Function):
         return torch._scaled_mm(x8_TI, w8_OI.t(), x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
 
     @staticmethod
-    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor]:
         x8_TI, x_scale, w8_OI, w_scale = ctx.saved_tensors
         g8_TO, g_scale = quantized(grad_TO, _BACKWARD)
         grad_x = torch._scaled_mm(g8_TO, _by_columns(w8_OI), g_scale, w_scale, out_dtype=torch.bfloat16)
