@@ -275,8 +275,9 @@ class Trainer:
         self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
-        graphed = self.config.cuda_graphs and self.device == "cuda" and self.engine.size == 1
-        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed else None
+        graphed = self.config.cuda_graphs and not self.config.activation_checkpointing  # which saves random states
+        on_one_gpu = self.device == "cuda" and self.engine.size == 1
+        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed and on_one_gpu else None
 
     def state_dict(self) -> dict[str, Any]:
         """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""

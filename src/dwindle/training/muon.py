@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dwindle.anatomy.anatomy import Anatomy, Row
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
+from dwindle.training.graphed import Recorded
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, tuned for a steep slope at zero."""
@@ -45,12 +46,15 @@ class Muon(torch.optim.AdamW):
         parts: Mapping[nn.Parameter, Sequence[int]],
         momentum: float = 0.95,
         num_iterations: int = 5,
+        cuda_graphs: bool = False,
         **adamw: Any,
     ) -> None:
         for group in groups:
             group.setdefault("muon", False)
         super().__init__(groups, **adamw)
         self._parts, self._momentum, self._num_iterations = dict(parts), momentum, num_iterations
+        self._cuda_graphs = cuda_graphs
+        self._record: Recorded[list[Tensor]] = Recorded()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -75,27 +79,42 @@ class Muon(torch.optim.AdamW):
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
         grads = [local(cast(Tensor, p.grad)) for p in parameters]
         momenta = [local(self.state[p][MOMENTUM]) for p in parameters]
-        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
-        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
-        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
-        wholes = self._orthogonalised(parameters, updates)
+        scales = [_RMS * size**0.5 for p in parameters for size in self.state[p][ALIVE_SIZES].tolist()]
+        held = self._record(
+            lambda: self._directions(parameters, grads, momenta, scales),
+            key=(*(t.data_ptr() for t in (*grads, *momenta)), *scales) if self._is_recordable(parameters) else None,
+        )
         weights = [local(p) for p in parameters]
-        held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
         lr = float(group["lr"])
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, held, alpha=-lr)
 
-    def _orthogonalised(self, parameters: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
+    def _is_recordable(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Small models on one GPU: of large ones the host is not the limit, and a graph keeps its memory."""
+        elements = sum(p.numel() for p in parameters)
+        return self._cuda_graphs and elements <= _MAX_BATCH_ELEMENTS and all(type(p.data) is Tensor for p in parameters)
+
+    def _directions(
+        self, parameters: list[nn.Parameter], grads: list[Tensor], momenta: list[Tensor], scales: list[float]
+    ) -> list[Tensor]:
+        """What this process's rows of every matrix move along, times minus the rate; updates the momenta."""
+        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
+        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
+        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
+        wholes = self._orthogonalised(parameters, updates, scales)
+        return [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
+
+    def _orthogonalised(
+        self, parameters: list[nn.Parameter], updates: list[Tensor], scales: list[float]
+    ) -> list[Tensor]:
         """The updates, orthogonalised in batches of equal shape, part by part, with the RMS of AdamW's updates."""
         pieces: list[Tensor] = []
         counts: list[int] = []
-        scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
             sizes = list(self._parts.get(parameter, ()))
             split = torch.split(update, sizes) if len(sizes) > 1 else (update,)
             pieces += split
             counts.append(len(split))
-            scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
         done = orthogonalise(pieces, self._num_iterations)
         torch._foreach_mul_(done, scales)
         found, first = [], 0

@@ -49,7 +49,8 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | N
         "foreach": None if use_fused or on_cuda else False,
     }
     if parts:
-        return Muon(groups, parts=parts, momentum=config.momentum, **settings)
+        graphed = config.cuda_graphs and on_cuda
+        return Muon(groups, parts=parts, momentum=config.momentum, cuda_graphs=graphed, **settings)
     return torch.optim.AdamW(groups, **settings)
 
 
