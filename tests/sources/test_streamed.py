@@ -59,10 +59,10 @@ def make(folder: Path, hidden: int, layers: int) -> int:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A model of 160 MB in bf16, of which no tensor is larger than 4 % of it, and a small one beside it."""
+    """A model of 310 MB in bf16, of which no tensor is larger than 2 % of it, and a small one beside it."""
     folder = tmp_path_factory.mktemp("large") / "model"
     make(folder.with_name("model-small"), 64, 1)
-    return folder, make(folder, 1024, 6)
+    return folder, make(folder, 1024, 12)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
