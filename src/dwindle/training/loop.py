@@ -188,7 +188,7 @@ class Trainer:
         # one copy for the whole step: another one later would wait until the passes before it are computed
         for number, batch in enumerate(sent(micro_batches, torch.device(self.device)), start=1):
             with engine.micro_step(last=number == len(micro_batches)):
-                with engine.autocast(self.precision, self.device):
+                with engine.autocast(self.precision, self.device, keep_copies=not config.activation_checkpointing):
                     loss = engine.loss(
                         self.model,
                         batch,

@@ -3,7 +3,8 @@
 The momentum M of a matrix is replaced by an approximation of U·Vᵀ (M = U·S·Vᵀ), from five Newton–Schulz iterations
 (Jordan et al. 2024), and scaled so that an update has the RMS of AdamW's (Liu et al. 2025): learning rates carry over.
 
-- Matrices of equal shape go through Newton–Schulz as one batch: a launch for all layers instead of one for each.
+- Matrices of equal shape go through Newton–Schulz as one batch: a launch for many layers instead of one for each. A
+  batch has at most ``MOST_ELEMENTS``, so that temporary tensors are a small part of a large model's memory.
 - Pruned rows and columns are zero in M and stay zero: XXᵀ and its powers keep them. The scale depends on the matrix's
   size, so it is that of what is alive (``state["alive_sizes"]``, updated by surgery), not of the storage; with that,
   masked and compacted models train alike.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from dwindle.anatomy.anatomy import Anatomy, Row
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
+from dwindle.training.moments import MOST_ELEMENTS, AdamW, in_batches
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, tuned for a steep slope at zero."""
@@ -32,10 +34,9 @@ ALIVE_SIZES = "alive_sizes"
 """The larger dimension of each part of a matrix, without what is pruned."""
 _RMS = 0.2
 """RMS of a typical AdamW update."""
-_MAX_BATCH_ELEMENTS = 2**28
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """One optimizer over both kinds of parameters; groups with ``muon = True`` are matrices of the layers."""
 
     def __init__(
@@ -63,27 +64,34 @@ class Muon(torch.optim.AdamW):
             self.param_groups = everything
         for group in everything:
             if group["muon"]:
-                self._muon_step(group)
+                trained = [p for p in group["params"] if p.grad is not None]
+                for some in in_batches(sorted(trained, key=lambda p: sorted(p.shape))):
+                    self._muon_step(some, group)
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
+    def _muon_step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for parameter in parameters:
             state = self.state[parameter]
             if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(parameter)
+                state[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moment_dtype(parameter))
                 rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
-        grads = [local(cast(Tensor, p.grad)) for p in parameters]
-        momenta = [local(self.state[p][MOMENTUM]) for p in parameters]
-        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
-        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
-        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
-        wholes = self._orthogonalised(parameters, updates)
-        weights = [local(p) for p in parameters]
+        wholes = self._orthogonalised(parameters, self._averaged(parameters))
         held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
-        lr = float(group["lr"])
+        weights, lr = [local(p) for p in parameters], float(group["lr"])
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, held, alpha=-lr)
+
+    def _averaged(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """Update the momentum of matrices; the new one with Nesterov's look-ahead, whole on every process."""
+        grads = [local(cast(Tensor, p.grad)) for p in parameters]
+        stored = [local(self.state[p][MOMENTUM]) for p in parameters]
+        momenta = [kept.to(grad.dtype) for kept, grad in zip(stored, grads, strict=True)]
+        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
+        for kept, momentum in zip(stored, momenta, strict=True):
+            if kept is not momentum:  # stored in bf16
+                kept.copy_(momentum)
+        ahead = torch._foreach_lerp(grads, momenta, self._momentum)
+        return [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
 
     def _orthogonalised(self, parameters: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
         """The updates, orthogonalised in batches of equal shape, part by part, with the RMS of AdamW's updates."""
@@ -126,14 +134,14 @@ def alive_sizes(anatomy: Anatomy, row: Row, structure: Structure) -> Tensor:
 
 
 def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[Tensor]:
-    """Newton–Schulz over all matrices, one batch per shape (a matrix and a transposed one share a batch)."""
+    """Newton–Schulz over all matrices, in batches of one shape (a matrix and a transposed one share a batch)."""
     batches: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
         batches.setdefault((rows, columns), []).append(number)
     found: dict[int, Tensor] = {}
     for (rows, columns), numbers in batches.items():
-        most = max(1, _MAX_BATCH_ELEMENTS // (rows * columns))
+        most = max(1, MOST_ELEMENTS // (rows * columns))
         for start in range(0, len(numbers), most):
             chosen = numbers[start : start + most]
             wide = [matrices[n].mT if matrices[n].shape[0] > matrices[n].shape[1] else matrices[n] for n in chosen]
