@@ -11,6 +11,9 @@ from dwindle.core.config import Config
 Count = str | int
 """A number of tokens as people write it: ``"16M"``, ``65536``."""
 
+MOST_FACTOR_IN_BF16 = 0.98
+"""A moment that is rounded to 8 bits does not follow changes below 0.2 % / (1 - factor) of it."""
+
 
 class TrainingConfig(Config):
     """How the model is trained."""
@@ -48,7 +51,10 @@ class TrainingConfig(Config):
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
     precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """Compute precision (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU."""
+    """Compute precision (weights stay fp32); auto is bf16 on a GPU, fp32 on a CPU."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """How the optimizer's moments are stored; bf16 halves their memory and rounds them in every step, so a run is close
+    to one with fp32, not equal."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
@@ -77,6 +83,12 @@ class TrainingConfig(Config):
             raise ValueError("warmup: must not be negative")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError("betas: must be two numbers from 0 to below 1, such as [0.9, 0.95]")
+        slow = max(*self.betas, self.momentum if self.optimizer == "muon" else 0.0)
+        if self.moments == "bf16" and slow > MOST_FACTOR_IN_BF16:
+            raise ValueError(
+                f"moments: in bf16 an average with factor {slow} stands still: use factors up to {MOST_FACTOR_IN_BF16} "
+                "(betas, momentum), or fp32"
+            )
         return self
 
 

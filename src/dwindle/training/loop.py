@@ -200,7 +200,8 @@ class Trainer:
 
     def _passes(self, batch: Tensor, scale: float) -> Tensor:
         """Add the gradients of one micro-batch; returns its summed cross-entropy (and divergence)."""
-        with self.engine.autocast(self.precision, self.device):
+        keep_copies = not self.config.activation_checkpointing
+        with self.engine.autocast(self.precision, self.device, keep_copies=keep_copies):
             loss = self.engine.loss(
                 self.model,
                 batch,
