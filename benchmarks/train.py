@@ -50,6 +50,7 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import sizes_text
 from dwindle.training.compiling import forget_graphs
 from dwindle.training.config import TrainingConfig
+from dwindle.training.float8 import check_float8
 from dwindle.training.loop import Trainer
 from dwindle.training.optim import build_optimizer
 
@@ -93,6 +94,8 @@ def measure_training(bench: TrainBench, out: Path | None, report: Callable[[str]
     set_attention(bench.attention)
     if bench.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: cuda is not available on this machine: use cpu")
+    if bench.precision == "fp8":
+        check_float8(bench.device, "--precision")
     for row in _rows(bench):
         rows.append(row)
         report(json.dumps(asdict(row)))
@@ -301,7 +304,7 @@ def render(rows: Sequence[TrainRow], bench: TrainBench) -> Group:
         )
         found = {"first_step_s": row.compile_s} | row.details
         notes.append(f"{row.name}: {', '.join(_in_words(key, value) for key, value in found.items())}")
-    return Group(table, *notes, "MFU: model FLOPs against 989 TFLOP/s, dense bf16 of one H200")
+    return Group(table, *notes, "MFU: model FLOPs against 989 TFLOP/s, dense bf16 of one H200, in every precision")
 
 
 def _in_words(key: str, value: Any) -> str:
@@ -327,7 +330,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     add("--seq-len", type=int, default=2048, help="tokens per sequence")
     add("--steps", type=int, default=20, help="measured steps per row")
     add("--device", default="cuda", help="cuda or cpu")
-    add("--precision", default="auto", help="bf16, fp32, or auto: bf16 on a GPU")
+    add("--precision", default="auto", help="bf16, fp8 (our rows; the baseline in bf16), fp32, or auto: bf16 on a GPU")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, per block in our rows")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of our rows")
     add("--moments", default="fp32", choices=["fp32", "bf16"], help="how moments are stored, in our rows")

@@ -27,6 +27,7 @@ from dwindle.training.callbacks import Callback
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.config import TrainingConfig
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
+from dwindle.training.float8 import use_float8
 from dwindle.training.flops import PEAK_FLOPS, flops_per_token
 from dwindle.training.loop import Trainer
 from dwindle.training.moments import Moments
@@ -116,7 +117,7 @@ class TrainBench:
             raise UserError(f"--shape: {self.shape!r} is unknown: choose {', '.join(SHAPES)}")
         for option, value, allowed in (
             ("--device", self.device, ("cuda", "cpu")),
-            ("--precision", self.precision, ("bf16", "fp32")),
+            ("--precision", self.precision, ("bf16", "fp8", "fp32")),
         ):
             if value not in allowed:
                 raise UserError(f"{option}: {value!r} is unknown: choose {' or '.join(allowed)}")
@@ -136,7 +137,8 @@ class TrainRow:
     tokens_per_s: float
     step_ms: float
     utilisation: float
-    """Model FLOPs (6 per parameter and token, and attention's 12·L·H·d·T) over 989 TFLOP/s."""
+    """Model FLOPs (6 per parameter and token, and attention's 12·L·H·d·T) over 989 TFLOP/s, the peak of bf16, also in
+    fp8."""
     peak_bytes: int
     compile_s: float
     """The first step, compiling included."""
@@ -199,6 +201,8 @@ def build_model(bench: TrainBench) -> Any:
 
 
 def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
+    if bench.precision == "fp8":
+        use_float8(model)
     if bench.compile:
         compile_blocks(model, mode=bench.mode)
     return build_optimizer(model, bench.training)

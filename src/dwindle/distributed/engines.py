@@ -22,7 +22,7 @@ from dwindle.anatomy.build import build, build_on_meta, restore_buffers
 from dwindle.core.errors import UserError
 from dwindle.data.packing import num_predictions
 from dwindle.distributed.lazy_weights import Fetch
-from dwindle.distributed.precision import Precision, autocast_for
+from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.distributed.sharded_safetensors import piece_name
 from dwindle.distributed.shards import gathered, idle, is_sharded, local, total_norm
 from dwindle.distributed.world import World
@@ -243,7 +243,7 @@ class ShardedEngine(_WrappedEngine):
         from torch.distributed.device_mesh import init_device_mesh
 
         self.device = device
-        self._bf16 = precision == "bf16"
+        self._bf16 = is_bf16(precision)
         self.replicate = replicate
         shape, names = ((world.size,), ("shard",))
         if replicate:

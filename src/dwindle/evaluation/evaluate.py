@@ -21,7 +21,7 @@ from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import RunDirectory
-from dwindle.distributed.precision import Precision
+from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.evaluation.config import EngineName, EvalConfig, SamplingConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
@@ -175,7 +175,7 @@ def evaluate_model(
         model=name,
         parameters=_num_parameters(model),
         engine=worker.name,
-        dtype="bf16 autocast" if precision == "bf16" else str(first.dtype).removeprefix("torch."),
+        dtype="bf16 autocast" if is_bf16(precision) else str(first.dtype).removeprefix("torch."),
         device=first.device.type,
         batch=worker.batch,
         max_length=length,

@@ -24,7 +24,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
-from dwindle.distributed.precision import Precision, autocast_for
+from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.evaluation.encoding import Pair, Tokens
 
 SHARED = 0
@@ -154,7 +154,7 @@ class Scorer:
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
                 raise
-            dtype = "bfloat16" if self.precision == "bf16" else str(self.model.dtype).removeprefix("torch.")
+            dtype = "bfloat16" if is_bf16(self.precision) else str(self.model.dtype).removeprefix("torch.")
             raise UserError(f"dtype {dtype}: this CPU does not support it ({error}): use float32") from error
         finally:
             self.model.train(was_training)

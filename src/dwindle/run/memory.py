@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.distributed.precision import Precision
+from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.training.config import TrainingConfig
 from dwindle.training.moments import MOST_ELEMENTS
 
@@ -47,13 +47,13 @@ def footprint(
     """Memory to train a model beside its ``teacher`` (config, dtype), with weights sharded over ``shards`` devices."""
     anatomy = Anatomy.of_config(config)
     count, layers = anatomy.count(anatomy.source).total, anatomy.layer_counts(anatomy.source)
-    width = {"fp32": 4, "fp64": 8, "bf16": 4}[precision]
+    width = {"fp32": 4, "fp64": 8, "bf16": 4, "fp8": 4}[precision]
     fixed = count * width / shards
     if not training.lora_rank:  # gradients and moments of the adapters are small
         moment = 2 if training.moments == "bf16" else width
         num_moments = 2 * count - (sum(layers) if training.optimizer == "muon" else 0)
         fixed += (count * width + num_moments * moment) / shards
-    if precision == "bf16":  # of all weights until the backward pass, or of the layer that is recomputed
+    if is_bf16(precision):  # of all weights until the backward pass, or of the layer that is recomputed
         fixed += 2 * (max(layers) if training.activation_checkpointing else count / shards)
     saved = _saved_per_token(anatomy, training, precision)
     logits = _LOGITS_BYTES * config.vocab_size
@@ -87,7 +87,7 @@ def _saved_per_token(anatomy: Anatomy, training: TrainingConfig, precision: Prec
         layers.append(_saved_by_layer(hidden, query, key, len(layer.ffn), training.compile, precision))
     if not training.activation_checkpointing:
         return sum(layers)
-    residual = 2 if precision == "bf16" and training.bf16_residual else 8 if precision == "fp64" else 4
+    residual = 2 if is_bf16(precision) and training.bf16_residual else 8 if precision == "fp64" else 4
     return max(layers) + residual * hidden * len(layers)
 
 
@@ -97,7 +97,7 @@ def _saved_by_layer(hidden: int, query: int, key: int, ffn: int, compiled: bool,
     Compiled layers recompute what is cheap. On an H200 the estimate exceeded measured memory by 30 % (SmolLM-1.7B) and
     40 % (SmolLM2-135M).
     """
-    if precision == "bf16" and not compiled:
+    if is_bf16(precision) and not compiled:
         return 26 * hidden + 10 * (query + key) + 8 * ffn
-    width = {"fp32": 4, "fp64": 8, "bf16": 2}[precision]
+    width = {"fp32": 4, "fp64": 8, "bf16": 2, "fp8": 2}[precision]
     return width * (8 * hidden + 2 * query + 4 * ffn) * (1.0 if compiled else 1.25)

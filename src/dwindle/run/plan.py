@@ -19,7 +19,7 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes, format_count, format_duration
 from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
-from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
 from dwindle.distributed.world import World
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
@@ -32,6 +32,7 @@ from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
 from dwindle.run.start import Start, file_sizes, start_of
 from dwindle.sources.loading import load_config, load_tokenizer
+from dwindle.training.float8 import check_float8
 
 _MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
 """Maximum in one forward pass; with fewer, a GPU waits for the host while it trains a small model."""
@@ -94,8 +95,10 @@ def device_of(recipe: Recipe) -> str:
 
 
 def precision_of(recipe: Recipe, device: str) -> Precision:
-    """``auto`` is bf16 on a GPU and fp32 on a CPU."""
+    """``auto`` is bf16 on a GPU and fp32 on a CPU; fp8 is refused where the device cannot multiply it."""
     wanted = recipe.training.precision
+    if wanted == "fp8":
+        check_float8(device)
     if wanted == "auto":
         return "bf16" if device == "cuda" else "fp32"
     return wanted
@@ -103,6 +106,8 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
 
 def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
     """How the processes share the work."""
+    if recipe.training.precision == "fp8" and world.size > 1:
+        raise UserError(f"training.precision: fp8 is for one process, and there are {world.size}: use bf16")
     wanted = recipe.training.parallel
     if wanted == "auto" and recipe.training.lora_rank:
         wanted = "ddp"  # adapters are put on whole weights
@@ -111,7 +116,7 @@ def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
 
 def teacher_dtype(precision: Precision, device: str) -> torch.dtype:
     """A teacher is never updated, so bf16 training on a GPU needs no wider copy of it."""
-    return torch.bfloat16 if precision == "bf16" and device == "cuda" else weights_dtype(precision)
+    return torch.bfloat16 if is_bf16(precision) and device == "cuda" else weights_dtype(precision)
 
 
 def teacher_of(recipe: Recipe, config: Any) -> str | None:

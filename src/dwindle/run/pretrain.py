@@ -64,6 +64,7 @@ from dwindle.training.checkpoint import Checkpoint, fitting, latest_checkpoint, 
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.display import Display
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
+from dwindle.training.float8 import use_float8
 from dwindle.training.loop import Trainer, TrainingDiverged
 from dwindle.training.lora import add_adapters, merged
 from dwindle.training.loss import language_model_loss
@@ -382,11 +383,13 @@ class Job:
         )
 
     def _prepare(self, model: nn.Module, fetch: Fetch | None = None) -> torch.optim.Optimizer:
-        """Compile the layers and build the optimizer, at the start and after each compaction.
+        """Prepare the layers (float8, compiled) and build the optimizer, at the start and after each compaction.
 
         ``fetch`` gives the weights of a model on the meta device.
         """
         training = self.recipe.training
+        if self.precision == "fp8":
+            use_float8(model)
         if training.compile:
             compile_blocks(model)
         self.engine.materialize(model, fetch)

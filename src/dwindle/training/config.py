@@ -50,8 +50,9 @@ class TrainingConfig(Config):
     """Maximum gradient norm; 0 turns clipping off."""
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
-    precision: Literal["auto", "fp32", "bf16", "fp64"] = "auto"
-    """Compute precision (weights stay fp32); auto is bf16 on a GPU, fp32 on a CPU."""
+    precision: Literal["auto", "fp32", "bf16", "fp8", "fp64"] = "auto"
+    """Compute precision (weights stay fp32); auto is bf16 on a GPU, fp32 on a CPU. fp8, for one H100 or
+    newer, is bf16 but for the layers' linear maps: in training these are float8 where sizes are multiples of 16."""
     moments: Literal["fp32", "bf16"] = "fp32"
     """How the optimizer's moments are stored; bf16 halves their memory and rounds them in every step, so a run is close
     to one with fp32, not equal."""
@@ -63,7 +64,7 @@ class TrainingConfig(Config):
     """On one GPU, start the passes of a micro-batch as one CUDA graph once nothing is pruned any more: the same bits,
     less work for the host. Not with activation_checkpointing, nor for conversations."""
     bf16_residual: bool = False
-    """With bf16, also keep the residual stream in bf16 (sharded training always does): faster, slightly less exact."""
+    """With bf16 or fp8, keep the residual stream in bf16 too (sharded training always does): faster, less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
@@ -89,6 +90,8 @@ class TrainingConfig(Config):
                 f"moments: in bf16 an average with factor {slow} stands still: use factors up to {MOST_FACTOR_IN_BF16} "
                 "(betas, momentum), or fp32"
             )
+        if self.precision == "fp8" and self.lora_rank:
+            raise ValueError("precision: fp8 does not train adapters: use bf16, or lora_rank = 0")
         return self
 
 

@@ -15,7 +15,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.engines import Engine
-from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
 from dwindle.training.callbacks import Callback
 from dwindle.training.checkpoint import (
     Checkpoint,
@@ -209,7 +209,7 @@ class Trainer:
                 scale=scale,
                 z_loss=self.config.z_loss,
                 fused=self.fused_loss,
-                bf16_residual=self.config.bf16_residual and self.precision == "bf16",
+                bf16_residual=self.config.bf16_residual and is_bf16(self.precision),
                 teacher=self.teacher,
             )
         loss.objective.backward()  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.jsonl import JsonLinesFile
+from dwindle.distributed.precision import is_bf16
 from dwindle.training.callbacks import Callback
 from dwindle.training.flops import flops_per_token, peak_flops
 from dwindle.training.lora import has_adapters
@@ -47,7 +48,7 @@ class MetricsWriter(Callback):
         tokens_per_s = last.num_tokens / max(last.seconds, 1e-9)
         flops = flops_per_token(anatomy, anatomy.source, trainer.seq_len)
         self._track(trainer.model)  # it may have been compacted after this step
-        peak = peak_flops(trainer.device) if trainer.precision == "bf16" else None
+        peak = peak_flops(trainer.device) if is_bf16(trainer.precision) else None
         utilisation = {} if peak is None else {"mfu": flops * tokens_per_s / (peak * trainer.engine.size)}
         self._lines.append(
             {
