@@ -39,7 +39,7 @@ def use_float8(model: nn.Module) -> None:
     Before the layers are compiled, and again whenever the model is rebuilt. Only the class of a module changes: its
     parameters, their names and its hooks stay, and what is built from its tensors is stock.
     """
-    for module in model.model.layers.modules():  # type: ignore[union-attr, operator]
+    for module in model.model.layers.modules():  # type: ignore[union-attr]
         if type(module) is nn.Linear and all(size and size % MULTIPLE == 0 for size in module.weight.shape):
             module.__class__ = Float8Linear
 
