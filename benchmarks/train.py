@@ -31,6 +31,7 @@ from benchmarks.train_parts import (
     make_row,
     make_trainer,
     median,
+    predicted_bytes,
     prepare,
     reset_peak,
     set_attention,
@@ -146,7 +147,7 @@ def baseline(bench: TrainBench) -> TrainRow:
 
 
 def pruning_off(bench: TrainBench) -> TrainRow:
-    """Our loop without a pruner: stock norms."""
+    """Our loop without a pruner: stock norms. The peak of memory stands beside that of ``pretrain --dry-run``."""
     model = build_model(bench)
     anatomy = Anatomy.of(model)
     clock = Clock(bench.device)
@@ -154,7 +155,12 @@ def pruning_off(bench: TrainBench) -> TrainRow:
     reset_peak(bench.device)
     trainer.run()
     assert trainer.last is not None
-    return make_row("off", bench, anatomy, anatomy.source, clock.seconds, trainer.last.loss)
+    row = make_row("off", bench, anatomy, anatomy.source, clock.seconds, trainer.last.loss)
+    predicted = predicted_bytes(bench, model.config)
+    row.details = {"predicted_peak_gb": predicted / 1e9, "peak_gb": row.peak_bytes / 1e9}
+    if row.peak_bytes:
+        row.details["predicted_to_measured"] = predicted / row.peak_bytes
+    return row
 
 
 def pruning_and_compaction(bench: TrainBench) -> Iterator[TrainRow]:
@@ -317,15 +323,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     """The benchmark, the folder for its rows, and whether to print JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     add = parser.add_argument
-    add("--shape", default="smollm-1.7b", help="smollm-1.7b, smollm2-360m, smollm2-135m or tiny")
+    add("--shape", default="smollm-1.7b", help="llama-7b, smollm-1.7b, smollm2-360m, smollm2-135m or tiny")
     add("--rows", default="baseline,off,pruning,compacted", help="also attn, ffn, stem: second-order events at 1:9")
     add("--batch", type=int, default=16, help="sequences per step")
+    add("--micro-batch", type=int, default=0, help="sequences per forward pass; default: all of a step")
     add("--seq-len", type=int, default=2048, help="tokens per sequence")
     add("--steps", type=int, default=20, help="measured steps per row")
     add("--device", default="cuda", help="cuda or cpu")
     add("--precision", default="auto", help="bf16, fp8 (our rows; the baseline in bf16), fp32, or auto: bf16 on a GPU")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, per block in our rows")
     add("--optimizer", default="adamw", choices=["adamw", "muon"], help="of our rows")
+    add("--moments", default="fp32", choices=["fp32", "bf16"], help="how moments are stored, in our rows")
+    add("--activation-checkpointing", action="store_true", help="recompute activations, in our rows")
     add("--metric", default="taylor", help="saliency of the pruning rows, such as group")
     add("--mode", help="of torch.compile, such as max-autotune-no-cudagraphs")
     add("--chunk-tokens", type=int, default=4096, help="tokens whose logits exist at once")

@@ -22,6 +22,7 @@ from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target
+from dwindle.run.memory import footprint
 from dwindle.training.callbacks import Callback
 from dwindle.training.compiling import compile_blocks
 from dwindle.training.config import TrainingConfig
@@ -29,6 +30,7 @@ from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.float8 import use_float8
 from dwindle.training.flops import PEAK_FLOPS, flops_per_token
 from dwindle.training.loop import Trainer
+from dwindle.training.moments import Moments
 from dwindle.training.optim import LRSchedule, build_optimizer
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,9 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": name != "llama-7b",
     }
     for name, vocab, layers, hidden, heads, kv_heads, ffn in (
+        ("llama-7b", 32000, 32, 4096, 32, 32, 11008),
         ("smollm-1.7b", 49152, 24, 2048, 32, 32, 8192),
         ("smollm2-360m", 49152, 32, 960, 15, 5, 2560),
         ("smollm2-135m", 49152, 30, 576, 9, 3, 1536),
@@ -61,6 +64,9 @@ class TrainBench:
     shape: str = "smollm-1.7b"
     rows: Sequence[str] = ROWS
     batch: int = 16
+    """Sequences per step."""
+    micro_batch: int = 0
+    """Of them in one forward pass; 0: all."""
     seq_len: int = 2048
     steps: int = 20
     warmup: int = 4
@@ -84,6 +90,8 @@ class TrainBench:
     """Rows with the second-order update: tokens of a step from which inputs are watched."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
+    moments: Moments = "fp32"
+    activation_checkpointing: bool = False
     metric: str = "taylor"
     cuda_graphs: bool = False
     """Row off: the passes of a step as one CUDA graph."""
@@ -96,6 +104,8 @@ class TrainBench:
             tokens=1,
             lr=1e-4,
             optimizer=self.optimizer,
+            moments=self.moments,
+            activation_checkpointing=self.activation_checkpointing,
             ce_chunk_tokens=self.chunk_tokens,
             bf16_residual=self.bf16_residual,
             compile=self.compile,
@@ -143,12 +153,13 @@ class RandomTokens:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, vocab, (4, bench.batch, bench.seq_len + 1), generator=generator)
         self._tokens = tokens.pin_memory() if bench.device == "cuda" else tokens
+        self._micro_batch = bench.micro_batch or bench.batch
         self.num_tokens_per_step = self.num_predictions = bench.batch * bench.seq_len
         self._step = 0
 
     def next_step(self) -> list[Tensor]:
         self._step += 1
-        return [self._tokens[self._step % len(self._tokens)]]
+        return list(torch.split(self._tokens[self._step % len(self._tokens)], self._micro_batch))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -195,6 +206,12 @@ def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
     if bench.compile:
         compile_blocks(model, mode=bench.mode)
     return build_optimizer(model, bench.training)
+
+
+def predicted_bytes(bench: TrainBench, config: Any) -> int:
+    """The peak that the plan of such a run says."""
+    tokens = min(bench.micro_batch or bench.batch, bench.batch) * bench.seq_len
+    return footprint(config, bench.training, bench.precision).total(tokens)
 
 
 def make_trainer(

@@ -409,13 +409,14 @@ class Study:
         tokens, cache = parse_count(self.args.valid_tokens, "--valid-tokens"), self.args.work / "tokens"
         for name, text in texts.items():
             windows = validation_windows([text], loaded.tokenizer, seq_len, tokens, cache_dir=cache)
-            found[name] = evaluate_loss(loaded.model, windows, batch=16, chunk_tokens=8192)
+            with tf32():
+                found[name] = evaluate_loss(loaded.model, windows, batch=16, chunk_tokens=8192)
         return found
 
     def _tasks(self, model: str, record: Record) -> None:
         assert self.data is not None
         loaded = dwindle.load(model, device=DEVICE)
-        with Clock(record["seconds"])("tasks"):
+        with Clock(record["seconds"])("tasks"), tf32():
             result = evaluate_model(loaded.model, loaded.tokenizer, self.data, name=record["row"], quiet=True)
         record["tasks"] = {
             task.task: {"metric": task.metric, "value": task.value, "stderr": task.stderr, "items": task.num_items}
@@ -450,6 +451,17 @@ def check_texts(args: argparse.Namespace) -> None:
 
 def fingerprint(what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:8]
+
+
+@contextmanager
+def tf32() -> Iterator[None]:
+    """Matrix products of a GPU in TF32: several times as fast as fp32, with errors far below a table's digits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

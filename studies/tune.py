@@ -1,20 +1,19 @@
-"""The tuning study: a half recovered from text and one made by one-shot pruning, each tuned on the same conversations.
+"""The tuning study: models recovered from text, tuned on conversations, and asked.
 
-    python studies/tune.py render smollm2-135m --chat ni=natural_instructions.permissive.jsonl.xz \\
-        answers=answers.jsonl --text mixture/*.jsonl --out tokens
-    python studies/tune.py run smollm2-135m --tokens tokens --seeds 0,1,2 --recover 16M --tune 8M --work work \\
-        --out docs/results/tune.json --minutes 9
+    python studies/tune.py ask smollm2-135m --count 8000 --out prompts.jsonl
+    dwindle generate smollm2-135m --prompts prompts.jsonl --tokens 400 --out answers.jsonl
+    python studies/tune.py render smollm2-135m --chat answers=answers.jsonl \\
+        ni=natural_instructions.permissive.jsonl.xz --out tokens
+    python studies/tune.py run half=RUN one-shot=RUN --seed 0 --teacher smollm2-135m --chat tokens/answers tokens/ni \\
+        --text wikipedia textbooks elife standardebooks mdn --tune 6M --work work --out docs/results/tune.json
+    python studies/tune.py answer work/half-0 --to ifeval.prompts.jsonl vicuna_bench.question.jsonl --out answers/half-0
+    python studies/tune.py agree work/half-0 --source smollm2-135m --answers answers/source/vicuna_bench.question.jsonl
+    python studies/tune.py score answers/source answers/half-0 … --out docs/results/tune-scores.json
 
-``render`` needs the conversations and the texts, and writes token files; of rows with a field ``split`` those of
-``train`` alone. ``run`` needs these files and the model: torch, transformers, safetensors and numpy, no other package
-of the tuning world. It runs what is missing until the time is over, and resumes what it stopped. Seeds can run side by
-side (``--seeds 0 --work work &``); each record names the model that it made, to be scored afterwards.
-
-The stages of a seed, at equal tokens and with the same teacher, the untouched source:
-
-    half        pruned while it trains on the mixture (the recipe smollm2-135m-to-80m-mixed)
-    one-shot    pruned at once after calibration, then trained like the half
-    <stage>-<set>   each of both, tuned on a set of conversations with text of the mixture between them
+The starts are rows of ``ladder.py`` at equal tokens, with the same teacher: pruned while training, and at once. They
+are tuned alike: on answers of the source to prompts of its own (it continues the empty turn of a user, so that no data
+is needed), and on Super-NaturalInstructions, with text of the mixture between them. ``run`` resumes what was stopped.
+``answer`` asks several models side by side. Only ``score`` needs the packages of IFEval.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,159 +34,180 @@ import dwindle
 from dwindle.core.files import write_text_atomic
 from dwindle.data.readers import open_input
 from dwindle.data.token_files import write_token_files
-from dwindle.pruning.config import PruneConfig
-from dwindle.recipe.recipe import Recipe, load_recipe
+from dwindle.evaluation.config import SamplingConfig
+from dwindle.evaluation.in_memory import load_with_tokenizer
+from dwindle.evaluation.prompts import prompt_ids
+from dwindle.evaluation.sampling import decode, end_tokens, evaluating
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.result import RunResult
 from dwindle.run.tune import tuning_recipe
 from dwindle.sources.loading import load_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RECOVERY = "smollm2-135m-to-80m-mixed"
-VALID = "psychology"
-STARTS = ("half", "one-shot")
+DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
 RESERVE_S = 25.0
 """Kept back to save a run that does not end in time."""
+LONGEST_PROMPT = 200
+"""Tokens of a prompt that a model asks itself."""
+MOST_TRIES = 20
+"""Prompts begun for each that is wanted: a model without a chat template never ends one."""
+BATCH = 512 if DEVICE == "cuda" else 16
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    made = commands.add_parser("render", help="conversations and texts to token files")
+    asked = commands.add_parser("ask", help="prompts that a model asks itself")
+    asked.set_defaults(do=ask)
+    asked.add_argument("model")
+    asked.add_argument("--count", type=int, default=8000)
+    asked.add_argument("--seed", type=int, default=0)
+    asked.add_argument("--out", type=Path, required=True)
+    made = commands.add_parser("render", help="conversations to token files")
     made.set_defaults(do=render)
     made.add_argument("model")
     made.add_argument("--chat", nargs="+", required=True, metavar="NAME=FILE")
-    made.add_argument("--text", nargs="*", default=[], metavar="FILE")
     made.add_argument("--out", type=Path, required=True)
-    ran = commands.add_parser("run", help="recover and tune")
+    ran = commands.add_parser("run", help="tune")
     ran.set_defaults(do=run)
-    ran.add_argument("model")
-    ran.add_argument("--tokens", type=Path, required=True, help="what render wrote")
-    ran.add_argument("--seeds", default="0,1,2")
-    ran.add_argument("--starts", default=",".join(STARTS))
-    ran.add_argument("--recover", default="16M", help="tokens of text")
-    ran.add_argument("--tune", default="8M", help="tokens of conversations and text")
-    ran.add_argument("--sequences", type=int, default=128, help="of the calibration of one-shot pruning")
-    ran.add_argument("--recover-set", nargs="*", default=[], metavar="KEY=VALUE")
-    ran.add_argument("--tune-set", nargs="*", default=["distill.weight=0.5"], metavar="KEY=VALUE")
+    ran.add_argument("starts", nargs="+", metavar="NAME=MODEL")
+    ran.add_argument("--seed", type=int, default=0)
+    ran.add_argument("--teacher", required=True)
+    ran.add_argument("--chat", nargs="+", required=True, help="what render wrote")
+    ran.add_argument("--text", nargs="+", required=True, help="texts or token files of the mixture")
+    ran.add_argument("--tune", default="6M", help="tokens of conversations and text")
+    ran.add_argument("--set", nargs="*", default=["distill.weight=0.5"], metavar="KEY=VALUE")
     ran.add_argument("--work", type=Path, required=True, help="runs and models")
     ran.add_argument("--out", type=Path, required=True, help="JSON file that grows record by record")
     ran.add_argument("--minutes", type=float, default=float("inf"))
+    answered = commands.add_parser("answer", help="a model's answers to files of prompts")
+    answered.set_defaults(do=answer)
+    answered.add_argument("model")
+    answered.add_argument("--to", nargs="+", required=True, metavar="FILE")
+    answered.add_argument("--tokens", type=int, default=1280)
+    answered.add_argument("--out", type=Path, required=True, help="folder of one file each")
+    agreed = commands.add_parser("agree", help="how often a model continues the source's answers like the source")
+    agreed.set_defaults(do=agree)
+    agreed.add_argument("model")
+    agreed.add_argument("--source", required=True)
+    agreed.add_argument("--answers", type=Path, required=True, help="of the source")
+    agreed.add_argument("--out", type=Path, help="JSON file")
+    scored = commands.add_parser("score", help="IFEval of folders of answers")
+    scored.set_defaults(do=score)
+    scored.add_argument("answers", nargs="+", type=Path)
+    scored.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.do(args)
 
 
+def ask(args: argparse.Namespace) -> None:
+    """Different prompts that the model ended itself, as it continues the chat template at the turn of the user."""
+    model, tokenizer = load_with_tokenizer(args.model, DTYPE, DEVICE)
+    mark = "\x00"
+    before, _, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)
+    row = tokenizer(before, add_special_tokens=False)["input_ids"]
+    how, ends = SamplingConfig(temperature=1.0, top_p=0.95, seed=args.seed), end_tokens(model, tokenizer)
+    found: dict[str, None] = {}
+    number = 0
+    while len(found) < args.count and number < MOST_TRIES * args.count:
+        keys = [[number + place] for place in range(BATCH)]
+        number += BATCH
+        for one in decode(model, [row] * BATCH, how, count=LONGEST_PROMPT, ends=ends, keys=keys, droppable=True):
+            if one.is_finished and (text := tokenizer.decode(one.ids).strip()):
+                found[text] = None
+        print(f"{len(found):,} prompts of {number:,}", flush=True)
+    lines = [json.dumps({"id": place, "prompt": text}) for place, text in enumerate(list(found)[: args.count])]
+    write_text_atomic(args.out, "\n".join(lines) + "\n", option="--out")
+
+
 def render(args: argparse.Namespace) -> None:
-    """``chat/NAME`` and ``text/NAME`` below ``--out``, which ``run`` reads."""
+    """Token files by name below ``--out``; of rows with a field ``split`` only ``train``, no answers that were cut."""
     tokenizer = load_tokenizer(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, path in (text.split("=", 1) for text in args.chat):
-        rows = (row for _, row in open_input(path, option="--chat").records() if row.get("split", "train") == "train")
+        rows = (row for _, row in open_input(path, option="--chat").records())
+        kept = [row for row in rows if row.get("split", "train") == "train" and row.get("finished", True)]
         chosen = args.out / f"{name}.jsonl"
-        chosen.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        files = write_token_files([str(chosen)], tokenizer, args.out / "chat" / name, chat=True, overwrite=True)
+        chosen.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        files = write_token_files([str(chosen)], tokenizer, args.out / name, chat=True, overwrite=True)
         chosen.unlink()
         assert files.answers is not None
         learned = int((files.answers[:, 1] - files.answers[:, 0]).sum())
         print(f"{name}: {files.num_documents:,} examples, {files.num_tokens:,} tokens, {learned:,} of them answers")
-    for path in args.text:
-        name = Path(path).name.partition(".")[0]
-        files = write_token_files([path], tokenizer, args.out / "text" / name, overwrite=True)
-        print(f"{name}: {files.num_tokens:,} tokens")
 
 
 def run(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
-    for name, seed, make in stages(args):
+    for name, model in (text.split("=", 1) for text in args.starts):
         left = end - time.monotonic() - RESERVE_S
-        if left <= 0:
-            return
-        folder = args.work / f"{name}-{seed}"
-        if (folder / "done.json").is_file():
+        folder = args.work / f"{name}-{args.seed}"
+        if left <= 0 or (folder / "done.json").is_file():
             continue
         started = time.monotonic()
+        recipe = tuning_recipe(
+            model,
+            args.chat,
+            texts=args.text,
+            tokens=args.tune,
+            overrides=[
+                f"source.device={DEVICE}",
+                f"training.seed={args.seed}",
+                f"training.compile={str(DEVICE == 'cuda').lower()}",
+                f"distill.teacher={args.teacher}",
+                "validation.every=0",
+                "checkpoint.every=0",
+                *args.set,
+            ],
+        )
         with alarm(left):
-            result = resume(folder) if (folder / "checkpoints").is_dir() else pretrain(make(), folder, overwrite=True)
+            result = resume(folder) if (folder / "checkpoints").is_dir() else pretrain(recipe, folder, overwrite=True)
         if result.model is None:
-            print(f"{name}, seed {seed}: stopped at step {result.step:,}, call again")
+            print(f"{name}, seed {args.seed}: stopped at step {result.step:,}, call again")
             return
-        save(args, record(name, seed, result, time.monotonic() - started))
+        save(args, record(name, args.seed, result, time.monotonic() - started))
         write_text_atomic(folder / "done.json", "{}\n")
         shutil.rmtree(folder / "checkpoints")
 
 
-def stages(args: argparse.Namespace) -> Iterator[tuple[str, int, Any]]:
-    """(Name, seed, maker of the recipe): a tuning follows the start that it tunes."""
-    for seed in map(int, args.seeds.split(",")):
-        for start in args.starts.split(","):
-            yield start, seed, lambda s=start, n=seed: recovery(args, s, n)
-            for chat in sorted((args.tokens / "chat").iterdir()):
-                yield f"{start}-{chat.name}", seed, lambda s=start, n=seed, c=chat: tuning(args, s, n, c)
+def answer(args: argparse.Namespace) -> None:
+    """Greedy answers, a file for each file of prompts."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    for path in map(Path, args.to):
+        options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+        made = dwindle.generate_answers(args.model, path, args.out / path.name, **options, overwrite=True)
+        print(json.dumps(made.to_json()), flush=True)
 
 
-def texts(args: argparse.Namespace) -> list[Path]:
-    """Of the mixture: what recovery trains on, and tuning mixes in."""
-    names = load_recipe(RECOVERY).data.sources
-    return [args.tokens / "text" / name for name in names]
+def agree(args: argparse.Namespace) -> None:
+    """Share of the tokens of the source's first answers that both models find likeliest."""
+    models = [load_with_tokenizer(name, DTYPE, DEVICE) for name in (args.source, args.model)]
+    tokenizer, same, total = models[0][1], 0, 0
+    for line in args.answers.read_text(encoding="utf-8").splitlines():
+        messages = json.loads(line)["messages"][:2]
+        prompt = prompt_ids(tokenizer, messages[:1], str(args.answers), chat=True)
+        own = tokenizer(messages[1]["content"], add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([[*prompt, *own]], device=DEVICE)
+        likeliest = []
+        for model, _ in models:
+            with evaluating(model):
+                likeliest.append(model(input_ids=ids).logits[0, len(prompt) - 1 : -1].argmax(-1))
+        same += int((likeliest[0] == likeliest[1]).sum())
+        total += len(own)
+    found = {"model": Path(args.model).name, "agreement": same / total, "tokens": total, "commit": commit()}
+    print(json.dumps(found))
+    if args.out:
+        write_text_atomic(args.out, json.dumps(found) + "\n", option="--out")
 
 
-def recovery(args: argparse.Namespace, start: str, seed: int) -> Recipe:
-    overrides = [
-        f"source.device={DEVICE}",
-        f"data.valid={args.tokens / 'text' / VALID}",
-        f"training.tokens={args.recover}",
-        f"training.seed={seed}",
-        f"training.compile={str(DEVICE == 'cuda').lower()}",
-        "validation.every=0",
-        "checkpoint.every=0",
-        *(f"data.sources.{path.name}.paths={path}" for path in texts(args)),
-        f"distill.teacher={args.model}",
-        *args.recover_set,
-    ]
-    if start == "half":
-        return load_recipe(RECOVERY, [f"source.model={args.model}", *overrides])
-    model = one_shot(args, seed)
-    return load_recipe(RECOVERY, [f"source.model={model}", *overrides, "prune.enabled=false"])
-
-
-def one_shot(args: argparse.Namespace, seed: int) -> Path:
-    """The source pruned to the same size after calibration on the same text, with the recipe's way of choosing."""
-    folder: Path = args.work / f"one-shot-{seed}.model"
-    if not folder.is_dir():
-        prune = load_recipe(RECOVERY).prune
-        chosen = prune.model_dump(include=set(PruneConfig.model_fields), exclude_defaults=True)
-        chosen |= {"selection": prune.effective_selection, "metric": prune.effective_metric}
-        dwindle.prune(
-            args.model,
-            prune.target,
-            out=folder,
-            data=[str(path) for path in texts(args)],
-            **{"round_to": prune.round_to} | chosen,
-            sequences=args.sequences,
-            seed=seed,
-            device=DEVICE,
-            measure=False,
-        )
-    return folder
-
-
-def tuning(args: argparse.Namespace, start: str, seed: int, chat: Path) -> Recipe:
-    return tuning_recipe(
-        args.work / f"{start}-{seed}",
-        [str(chat)],
-        texts=[str(path) for path in texts(args)],
-        tokens=args.tune,
-        overrides=[
-            f"source.device={DEVICE}",
-            f"training.seed={seed}",
-            f"training.compile={str(DEVICE == 'cuda').lower()}",
-            f"distill.teacher={args.model}",
-            "validation.every=0",
-            "checkpoint.every=0",
-            *args.tune_set,
-        ],
-    )
+def score(args: argparse.Namespace) -> None:
+    """The four numbers of IFEval for each folder that ``answer`` wrote."""
+    found = []
+    for folder in args.answers:
+        result = dwindle.evaluate(str(folder / "ifeval.prompts.jsonl"), ["ifeval"])
+        found.append({"model": folder.name, "ifeval": result.to_json(), "commit": commit()})
+        print(folder.name, found[-1]["ifeval"], flush=True)
+    write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
 
 
 def record(name: str, seed: int, result: RunResult, seconds: float) -> dict[str, Any]:

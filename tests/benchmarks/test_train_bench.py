@@ -47,6 +47,16 @@ def test_all_rows(tmp_path: Path) -> None:
     assert "shape (hidden 40, heads 3, ffn 96), batch 1, compaction " in line and line.endswith(" s")
 
 
+def test_memory_is_predicted_for_the_same_switches() -> None:
+    """Micro-batches leave the step as it is; the prediction is that of the plan."""
+    settings = {**SMALL, "batch": 4, "rows": ["off"], "steps": 1, "optimizer": "muon"}
+    lean = {"micro_batch": 1, "moments": "bf16", "activation_checkpointing": True}
+    [plain] = measure_training(TrainBench(**settings), None, lambda line: None)  # type: ignore[arg-type]
+    [saving] = measure_training(TrainBench(**settings | lean), None, lambda line: None)  # type: ignore[arg-type]
+    assert saving.loss == pytest.approx(plain.loss, rel=1e-3)
+    assert 0 < saving.details["predicted_peak_gb"] < plain.details["predicted_peak_gb"]
+
+
 def test_turns() -> None:
     turns = InTurns(first_step=2, block=3)
     assert [step for step in range(1, 16) if turns.active(step)] == [2, 6, 7, 8, 12, 13, 14]

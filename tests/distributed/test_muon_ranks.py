@@ -17,7 +17,7 @@ from tiny import tiny_directory
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def recipe(place: Path, parallel: str = "auto", **prune: object) -> Recipe:
+def recipe(place: Path, parallel: str = "auto", moments: str = "fp32", **prune: object) -> Recipe:
     """12 steps of 7 sequences, which no number of ranks divides."""
     settings = {"target": "60%", "horizon": 0.7, "metric": "group", "smoothing": 0.5, "milestones": ["70%"]}
     return tiny_recipe(
@@ -25,7 +25,7 @@ def recipe(place: Path, parallel: str = "auto", **prune: object) -> Recipe:
         steps=12,
         sequences=7,
         data={"valid": ["pydoc:valid"], "valid_tokens": 264},
-        training={"micro_batch": 2, "parallel": parallel, "optimizer": "muon"},
+        training={"micro_batch": 2, "parallel": parallel, "optimizer": "muon", "moments": moments},
         prune=settings | COMPACT_OFTEN | prune,
         validation={"every": 6},
         checkpoint={"every": 3, "keep_last": 9},
@@ -40,18 +40,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("family", "parallel"), [(".", "ddp"), ("fused", "fsdp")])
-def test_two_ranks_equal_one_process(place: Path, family: str, parallel: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "parallel", "moments"),
+    [(".", "ddp", "fp32"), ("fused", "fsdp", "fp32"), (".", "ddp", "bf16"), ("fused", "fsdp", "bf16")],
+)
+def test_two_ranks_equal_one_process(place: Path, family: str, parallel: str, moments: str) -> None:
     here = place / family
-    run_ranks(1, lambda rank: pretrain(recipe(here), here / "alone"))
-    run_ranks(2, lambda rank: pretrain(recipe(here, parallel), here / parallel))
-    assert_same(here / parallel, here / "alone", tolerance=1e-4)
+    alone, both = here / f"alone-{moments}", here / f"{parallel}-{moments}"
+    run_ranks(1, lambda rank: pretrain(recipe(here, moments=moments), alone))
+    run_ranks(2, lambda rank: pretrain(recipe(here, parallel, moments), both))
+    assert_same(both, alone, tolerance=1e-4)
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("selection", ["coupled", "global"])
-def test_killed_and_resumed_equals_uninterrupted(place: Path, selection: str) -> None:
-    settings = recipe(place, selection=selection, compare="saved")
+@pytest.mark.parametrize(("selection", "moments"), [("coupled", "fp32"), ("global", "bf16")])
+def test_killed_and_resumed_equals_uninterrupted(place: Path, selection: str, moments: str) -> None:
+    settings = recipe(place, moments=moments, selection=selection, compare="saved")
     reference, run = place / f"whole-{selection}", place / f"killed-{selection}"
     assert wait(start(lambda: pretrain(settings, reference))) == 0
     for count in (6, 2):

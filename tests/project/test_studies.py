@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from multiprocessing import get_context
@@ -13,11 +12,11 @@ import pytest
 import torch
 
 import dwindle
+from chats import chat_directory, tiny_chats, write_rows
 from dwindle.core.errors import UserError
 from dwindle.data.text_windows import validation_windows
-from dwindle.pruning.config import PruneConfig
+from dwindle.evaluation.sampling import Decoded
 from dwindle.pruning.methods import METHODS
-from dwindle.recipe.recipe import load_recipe
 from dwindle.training.loss import evaluate_loss
 from tiny import tiny_directory
 
@@ -301,16 +300,47 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)
 
 
-def test_the_baseline_of_tuning_chooses_like_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One-shot and pruned while it trains: the same settings, as the ledger of each would record them."""
+def test_a_model_asks_itself_is_tuned_on_its_answers_and_agrees_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of the tuning study after one another, on a tiny chat model whose turns end at once."""
     monkeypatch.syspath_prepend(str(STUDIES))
     import tune
 
-    monkeypatch.setattr(tune, "texts", lambda args: ["pydoc:valid"])
-    monkeypatch.setattr(tune, "DEVICE", "cpu")
-    args = argparse.Namespace(model=str(tiny_directory(tmp_path / "model")), work=tmp_path, sequences=2)
-    settings = json.loads((tune.one_shot(args, 0) / "ledger.jsonl").read_text().splitlines()[0])["options"]
-    wanted = load_recipe(tune.RECOVERY).prune.record()
-    shared = set(PruneConfig.model_fields) & wanted.keys()
-    assert {"selection", "metric", "groups", "round_to"} <= shared
-    assert {name: settings[name] for name in shared} == {name: wanted[name] for name in shared}
+    model = chat_directory(tmp_path / "model")
+    tokenizer = dwindle.load(model).tokenizer
+
+    def call(*words: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["tune.py", *map(str, words)])
+        tune.main()
+        return capsys.readouterr().out
+
+    asked: list[list[int]] = []
+
+    def ended(_: Any, rows: Any, how: Any, *, count: int, ends: Any, keys: Any, droppable: bool) -> list[Decoded]:
+        asked.extend(rows)
+        texts = [tokenizer("abc"[key[0] % 3], add_special_tokens=False)["input_ids"] for key in keys]
+        return [Decoded(ids, is_finished=key[0] % 4 != 3) for ids, key in zip(texts, keys, strict=True)]
+
+    monkeypatch.setattr(tune, "decode", ended)
+    call("ask", model, "--count", 3, "--out", tmp_path / "prompts.jsonl")
+    assert tokenizer.decode(asked[0]).rstrip().endswith("user"), "the turn of the user is begun, and empty"
+    prompts = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in prompts] == [0, 1, 2] and len({row["prompt"] for row in prompts}) == 3
+
+    chats = [row | {"split": split} for row, split in zip(tiny_chats(6), ["train", "test"] * 3, strict=True)]
+    rows = write_rows(tmp_path / "chats.jsonl", [*chats, tiny_chats(7)[-1] | {"finished": False}])
+    assert "chats: 3 examples" in call("render", model, "--chat", f"chats={rows}", "--out", tmp_path / "tokens")
+
+    words = ("run", f"half={model}", "--teacher", model, "--chat", tmp_path / "tokens/chats", "--text", "pydoc:valid")
+    words += ("--tune", 512, "--work", tmp_path / "work", "--out", tmp_path / "tune.json", "--set", "data.seq_len=64")
+    words += ("training.tokens_per_step=128", "distill.weight=0.5")
+    call(*words)
+    call(*words)  # what is done is not done again
+    (record,) = json.loads((tmp_path / "tune.json").read_text())
+    assert (record["row"], record["seed"], record["tokens"]) == ("half", 0, 512)
+
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "prompt": "a b"}) + "\n")
+    call("answer", model, "--to", tmp_path / "p.jsonl", "--tokens", 5, "--out", tmp_path / "answers")
+    same = call("agree", model, "--source", model, "--answers", tmp_path / "answers/p.jsonl")
+    assert json.loads(same)["agreement"] == 1.0

@@ -20,6 +20,14 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2, optimizer="muon"))
 
 
+def adamw_bf16(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2, optimizer="adamw", moments="bf16"))
+
+
+def muon_bf16(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, TrainingConfig(tokens=1, lr=1e-2, optimizer="muon", moments="bf16"))
+
+
 def train(prunable: Prunable, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
     losses = []
     for step in range(steps):

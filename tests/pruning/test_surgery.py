@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked_steps import adamw, muon, train
+from masked_steps import adamw, adamw_bf16, muon, muon_bf16, train
 from transformers import AutoModelForCausalLM
 
 from dwindle.anatomy.build import has_stock_config, is_custom, restore_buffers
@@ -27,7 +27,8 @@ CASES = [
     *((family, "all", adamw) for family in FAMILIES),
     *((family, "unequal", muon) for family in FAMILIES),
     *((model, "unequal", adamw) for model in PUBLISHED),
-    *(("llama", pattern, make) for pattern, make in (("all", muon), ("unequal", adamw))),
+    *(("llama", pattern, make) for pattern, make in (("all", muon), ("unequal", adamw), ("unequal", adamw_bf16))),
+    *((family, "all", muon_bf16) for family in ("llama", "phi3")),
 ]
 NUM_STEPS = 6
 

@@ -91,6 +91,25 @@ def test_shards_and_teachers_count() -> None:
     assert footprint(sizes, training, "fp64").fixed == 32 * 1_711_376_384
 
 
+def test_switches_that_save_memory_count() -> None:
+    """By hand for SmolLM-1.7B: what each switch leaves of weights, gradients, moments and bf16 copies."""
+    total, embedding, layer = 1_711_376_384, 49152 * 2048, 4 * 2048**2 + 3 * 2048 * 8192 + 2 * 2048
+    assert total == embedding + 24 * layer + 2048
+
+    def fixed(**training: Any) -> float:
+        return footprint(config(SMOLLM), recipe(**training).training, "bf16").fixed
+
+    outside = total - 24 * layer
+    assert fixed(optimizer="muon") == (4 + 4 + 2) * total + 4 * 24 * layer + 8 * outside
+    assert fixed(optimizer="muon", moments="bf16") == (4 + 4 + 2) * total + 2 * 24 * layer + 4 * outside
+    assert fixed(moments="bf16") == (4 + 4 + 4 + 2) * total
+    assert fixed(activation_checkpointing=True) == 16 * total + 2 * layer  # copies of the layer that is recomputed
+    assert fixed(lora_rank=4) == (4 + 2) * total
+    muon = footprint(config(SMOLLM), recipe(optimizer="muon").training, "bf16")
+    assert muon.update == 10 * 2**27 and muon.total(1) == int(muon.fixed + muon.update)
+    assert footprint(config(SMOLLM), recipe().training, "bf16").update == 0
+
+
 def test_the_micro_batch_of_a_cpu() -> None:
     assert micro_batch_of(recipe(), "cpu", config(SMOLLM)) == 2
 

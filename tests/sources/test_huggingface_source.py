@@ -237,7 +237,8 @@ def test_our_own_model_types_use_the_installed_classes(folder: Path, monkeypatch
         config_class = OurConfig
 
     classes = {"dwindle_llama": (OurConfig, OurModel)}
-    monkeypatch.setattr("dwindle.anatomy.modeling_dwindle.classes_for", classes.__getitem__)
+    for module in ("dwindle.anatomy.modeling_dwindle", "dwindle.sources.common"):
+        monkeypatch.setattr(f"{module}.classes_for", classes.__getitem__)
     change_config(folder, model_type="dwindle_llama", auto_map={"AutoConfig": "evil.C"})
     loaded = load(folder)
     assert type(loaded.model) is OurModel and type(load_config(folder)) is OurConfig

@@ -67,6 +67,25 @@ def test_equal_to_the_optimizer_of_torch(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_bounded_batches_change_nothing(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+    """Updates of all matrices at once, of a few, and of one after the other, also where their order is another."""
+    shapes = [(6, 10), (8, 8), (10, 6), (12, 5), (8, 8), (6, 10), (8, 8)]
+    found = []
+    for most in (10**6, 128, 1):
+        monkeypatch.setattr("dwindle.training.moments.MOST_ELEMENTS", most)
+        monkeypatch.setattr("dwindle.training.muon.MOST_ELEMENTS", most)
+        parameters = matrices(*shapes, dtype=torch.float64)
+        optimizer = make(parameters, parts={parameters[3]: [7, 5]}, moments=moments)
+        for step in range(4):
+            gradients(parameters, step)
+            optimizer.step()
+        found.append([*parameters, *(optimizer.state[p][MOMENTUM] for p in parameters)])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_other_groups_are_plain_adamw() -> None:
     ours, theirs = matrices((8, 12), (3, 4)), matrices((8, 12), (3, 4))
     mine = Muon([{"params": ours[:1], "muon": True}, {"params": ours[1:], "weight_decay": 0.0}], parts={}, lr=1e-2)

@@ -86,7 +86,9 @@ class KillAt(Callback):
         self._maybe(trainer, "on_checkpoint")
 
 
-def build(run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSignal | None = None) -> Trainer:
+def build(
+    run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSignal | None = None, **training: Any
+) -> Trainer:
     seed_everything(5)
     windows = RandomBatches((3,)).step_tokens(999)
     callbacks = [
@@ -97,11 +99,14 @@ def build(run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSignal
         Checkpointer(run, every=4, keep_last=2, extra_files=[Path("metrics.jsonl"), run / "ledger.jsonl"]),
     ]
     model = tiny_llama(dropout=0.2)
-    return make_trainer(model, callbacks, sizes=(2, 1), num_steps=NUM_STEPS, ce_chunk_tokens=7, stop=stop)
+    steps: dict[str, Any] = {"sizes": (2, 1), "num_steps": NUM_STEPS, "ce_chunk_tokens": 7}
+    return make_trainer(model, callbacks, stop=stop, **steps, **training)
 
 
-def resume(run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSignal | None = None) -> Trainer:
-    trainer = build(run, kill, stop)
+def resume(
+    run: Path, kill: tuple[int | None, str] = (None, ""), stop: StopSignal | None = None, **training: Any
+) -> Trainer:
+    trainer = build(run, kill, stop, **training)
     trainer.load_checkpoint(open_checkpoint(latest_checkpoint(run)))
     return trainer
 
@@ -154,6 +159,21 @@ def test_two_interruptions(
         again.run()
     assert resume(tmp_path).run() == "finished"
     assert outcome(tmp_path) == expected
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_interrupted_with_moments_in_bf16(tmp_path: Path, optimizer: str) -> None:
+    training = {"optimizer": optimizer, "moments": "bf16"}
+    assert build(tmp_path / "whole", **training).run() == "finished"
+    with pytest.raises(Killed):
+        build(tmp_path / "killed", (9, "after_backward"), **training).run()
+    assert resume(tmp_path / "killed", **training).run() == "finished"
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    last = open_checkpoint(latest_checkpoint(tmp_path / "killed")).tensors("optimizer")
+    kept = {key.split("/")[0]: tensor.dtype for key, tensor in last.items()}
+    moments = {"exp_avg", "exp_avg_sq", *(["momentum_buffer"] if optimizer == "muon" else [])}
+    assert {key for key, dtype in kept.items() if dtype == torch.bfloat16} == moments
 
 
 @pytest.mark.parity

@@ -126,9 +126,11 @@ class Engine:
         """The checkpoint files that this process writes, from the tensors of each group."""
         return {f"{group}.safetensors": dict(named) for group, named in tensors.items()} if self.is_main else {}
 
-    def autocast(self, precision: Precision, device: str) -> AbstractContextManager[object]:
-        """Around the forward pass."""
-        return autocast_for(precision, device)
+    def autocast(
+        self, precision: Precision, device: str, *, keep_copies: bool = True
+    ) -> AbstractContextManager[object]:
+        """Around the forward pass; see ``autocast_for``."""
+        return autocast_for(precision, device, keep_copies=keep_copies)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
         """Around the passes of one micro-batch; gradients are reduced over processes in the last one only."""
@@ -316,9 +318,11 @@ class ShardedEngine(_WrappedEngine):
                 files[piece_name(group, rank, count) if any_sharded else f"{group}.safetensors"] = mine
         return files
 
-    def autocast(self, precision: Precision, device: str) -> AbstractContextManager[object]:
+    def autocast(
+        self, precision: Precision, device: str, *, keep_copies: bool = True
+    ) -> AbstractContextManager[object]:
         """Nothing to do in bf16: FSDP2 gathers the weights as bf16."""
-        return nullcontext() if self._bf16 else autocast_for(precision, device)
+        return nullcontext() if self._bf16 else super().autocast(precision, device, keep_copies=keep_copies)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """safetensors files written tensor by tensor.
 
 The library's writer copies every tensor to host memory first, raises its own exception on a full disk, and needs a
-second pass for hashing. A checkpoint should avoid all three, and the format is simple: the length of a JSON header, the
-header, the bytes. Reading uses the library.
+second pass for hashing. Models and checkpoints should avoid that, and the format is simple: the length of a JSON
+header, the header, the bytes. Reading uses the library.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,35 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from dwindle.sources.stored_tensors import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIASES_KEY = "aliases"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write and fsync a safetensors file, tied tensors once; returns its sha256."""
-    stored, aliases = _deduplicate(tensors)
     digest = hashlib.sha256()
     with path.open("wb") as file:
-        header = _header(stored, aliases)
-        for block in (len(header).to_bytes(8, "little"), header):
+        for block in file_blocks(tensors):
             digest.update(block)
             file.write(block)
-        for tensor in stored.values():
-            data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-            digest.update(data)
-            file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
+
+
+def file_blocks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header, then tensor by tensor, of which one at a time is copied to the host.
+
+    Without tied tensors they are those that the library writes.
+    """
+    stored, aliases = _deduplicate(tensors)
+    header = _header(stored, aliases)
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for tensor in stored.values():
+        yield tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -77,15 +73,16 @@ def _deduplicate(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 def _header(stored: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", ALIASES_KEY: json.dumps(aliases)}}
+    tied = {ALIASES_KEY: json.dumps(aliases)} if aliases else {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
     offset = 0
     for name, tensor in stored.items():
         end = offset + tensor.numel() * tensor.element_size()
         entries[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
-    header = json.dumps(entries).encode()
+    header = json.dumps(entries, separators=(",", ":")).encode()
     return header + b" " * (-len(header) % 8)

@@ -77,10 +77,10 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def shaped_like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """A tensor sharded like ``parameter``, with the values of ``whole``."""
+    """A tensor sharded like ``parameter``, with the values and the dtype of ``whole``."""
     if not is_sharded(parameter):
         return whole
-    empty = torch.empty_like(parameter.detach())
+    empty = torch.empty_like(parameter.detach(), dtype=whole.dtype)
     first, rows = row_range(empty)
     if rows:
         local(empty).copy_(whole.narrow(0, first, rows))

@@ -10,7 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, Unpack
 
-from transformers.utils import logging
+from huggingface_hub import split_torch_state_dict_into_shards
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.anatomy import Anatomy
@@ -23,10 +26,14 @@ from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.jsonl import json_line
 from dwindle.core.quality import Quality
 from dwindle.core.run_directory import LEDGER, QUALITY, STRUCTURE, model_title
+from dwindle.distributed.safetensors_stream import file_blocks
 from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.export.card_running import Runtime
 from dwindle.pruning.ledger import Event, vocabulary_in
+
+_MAX_FILE_BYTES = 50 * 10**9
+"""As in transformers: larger models are several files with an index."""
 
 
 def check_output(out: str | PathLike[str], *, overwrite: bool, sources: Sequence[str | PathLike[str]] = ()) -> None:
@@ -86,7 +93,7 @@ def write_model(
         yield folder
         for file in folder.rglob("*"):
             if file.is_file():
-                file.chmod(0o644)  # safetensors creates files that only their owner can read
+                file.chmod(0o644)  # some libraries create files that only their owner can read
 
 
 def try_save(
@@ -121,7 +128,7 @@ def _write_files(
     if (vocabulary := vocabulary_in(about["ledger"], LEDGER)) is not None:
         structure["vocabulary"] = vocabulary.to_json()
     if weights:
-        _save_quietly(model, folder)
+        _save_weights(model, folder)
     else:
         model.config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
@@ -165,12 +172,20 @@ def _layer_parameters(config: Any, structure: Structure) -> list[int]:
     return [counts[structure.places[n]] if n in structure.places else 0 for n in range(len(structure.layers))]
 
 
-def _save_quietly(model: Any, folder: Path) -> None:
-    """``save_pretrained`` without transformers' progress bar."""
+def _save_weights(model: Any, folder: Path) -> None:
+    """``save_pretrained``, but with the weights copied from their device and written one by one."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict={})  # configuration and code
     finally:
         if shown:
             logging.enable_progress_bar()
+    tensors = revert_weight_conversion(model, remove_tied_weights_from_state_dict(model.state_dict(), model))
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=_MAX_FILE_BYTES)
+    for name, inside in split.filename_to_tensors.items():
+        with (folder / name).open("wb") as file:
+            file.writelines(file_blocks({tensor: tensors[tensor] for tensor in inside}))
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -324,7 +324,9 @@ class AdamFisher(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         state = self._states[name]
-        moment: Tensor = local(state["exp_avg_sq"]) / (1 - self._beta ** torch.as_tensor(state["step"]).double())
+        stored = local(state["exp_avg_sq"])
+        wide = stored.to(torch.promote_types(stored.dtype, torch.float32))
+        moment: Tensor = wide / (1 - self._beta ** torch.as_tensor(state["step"]).double())
         return moment
 
     def __iter__(self) -> Any:

@@ -323,12 +323,15 @@ def _by_axis(spans: list[tuple[int, int, int]], device: torch.device) -> dict[in
 
 
 def _zero(pieces: list[Tensor]) -> None:
-    """Zero in place: contiguous rows share one kernel; strided columns need one each and would slow the rows down."""
-    dense = [piece for piece in pieces if piece.is_contiguous()]
-    strided = [piece for piece in pieces if not piece.is_contiguous()]
-    for batch in (dense, strided):
-        if batch:
-            torch._foreach_zero_(batch)
+    """Zero in place: contiguous rows share one kernel; strided columns need one each and would slow the rows down.
+
+    So would rows of another dtype.
+    """
+    batches: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
+    for piece in pieces:
+        batches.setdefault((piece.is_contiguous(), piece.dtype), []).append(piece)
+    for batch in batches.values():
+        torch._foreach_zero_(batch)
 
 
 def _with_state(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.training.config import TrainingConfig
+from dwindle.training.moments import MOST_ELEMENTS
 
 _LOGITS_BYTES = 3 * 4
 """Per logit of a chunk, in fp32: the logit, its probability and its gradient."""
@@ -20,16 +21,19 @@ class Footprint:
     """Bytes on one device, as a function of the tokens in a micro-batch."""
 
     fixed: float
-    """Weights, gradients, Adam's moments, and the teacher's weights."""
+    """Weights, gradients, moments, bf16 copies of weights, and the teacher's weights."""
     per_token: float
     """Activations saved for the backward pass, and the teacher's final hidden states."""
     per_chunk_token: float
     """Logits of student and teacher."""
     chunk_tokens: int
+    update: float
+    """Temporary tensors of the optimizer, after the passes."""
 
     def total(self, tokens: int) -> int:
         """Bytes for a micro-batch of ``tokens``."""
-        return int(self.fixed + self.per_token * tokens + self.per_chunk_token * min(tokens, self.chunk_tokens))
+        passes = self.per_token * tokens + self.per_chunk_token * min(tokens, self.chunk_tokens)
+        return int(self.fixed + max(passes, self.update))
 
 
 def footprint(
@@ -42,12 +46,15 @@ def footprint(
 ) -> Footprint:
     """Memory to train a model beside its ``teacher`` (config, dtype), with weights sharded over ``shards`` devices."""
     anatomy = Anatomy.of_config(config)
+    count, layers = anatomy.count(anatomy.source).total, anatomy.layer_counts(anatomy.source)
     width = {"fp32": 4, "fp64": 8, "bf16": 4, "fp8": 4}[precision]
-    fixed = anatomy.count(anatomy.source).total * (4 * width + (2 if is_bf16(precision) else 0)) / shards
-    if training.lora_rank:  # weights alone; gradients and moments are those of the adapters, which are small
-        fixed = anatomy.count(anatomy.source).total * (width + (2 if is_bf16(precision) else 0)) / shards
-    elif training.optimizer == "muon":  # one moment instead of two
-        fixed -= sum(anatomy.layer_counts(anatomy.source)) * width / shards
+    fixed = count * width / shards
+    if not training.lora_rank:  # gradients and moments of the adapters are small
+        moment = 2 if training.moments == "bf16" else width
+        num_moments = 2 * count - (sum(layers) if training.optimizer == "muon" else 0)
+        fixed += (count * width + num_moments * moment) / shards
+    if is_bf16(precision):  # of all weights until the backward pass, or of the layer that is recomputed
+        fixed += 2 * (max(layers) if training.activation_checkpointing else count / shards)
     saved = _saved_per_token(anatomy, training, precision)
     logits = _LOGITS_BYTES * config.vocab_size
     if teacher is not None:
@@ -56,7 +63,15 @@ def footprint(
         fixed += theirs.count(theirs.source).total * dtype.itemsize / shards
         saved += teacher_config.hidden_size * dtype.itemsize
         logits += _LOGITS_BYTES * teacher_config.vocab_size
-    return Footprint(fixed, saved, logits, training.ce_chunk_tokens)
+    update = 0 if training.lora_rank else _update_bytes(sum(layers), count, training, width)
+    return Footprint(fixed, saved, logits, training.ce_chunk_tokens, update)
+
+
+def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: int) -> float:
+    """Of the optimizer's batches: Muon's averages, their orthogonalised copies and one in bf16; wide bf16 moments."""
+    if training.optimizer == "muon":
+        return min(in_layers, MOST_ELEMENTS) * (2 * width + 2)
+    return 2 * width * min(count, MOST_ELEMENTS) if training.moments == "bf16" else 0
 
 
 def _saved_per_token(anatomy: Anatomy, training: TrainingConfig, precision: Precision) -> float:

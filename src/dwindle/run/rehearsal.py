@@ -335,6 +335,6 @@ def _predict(recipe: Recipe, found: Rehearsed, anatomy: Anatomy, begin: Start | 
         every = recipe.validation.every
         total += windows * (found.start.window_s + (max(steps // every, 1) if every else 1) * found.end.window_s)
     total += _SAMPLES * (found.start.sample_s + found.end.sample_s)
-    moments = 3 if recipe.training.optimizer == "adamw" else 2
+    moments = (2 if recipe.training.optimizer == "adamw" else 1) * (2 if recipe.training.moments == "bf16" else 4)
     checkpoints = 1 + (steps // recipe.checkpoint.every if recipe.checkpoint.every else 0)
-    return total + 4 * final * (checkpoints * moments + 1) / found.disk_bytes_per_s
+    return total + final * (checkpoints * (4 + moments) + 4) / found.disk_bytes_per_s

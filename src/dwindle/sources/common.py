@@ -15,6 +15,7 @@ from transformers.utils import logging as hf_logging
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.core.errors import UserError, first_line
+from dwindle.sources.stored_tensors import StoredTensor
 
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 """Buffers that earlier versions of transformers stored and later ones compute."""
@@ -47,19 +48,30 @@ def config_reason(error: BaseException) -> str:
     return first_line(error)
 
 
+def model_class_of(config: PreTrainedConfig) -> Any:
+    """The class of a configuration's causal language model, stock or ours."""
+    if is_custom(config):
+        return classes_for(config.model_type)[1]
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{config.model_type!r} is not a causal model")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
 def build_model(
-    config: PreTrainedConfig, tensors: dict[str, torch.Tensor], dtype: torch.dtype, where: str
+    config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor | StoredTensor], dtype: torch.dtype | None, where: str
 ) -> PreTrainedModel:
-    """The model of ``config``, stock or ours, with exactly these tensors; a missing tensor is an error."""
-    custom = is_custom(config)
-    model_class = classes_for(config.model_type)[1] if custom else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    """The model of ``config``, stock or ours, with exactly these tensors; a missing tensor is an error.
+
+    ``dtype`` None is that of the configuration or, if it has none, of the tensors.
+    """
+    model_class = model_class_of(config)
     config.architectures = [model_class.__name__]
     with quiet_transformers():
         model, info = model_class.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
-            dtype=dtype,
+            dtype="auto" if dtype is None else dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )

@@ -10,7 +10,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -23,8 +22,16 @@ from dwindle.anatomy.family_files import NAMES
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import LIMITS, check_sizes
 from dwindle.core.reading import read_json
-from dwindle.sources.common import check_floating, check_loaded, config_reason, quiet_transformers
+from dwindle.sources.common import (
+    build_model,
+    check_floating,
+    check_loaded,
+    config_reason,
+    model_class_of,
+    quiet_transformers,
+)
 from dwindle.sources.generation import read_generation
+from dwindle.sources.stored_tensors import stored_tensors
 from dwindle.sources.text_tower import read_text_tower, text_config, text_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -167,44 +174,52 @@ def _is_readable(file: Path) -> bool:
     return file.is_dir() or (file.is_file() and file.stat().st_size <= _MAX_TOKENIZER_BYTES)
 
 
-def read_model(folder: Path, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
-    """The model of a directory, with every weight checked to be there; ``dtype`` None keeps the stored dtype."""
+def read_model(folder: Path, dtype: torch.dtype | None, device: torch.device, where: str) -> PreTrainedModel:
+    """The model of a directory, with every weight checked to be there; ``dtype`` None keeps the stored dtype.
+
+    Weights of safetensors files are on ``device``; those of pickles, and the buffers, are on the CPU.
+    """
     raw = _raw_config(folder, where)
     _refuse_quantized(raw, where)
     files, safetensors = _check_weight_files(folder, where)
     config, generation = read_config(folder, where), generation_of(folder, where)
     if config.model_type != raw["model_type"]:
-        model = read_text_tower(files, config, dtype, where)
+        model = read_text_tower(files, config, dtype, device, where)
         check_floating(model, {text_name(n) or n: t for n, t in _integers(files, safetensors).items()}, where)
         model.generation_config = generation
         return model
-    loader: Any = _our_classes(raw)[1] if _is_ours(raw) else AutoModelForCausalLM
-    options: dict[str, Any] = {} if _is_ours(raw) else {"trust_remote_code": False}
+    try:
+        if safetensors:
+            model = build_model(config, stored_tensors(files, device), dtype, where)
+        else:
+            model = _from_pickles(folder, config, dtype, where)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"source {where}: the model cannot be loaded ({first_line(error)}): "
+            "check that it is a causal language model and that its files are complete"
+        ) from error
+    check_floating(model, _integers(files, safetensors), where)
+    model.config.name_or_path = str(folder)
+    model.generation_config = generation
+    return model
+
+
+def _from_pickles(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
     with quiet_transformers():
-        try:
-            model, info = loader.from_pretrained(
-                folder,
-                config=config,
-                generation_config=generation,
-                dtype="auto" if dtype is None else dtype,
-                local_files_only=True,
-                use_safetensors=safetensors,
-                weights_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
-            )
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"source {where}: the model cannot be loaded ({first_line(error)}): "
-                "check that it is a causal language model and that its files are complete"
-            ) from error
+        model, info = model_class_of(config).from_pretrained(
+            folder,
+            config=config,
+            dtype="auto" if dtype is None else dtype,
+            local_files_only=True,
+            use_safetensors=False,
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     assert isinstance(model, PreTrainedModel)
     check_loaded(model, info, where)
-    check_floating(model, _integers(files, safetensors), where)
-    model.generation_config = generation
     return model
 
 

@@ -50,14 +50,15 @@ def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.flo
 
     Raises ``UserError`` for anything that would fail later: missing tensors, wrong shapes, damaged files, non-finite
     weights, quantised Hugging Face weights, remote code. ``dtype="auto"`` keeps the dtype stored in a Hugging Face
-    directory (float32 for other kinds).
+    directory (float32 for other kinds). Weights of a Hugging Face directory are read straight to ``device``, tensor by
+    tensor.
     """
     where = os.fspath(source)
     wanted = parse_dtype(dtype)
     target = _device(device)
     kind, path = locate(where, weights=True)
     with status(f"loading {where}"):
-        model, tokenizer = _read(kind, path, where, wanted)
+        model, tokenizer = _read(kind, path, where, wanted, target)
         if kind != "huggingface":
             model.generation_config = implied_generation(model.config, where)
         limit_ids(tokenizer, model.config)
@@ -66,10 +67,10 @@ def load(source: str | os.PathLike[str], *, dtype: torch.dtype | str = torch.flo
 
 
 def _read(
-    kind: str, path: Path, where: str, wanted: torch.dtype | None
+    kind: str, path: Path, where: str, wanted: torch.dtype | None, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     if kind == "huggingface":
-        return huggingface.read_model(path, wanted, where), huggingface.read_tokenizer(path, where)
+        return huggingface.read_model(path, wanted, device, where), huggingface.read_tokenizer(path, where)
     dtype = wanted or torch.float32
     if kind == "gguf":
         file = open_gguf(path)

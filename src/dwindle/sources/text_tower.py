@@ -6,14 +6,13 @@ import warnings
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
-from dwindle.core.progress import track
 from dwindle.sources.common import SourceNotice, build_model
+from dwindle.sources.stored_tensors import StoredTensor, stored_tensors
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -21,6 +20,8 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
 }
+
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -45,24 +46,21 @@ def text_name(stored: str) -> str | None:
 
 
 def read_text_tower(
-    files: list[Path], config: PreTrainedConfig, dtype: torch.dtype | None, where: str
+    files: list[Path], config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device, where: str
 ) -> PreTrainedModel:
     """The text model with its tensors from safetensors files; one line says what is left out."""
     if any(file.suffix != ".safetensors" for file in files):
         raise UserError(f"source {where}: the text model is read from safetensors files only: convert the weights")
-    tensors: dict[str, torch.Tensor] = {}
-    num_left_out = 0
-    for file in track(files, "reading the text model", len(files)):
-        with safe_open(file, framework="pt") as handle:
-            for stored in handle.keys():  # noqa: SIM118
-                if (name := text_name(stored)) is not None:
-                    tensors[name] = handle.get_tensor(stored)
-                else:
-                    num_left_out += 1
+    tensors: dict[str, StoredTensor] = {}
+    stored = stored_tensors(files, device)
+    for full_name, tensor in stored.items():
+        if (name := text_name(full_name)) is not None:
+            tensors[name] = tensor
+    num_left_out = len(stored) - len(tensors)
     if not tensors:
         raise UserError(f"source {where}: its weights have no tensors of a text model: fetch it again")
-    head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
-    if config.tie_word_embeddings and head is not None and embedding is not None and torch.equal(head, embedding):
+    both = [tensors[name].to() for name in _TIED if name in tensors] if config.tie_word_embeddings else []
+    if len(both) == len(_TIED) and torch.equal(*both):
         del tensors["lm_head.weight"]
     warnings.warn(
         f"source {where}: only its text model ({config.model_type}) is loaded; {num_left_out} tensors of its other "

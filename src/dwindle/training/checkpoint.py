@@ -30,6 +30,7 @@ from dwindle.core.sizes import format_bytes
 from dwindle.distributed.safetensors_stream import read_tensors, write_tensors
 from dwindle.distributed.sharded_safetensors import TensorPieces, files_of
 from dwindle.distributed.shards import is_sharded, local, row_range
+from dwindle.training.moments import AdamW
 from dwindle.training.muon import ALIVE_SIZES
 
 CHECKSUMS_FILE = "checksums.json"
@@ -244,7 +245,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
         parameter = parameters[name]
         is_moment = key not in _NOT_MOMENTS
         if is_moment and is_sharded(parameter):
-            moment = torch.empty_like(parameter.detach())
+            dtype = optimizer.moment_dtype(parameter) if isinstance(optimizer, AdamW) else parameter.dtype
+            moment = torch.empty_like(parameter.detach(), dtype=dtype)
             _copy_rows(moment, full_name, tensors)
             optimizer.state[parameter][key] = moment
             continue

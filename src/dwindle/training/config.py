@@ -11,6 +11,9 @@ from dwindle.core.config import Config
 Count = str | int
 """A number of tokens as people write it: ``"16M"``, ``65536``."""
 
+MOST_FACTOR_IN_BF16 = 0.98
+"""A moment that is rounded to 8 bits does not follow changes below 0.2 % / (1 - factor) of it."""
+
 
 class TrainingConfig(Config):
     """How the model is trained."""
@@ -48,15 +51,18 @@ class TrainingConfig(Config):
     z_loss: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small; 0 turns it off."""
     precision: Literal["auto", "fp32", "bf16", "fp8", "fp64"] = "auto"
-    """Compute precision (weights and moments stay fp32); auto is bf16 on a GPU, fp32 on a CPU. fp8, for one H100 or
+    """Compute precision (weights stay fp32); auto is bf16 on a GPU, fp32 on a CPU. fp8, for one H100 or
     newer, is bf16 but for the layers' linear maps: in training these are float8 where sizes are multiples of 16."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """How the optimizer's moments are stored; bf16 halves their memory and rounds them in every step, so a run is close
+    to one with fp32, not equal."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
     """Compile each block with torch.compile and, on a GPU, the loss."""
-    cuda_graphs: bool = False
-    """On one GPU, start the passes of a micro-batch as one CUDA graph once nothing is pruned any more: the same
-    kernels, less work for the host."""
+    cuda_graphs: bool = True
+    """On one GPU, start the passes of a micro-batch as one CUDA graph once nothing is pruned any more: the same bits,
+    less work for the host. Not with activation_checkpointing, nor for conversations."""
     bf16_residual: bool = False
     """With bf16 or fp8, keep the residual stream in bf16 too (sharded training always does): faster, less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
@@ -78,6 +84,12 @@ class TrainingConfig(Config):
             raise ValueError("warmup: must not be negative")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError("betas: must be two numbers from 0 to below 1, such as [0.9, 0.95]")
+        slow = max(*self.betas, self.momentum if self.optimizer == "muon" else 0.0)
+        if self.moments == "bf16" and slow > MOST_FACTOR_IN_BF16:
+            raise ValueError(
+                f"moments: in bf16 an average with factor {slow} stands still: use factors up to {MOST_FACTOR_IN_BF16} "
+                "(betas, momentum), or fp32"
+            )
         if self.precision == "fp8" and self.lora_rank:
             raise ValueError("precision: fp8 does not train adapters: use bf16, or lora_rank = 0")
         return self

@@ -200,7 +200,8 @@ class Trainer:
 
     def _passes(self, batch: Tensor, scale: float) -> Tensor:
         """Add the gradients of one micro-batch; returns its summed cross-entropy (and divergence)."""
-        with self.engine.autocast(self.precision, self.device):
+        keep_copies = not self.config.activation_checkpointing
+        with self.engine.autocast(self.precision, self.device, keep_copies=keep_copies):
             loss = self.engine.loss(
                 self.model,
                 batch,
@@ -275,8 +276,9 @@ class Trainer:
         self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
-        graphed = self.config.cuda_graphs and self.device == "cuda" and self.engine.size == 1
-        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed else None
+        graphed = self.config.cuda_graphs and not self.config.activation_checkpointing  # which saves random states
+        on_one_gpu = self.device == "cuda" and self.engine.size == 1
+        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed and on_one_gpu else None
 
     def state_dict(self) -> dict[str, Any]:
         """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""

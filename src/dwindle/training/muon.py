@@ -3,7 +3,8 @@
 The momentum M of a matrix is replaced by an approximation of U·Vᵀ (M = U·S·Vᵀ), from five Newton–Schulz iterations
 (Jordan et al. 2024), and scaled so that an update has the RMS of AdamW's (Liu et al. 2025): learning rates carry over.
 
-- Matrices of equal shape go through Newton–Schulz as one batch: a launch for all layers instead of one for each.
+- Matrices of equal shape go through Newton–Schulz as one batch: a launch for many layers instead of one for each. A
+  batch has at most ``MOST_ELEMENTS``, so that temporary tensors are a small part of a large model's memory.
 - Pruned rows and columns are zero in M and stay zero: XXᵀ and its powers keep them. The scale depends on the matrix's
   size, so it is that of what is alive (``state["alive_sizes"]``, updated by surgery), not of the storage; with that,
   masked and compacted models train alike.
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 from dwindle.anatomy.anatomy import Anatomy, Row
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
+from dwindle.training.graphed import Recorded
+from dwindle.training.moments import MOST_ELEMENTS, AdamW, in_batches
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, tuned for a steep slope at zero."""
@@ -32,10 +35,9 @@ ALIVE_SIZES = "alive_sizes"
 """The larger dimension of each part of a matrix, without what is pruned."""
 _RMS = 0.2
 """RMS of a typical AdamW update."""
-_MAX_BATCH_ELEMENTS = 2**28
 
 
-class Muon(torch.optim.AdamW):
+class Muon(AdamW):
     """One optimizer over both kinds of parameters; groups with ``muon = True`` are matrices of the layers."""
 
     def __init__(
@@ -45,12 +47,15 @@ class Muon(torch.optim.AdamW):
         parts: Mapping[nn.Parameter, Sequence[int]],
         momentum: float = 0.95,
         num_iterations: int = 5,
+        cuda_graphs: bool = False,
         **adamw: Any,
     ) -> None:
         for group in groups:
             group.setdefault("muon", False)
         super().__init__(groups, **adamw)
         self._parts, self._momentum, self._num_iterations = dict(parts), momentum, num_iterations
+        self._cuda_graphs = cuda_graphs
+        self._record: Recorded[list[Tensor]] = Recorded()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -63,39 +68,54 @@ class Muon(torch.optim.AdamW):
             self.param_groups = everything
         for group in everything:
             if group["muon"]:
-                self._muon_step(group)
+                trained = [p for p in group["params"] if p.grad is not None]
+                for some in in_batches(sorted(trained, key=lambda p: sorted(p.shape))):
+                    self._muon_step(some, group)
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
-        parameters = [p for p in group["params"] if p.grad is not None]
+    def _muon_step(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         for parameter in parameters:
             state = self.state[parameter]
             if MOMENTUM not in state:
-                state[MOMENTUM] = torch.zeros_like(parameter)
+                state[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moment_dtype(parameter))
                 rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
         grads = [local(cast(Tensor, p.grad)) for p in parameters]
-        momenta = [local(self.state[p][MOMENTUM]) for p in parameters]
-        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
-        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
-        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
-        wholes = self._orthogonalised(parameters, updates)
-        weights = [local(p) for p in parameters]
-        held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
-        lr = float(group["lr"])
+        stored = [local(self.state[p][MOMENTUM]) for p in parameters]
+        scales = [_RMS * size**0.5 for p in parameters for size in self.state[p][ALIVE_SIZES].tolist()]
+        is_recordable = self._cuda_graphs and not any(map(is_sharded, parameters))
+        held = self._record(
+            lambda: self._directions(parameters, grads, stored, scales),
+            key=(*(t.data_ptr() for t in (*grads, *stored)), *scales) if is_recordable else None,
+        )
+        weights, lr = [local(p) for p in parameters], float(group["lr"])
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, held, alpha=-lr)
 
-    def _orthogonalised(self, parameters: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
+    def _directions(
+        self, parameters: list[nn.Parameter], grads: list[Tensor], stored: list[Tensor], scales: list[float]
+    ) -> list[Tensor]:
+        """What this process's rows of every matrix move along, times minus the rate; updates the momenta."""
+        momenta = [kept.to(grad.dtype) for kept, grad in zip(stored, grads, strict=True)]
+        torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
+        for kept, momentum in zip(stored, momenta, strict=True):
+            if kept is not momentum:  # stored in bf16
+                kept.copy_(momentum)
+        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
+        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
+        wholes = self._orthogonalised(parameters, updates, scales)
+        return [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
+
+    def _orthogonalised(
+        self, parameters: list[nn.Parameter], updates: list[Tensor], scales: list[float]
+    ) -> list[Tensor]:
         """The updates, orthogonalised in batches of equal shape, part by part, with the RMS of AdamW's updates."""
         pieces: list[Tensor] = []
         counts: list[int] = []
-        scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
             sizes = list(self._parts.get(parameter, ()))
             split = torch.split(update, sizes) if len(sizes) > 1 else (update,)
             pieces += split
             counts.append(len(split))
-            scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
         done = orthogonalise(pieces, self._num_iterations)
         torch._foreach_mul_(done, scales)
         found, first = [], 0
@@ -126,14 +146,14 @@ def alive_sizes(anatomy: Anatomy, row: Row, structure: Structure) -> Tensor:
 
 
 def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[Tensor]:
-    """Newton–Schulz over all matrices, one batch per shape (a matrix and a transposed one share a batch)."""
+    """Newton–Schulz over all matrices, in batches of one shape (a matrix and a transposed one share a batch)."""
     batches: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
         rows, columns = sorted(matrix.shape)
         batches.setdefault((rows, columns), []).append(number)
     found: dict[int, Tensor] = {}
     for (rows, columns), numbers in batches.items():
-        most = max(1, _MAX_BATCH_ELEMENTS // (rows * columns))
+        most = max(1, MOST_ELEMENTS // (rows * columns))
         for start in range(0, len(numbers), most):
             chosen = numbers[start : start + most]
             wide = [matrices[n].mT if matrices[n].shape[0] > matrices[n].shape[1] else matrices[n] for n in chosen]

@@ -11,6 +11,7 @@ from torch import nn
 
 from dwindle.core.errors import UserError
 from dwindle.training.config import TrainingConfig
+from dwindle.training.moments import AdamW
 from dwindle.training.muon import Muon, layer_matrices
 
 ScheduleKind = Literal["cosine", "wsd", "constant"]
@@ -47,10 +48,12 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | N
         "eps": config.eps,
         "fused": use_fused or None,
         "foreach": None if use_fused or on_cuda else False,
+        "moments": config.moments,
     }
     if parts:
-        return Muon(groups, parts=parts, momentum=config.momentum, **settings)
-    return torch.optim.AdamW(groups, **settings)
+        graphed = config.cuda_graphs and on_cuda
+        return Muon(groups, parts=parts, momentum=config.momentum, cuda_graphs=graphed, **settings)
+    return AdamW(groups, **settings)
 
 
 def _embeddings(model: nn.Module) -> set[int]:
