@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import train
 from benchmarks.train import InTurns, measure_training, render, whole_numbers
 from benchmarks.train_parts import TrainBench
 from dwindle.core.errors import UserError
+from dwindle.training import float8
+from dwindle.training.float8 import quantized
 from dwindle.training.flops import PEAK_FLOPS
 
 SMALL = {"shape": "tiny", "device": "cpu", "precision": "fp32", "compile": False, "batch": 1, "seq_len": 8, "warmup": 1}
@@ -68,3 +72,23 @@ def test_lists_of_numbers() -> None:
     assert whole_numbers(" 64, 128", "--multiples") == [64, 128] and whole_numbers("", "--multiples") == []
     with pytest.raises(UserError, match="--multiples 64,big"):
         whole_numbers("64,big", "--multiples")
+
+
+def test_rows_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the compacted ones; a CPU is refused otherwise."""
+    chosen = SMALL | {"precision": "fp8", "seq_len": 16}
+    bench = TrainBench(**chosen, rows=["off", "compacted"], steps=1, multiples=[16])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^--precision: fp8 needs a GPU"):
+        measure_training(bench, None, lambda line: None)
+    products: list[torch.Size] = []
+
+    def counted(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        products.append(x.shape)
+        return quantized(x, dtype)
+
+    monkeypatch.setattr(train, "check_float8", lambda device, key: None)
+    monkeypatch.setattr(float8, "quantized", counted)
+    with torch.backends.mkldnn.flags(enabled=False):
+        found = measure_training(bench, None, lambda line: None)
+    assert [row.name for row in found] == ["off", "compacted-16"]
+    assert torch.Size([192, 64]) in products and torch.Size([96, 48]) in products, "FFN of both models"
