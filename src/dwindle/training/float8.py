@@ -45,7 +45,7 @@ def use_float8(model: nn.Module) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that trains in float8. In evaluation, and for odd numbers of tokens, it is the stock one."""
+    """A linear layer that trains in float8; the stock one in evaluation and where tokens are no multiple of 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         num_tokens = x.shape[:-1].numel()
