@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from masked_steps import adamw, train
+from masked_steps import adamw, adamw_bf16, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dwindle.anatomy.structure import Group, Layer, Structure
@@ -45,9 +45,9 @@ class Operations(TorchDispatchMode):
         return sum(self.counts[name] for name in WAITS)
 
 
-def trained() -> tuple[Prunable, torch.optim.Optimizer]:
+def trained(make: Any = adamw) -> tuple[Prunable, torch.optim.Optimizer]:
     prunable = Prunable(tiny_model("llama", num_hidden_layers=3))
-    optimizer = adamw(prunable.model)
+    optimizer = make(prunable.model)
     train(prunable, optimizer, 2, seed=1)
     return prunable, optimizer
 
@@ -57,15 +57,18 @@ def gradients(prunable: Prunable) -> dict[str, torch.Tensor]:
     return {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in prunable.parameters.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_and_columns_are_zeroed_in_two_batches(kind: str) -> None:
-    prunable, optimizer = trained()
+@pytest.mark.parametrize(("kind", "make"), [*((kind, adamw) for kind in KINDS), ("ffn", adamw_bf16)])
+def test_rows_and_columns_are_zeroed_in_two_batches(kind: str, make: Any) -> None:
+    """For each dtype."""
+    prunable, optimizer = trained(make)
     group = random_group(kind, prunable.alive, 2)
     with Operations() as operations:
         prunable.prune(group, optimizer)
     lists = [batch for batch in operations.zeroed if batch[0].ndim]  # the widths of norms have no dimension
-    assert len(lists) == 2
-    assert all(t.is_contiguous() for t in lists[0]) and not any(t.is_contiguous() for t in lists[1])
+    count = 1 if make is adamw else 2
+    assert len(lists) == 2 * count
+    assert all(t.is_contiguous() for some in lists[:count] for t in some)
+    assert not any(t.is_contiguous() for some in lists[count:] for t in some)
     assert operations.waits == 0
     for name, parameter in prunable.parameters.items():
         held = [parameter, *(optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq"))]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.errors import UserError
 from dwindle.distributed.safetensors_stream import file_blocks
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import source_event
@@ -27,6 +28,7 @@ import gc, sys, json
 from pathlib import Path
 from dwindle.sources.loading import load
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.errors import UserError
 from dwindle.export.huggingface import save_model
 
 def memory(key):
@@ -123,6 +125,15 @@ def test_in_parts_and_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for dtype in (torch.bfloat16, torch.float32):
         with pytest.raises(EOFError, match=r"a\.safetensors has become shorter"):
             stored["b"].to("cpu", dtype)
+
+
+def test_types_without_a_torch_dtype_are_named(tmp_path: Path) -> None:
+    make(tmp_path, 64, 1)
+    path = tmp_path / "model.safetensors"
+    header = json.dumps({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
+    with pytest.raises(UserError, match=r"the model cannot be loaded \(tensor w is stored as F4\)"):
+        load(tmp_path)
 
 
 def test_blocks_are_the_file(tmp_path: Path) -> None:

@@ -104,11 +104,16 @@ def test_micro_batches_and_chunks_do_not_change_the_mathematics() -> None:
             assert torch.allclose(ours, first, rtol=0, atol=1e-9)
 
 
-def test_activation_checkpointing_has_the_same_bits() -> None:
-    models = [tiny_llama(), tiny_llama()]
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_has_the_same_bits(precision: str) -> None:
+    """Autocast's copies of the weights, which only cost memory there, are not kept."""
+    models, kept = [tiny_llama(), tiny_llama()], []
     for model, on in zip(models, (False, True), strict=True):
-        make_trainer(model, activation_checkpointing=on).run()
+        model.model.norm.register_forward_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+        with portable_bf16():
+            make_trainer(model, activation_checkpointing=on, precision=precision, num_steps=3).run()
     assert models[1].is_gradient_checkpointing
+    assert kept == [True] * 3 + [precision != "bf16"] * 3
     assert_same_weights(*models)
 
 

@@ -375,13 +375,12 @@ class ElementScores:
         for row, element_OI in _elements(prunable, gradients, fishers, metric):
             assert row.layer is not None
             if row.axes[1] == ("query",):
-                element = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2).cpu()
-                stem[row.layer] = element.sum(1, dtype=torch.float64)
-                heads[row.layer], self._heads[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
+                element_OI = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2)
+                stem[row.layer], heads[row.layer] = _row_and_column_sums(element_OI)
+                self._heads[row.layer] = Strips(element_OI)
             elif row.axes[1] == ("ffn",):
-                element = element_OI.cpu()
-                stem[layers + row.layer] = element.sum(1, dtype=torch.float64)
-                channels[row.layer], self._channels[row.layer] = element.sum(0, dtype=torch.float64), Strips(element)
+                stem[layers + row.layer], channels[row.layer] = _row_and_column_sums(element_OI)
+                self._channels[row.layer] = Strips(element_OI)
             else:
                 is_square = row.axes[1] == ("hidden",)  # these columns are removed with the rows
                 self._whole_OI.append((element_OI if is_square else element_OI.sum(1, keepdim=True)).cpu())
@@ -451,6 +450,11 @@ class ElementScores:
                 left = elements[layer].whole().masked_fill(sums[layer].isinf(), 0)
                 scores.stem -= left.sum(1, dtype=torch.float64)
         scores.remove(group)
+
+
+def _row_and_column_sums(element_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """In host memory."""
+    return element_OI.sum(1, dtype=torch.float64).cpu(), element_OI.sum(0, dtype=torch.float64).cpu()
 
 
 def _is_gone(row: Row, group: Group) -> bool:

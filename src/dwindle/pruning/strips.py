@@ -13,6 +13,7 @@ class Strips:
     """A matrix of which single rows and single columns are read: strips of a few rows, each column by column.
 
     Row by row, the elements of a column are each in a page of their own, and reading them is all that selection does.
+    The strips are made on the matrix's device and are in host memory.
     """
 
     ROWS = 8
@@ -20,12 +21,12 @@ class Strips:
     def __init__(self, matrix_ON: Tensor) -> None:
         rows, columns = matrix_ON.shape
         matrix_ON = matrix_ON if matrix_ON.element_size() >= 4 else matrix_ON.float()  # numpy has no bfloat16
-        strips = torch.zeros(-(-rows // self.ROWS), columns, self.ROWS, dtype=matrix_ON.dtype)
+        strips = torch.zeros(-(-rows // self.ROWS), columns, self.ROWS, dtype=matrix_ON.dtype, device=matrix_ON.device)
         whole, rest = rows // self.ROWS, rows % self.ROWS
         strips[:whole] = matrix_ON[: whole * self.ROWS].reshape(whole, self.ROWS, columns).transpose(1, 2)
         if rest:
             strips[whole, :, :rest] = matrix_ON[whole * self.ROWS :].T
-        self._num_rows, self._strips = rows, strips.numpy()
+        self._num_rows, self._strips = rows, strips.cpu().numpy()
 
     def sum_of_rows(self, rows: list[int]) -> Any:
         parts = [self._strips[row // self.ROWS, :, row % self.ROWS] for row in rows]

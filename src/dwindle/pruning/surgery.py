@@ -328,7 +328,7 @@ def _zero(pieces: list[Tensor]) -> None:
     So would rows of another dtype.
     """
     batches: dict[tuple[bool, torch.dtype], list[Tensor]] = {}
-    for piece in pieces:
+    for piece in sorted(pieces, key=Tensor.is_contiguous, reverse=True):
         batches.setdefault((piece.is_contiguous(), piece.dtype), []).append(piece)
     for batch in batches.values():
         torch._foreach_zero_(batch)

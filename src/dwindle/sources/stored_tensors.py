@@ -27,10 +27,15 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
@@ -103,6 +108,8 @@ def stored_tensors(files: Iterable[Path], device: torch.device) -> dict[str, Sto
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
+            if (dtype := DTYPES.get(entry["dtype"])) is None:
+                raise ValueError(f"tensor {name} is stored as {entry['dtype']}")
             begin = 8 + length + entry["data_offsets"][0]
-            found[name] = StoredTensor(path, begin, tuple(entry["shape"]), DTYPES[entry["dtype"]], device)
+            found[name] = StoredTensor(path, begin, tuple(entry["shape"]), dtype, device)
     return found

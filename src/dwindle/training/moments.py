@@ -1,8 +1,8 @@
 """AdamW whose moments can be stored in bf16, with half the memory.
 
 An update reads the moments in the dtype of the weights, computes in it, and rounds them to the nearest bf16 at the end,
-some parameters at a time. A moment whose factor is close to 1 would stand still (0.999: a change below 0.4 % of it is
-lost), so such factors are refused; with the default ones rounding is not seen in the loss (docs/log.md).
+some parameters at a time. Rounding to 8 bits loses changes below 0.2 to 0.4 %: an average with a factor of 0.999 could
+never fall. Such factors are refused; with the default ones the loss is that of fp32 (docs/log.md).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -131,6 +132,9 @@ class _Pool:
             self._subtract_removed(alive)
         self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._whole else {}
         self._blocks: dict[int, list[_Candidate]] = {}
+        self._block_sizes: dict[int, dict[tuple[int, ...], int]] = {}
+        """Parameters saved by removing blocks of a layer, as long as nothing changes them."""
+        self._names = [np.asarray(la.ffn, dtype=np.int64) for la in layers] if self._whole else []
         self._compare_blocks(alive, self._removable)
 
     def candidates(self, alive: Structure, room: int) -> list[_Candidate]:
@@ -160,13 +164,19 @@ class _Pool:
         """
         smallest: tuple[int, _Candidate] | None = None
         divisor = self._hidden if self.config.compare == "mean" else 1
-        for one in sorted((one for blocks in self._blocks.values() for one in blocks), key=lambda one: one.saliency):
-            size = self._saved(alive, one)
+        for one in sorted((one for blocks in self._blocks.values() for one in blocks), key=attrgetter("saliency")):
+            size = self._block_size(alive, one)
             if smallest is None or size < smallest[0]:
                 smallest = size, one
             if size <= room:
                 break
         return [] if smallest is None else [replace(smallest[1], saliency=smallest[1].saliency / divisor)]
+
+    def _block_size(self, alive: Structure, one: _Candidate) -> int:
+        sizes = self._block_sizes.setdefault(one.layer, {})
+        if one.members not in sizes:
+            sizes[one.members] = self._saved(alive, one)
+        return sizes[one.members]
 
     def _compare_blocks(self, alive: Structure, layers: Iterable[int]) -> None:
         """Update the saliencies of whole blocks of these layers; with ``mean``, that of a column."""
@@ -178,7 +188,7 @@ class _Pool:
                 if self.config.compare == "mean":
                     size = self.anatomy.layer_columns(number, [BLOCKS[place] for place in places], alive)
                 elif self.config.compare == "saved":
-                    size = self._saved(alive, one)
+                    size = self._block_size(alive, one)
                 found.append(replace(one, saliency=one.saliency / size))
             self._blocks.pop(number, None)
             if found:
@@ -186,6 +196,10 @@ class _Pool:
 
     def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
         """After a removal; sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
+        if chosen.kind == "stem":
+            self._block_sizes.clear()
+        else:
+            self._block_sizes.pop(chosen.layer, None)
         layers: Iterable[int] = () if chosen.kind == "stem" and self.config.compare != "saved" else self._removable
         if chosen.kind == "layer":
             self._removable = _by_layer(self.anatomy.removable_blocks(rest))
@@ -239,8 +253,8 @@ class _Pool:
         """The saliency of a layer's heads or channels."""
         if chosen.kind == "attn":
             return float(sum(self._heads[chosen.layer][query] for query in chosen.members))
-        names = self._scores.structure.layers[chosen.layer].ffn
-        return float(self._scores.ffn[chosen.layer].numpy()[np.searchsorted(names, chosen.members)].sum())
+        places = np.searchsorted(self._names[chosen.layer], chosen.members)
+        return float(self._scores.ffn[chosen.layer].numpy()[places].sum())
 
     def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
         """(saliency, layer, queries, sum) of the heads of a layer to remove together.
