@@ -206,6 +206,8 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
     if unknown := [name for name in names if name not in ROWS]:
         raise UserError(f"--rows {unknown[0]}: choose among {', '.join(ROWS)}")
     options = {key: value for key in ("sequences", "seq_len") if (value := getattr(given, key)) is not None}
+    if given.place:
+        Path(given.place).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.place) as folder:
         source = Path(folder) / "source"
         source.mkdir()

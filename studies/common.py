@@ -276,7 +276,11 @@ class Study:
         }
 
     def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
-        """The recipe of a row; rows that share a GPU get small micro-batches, as each would use all of its memory."""
+        """The recipe of a row.
+
+        Rows that share a GPU get small micro-batches, as each would use all of its memory, and no CUDA graphs: those of
+        several processes take turns, where their kernels would run side by side.
+        """
         args = self.args
         base: Record = {
             "source": {"model": model, "device": DEVICE},
@@ -292,9 +296,11 @@ class Study:
         if any(text.startswith("prune.ratio=") for text in overrides):
             del base["prune"]["horizon"]
         recipe = from_dict(Recipe, apply_overrides(base, overrides, Recipe))
-        if DEVICE == "cuda" and jobs_around() > 1 and not recipe.training.micro_batch:
-            fitting = max(1, SHARED_MICRO_TOKENS // recipe.data.seq_len)
-            recipe.training.micro_batch = min(fitting, recipe.num_sequences_per_step)
+        if DEVICE == "cuda" and jobs_around() > 1:
+            recipe.training.cuda_graphs = False
+            if not recipe.training.micro_batch:
+                fitting = max(1, SHARED_MICRO_TOKENS // recipe.data.seq_len)
+                recipe.training.micro_batch = min(fitting, recipe.num_sequences_per_step)
         return recipe
 
     def _run_folder(self, key: Record) -> Path:

@@ -1,4 +1,4 @@
-"""CUDA graphs: the passes of a micro-batch, and an optimizer's part, are recorded once and then started as a whole.
+"""CUDA graphs: the passes of a micro-batch are recorded once and then started as a whole.
 
 A small model waits for the host, which starts thousands of kernels for every micro-batch. A recording has the same
 kernels on the same memory, so results are the same bits; the host starts it in one call. It is only valid while
@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-T = TypeVar("T")
 Passes = Callable[[Tensor, float], Tensor]
 """(micro-batch, scale of the loss) → sums to report; adds to the gradients."""
 _PLAIN_CALLS = 3
@@ -84,28 +82,3 @@ class GraphedPasses:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             sums = self._passes(batch, scale)
         return _Recording(graph, batch, sums)
-
-
-class Recorded(Generic[T]):
-    """Calls a function, plainly until ``key``, the places of all its tensors, stays the same, then as a CUDA graph."""
-
-    def __init__(self) -> None:
-        self._key: Hashable = None
-        self._plain_calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: T | None = None
-
-    def __call__(self, function: Callable[[], T], key: Hashable) -> T:
-        """The function's result, which the next call overwrites; without a key it is never recorded."""
-        if key is None or key != self._key:
-            self._key, self._plain_calls, self._graph, self._result = key, 0, None, None
-        if key is None or self._plain_calls < _PLAIN_CALLS:
-            self._plain_calls += 1
-            return function()
-        if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._result = function()
-        self._graph.replay()
-        assert self._result is not None
-        return self._result

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from dwindle.anatomy.anatomy import Anatomy, Row
 from dwindle.anatomy.structure import Structure
 from dwindle.distributed.shards import gathered, is_sharded, local, row_range
-from dwindle.training.graphed import Recorded
 from dwindle.training.moments import MOST_ELEMENTS, AdamW, in_batches
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -47,15 +46,12 @@ class Muon(AdamW):
         parts: Mapping[nn.Parameter, Sequence[int]],
         momentum: float = 0.95,
         num_iterations: int = 5,
-        cuda_graphs: bool = False,
         **adamw: Any,
     ) -> None:
         for group in groups:
             group.setdefault("muon", False)
         super().__init__(groups, **adamw)
         self._parts, self._momentum, self._num_iterations = dict(parts), momentum, num_iterations
-        self._cuda_graphs = cuda_graphs
-        self._record: Recorded[list[Tensor]] = Recorded()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -79,43 +75,35 @@ class Muon(AdamW):
                 state[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moment_dtype(parameter))
                 rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
-        grads = [local(cast(Tensor, p.grad)) for p in parameters]
-        stored = [local(self.state[p][MOMENTUM]) for p in parameters]
-        scales = [_RMS * size**0.5 for p in parameters for size in self.state[p][ALIVE_SIZES].tolist()]
-        is_recordable = self._cuda_graphs and not any(map(is_sharded, parameters))
-        held = self._record(
-            lambda: self._directions(parameters, grads, stored, scales),
-            key=(*(t.data_ptr() for t in (*grads, *stored)), *scales) if is_recordable else None,
-        )
+        wholes = self._orthogonalised(parameters, self._averaged(parameters))
+        held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
         weights, lr = [local(p) for p in parameters], float(group["lr"])
         torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_add_(weights, held, alpha=-lr)
 
-    def _directions(
-        self, parameters: list[nn.Parameter], grads: list[Tensor], stored: list[Tensor], scales: list[float]
-    ) -> list[Tensor]:
-        """What this process's rows of every matrix move along, times minus the rate; updates the momenta."""
+    def _averaged(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        """Update the momentum of matrices; the new one with Nesterov's look-ahead, whole on every process."""
+        grads = [local(cast(Tensor, p.grad)) for p in parameters]
+        stored = [local(self.state[p][MOMENTUM]) for p in parameters]
         momenta = [kept.to(grad.dtype) for kept, grad in zip(stored, grads, strict=True)]
         torch._foreach_lerp_(momenta, grads, 1 - self._momentum)
         for kept, momentum in zip(stored, momenta, strict=True):
             if kept is not momentum:  # stored in bf16
                 kept.copy_(momentum)
-        ahead = torch._foreach_lerp(grads, momenta, self._momentum)  # Nesterov
-        updates = [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
-        wholes = self._orthogonalised(parameters, updates, scales)
-        return [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
+        ahead = torch._foreach_lerp(grads, momenta, self._momentum)
+        return [_whole_like(p, a) if is_sharded(p) else a for p, a in zip(parameters, ahead, strict=True)]
 
-    def _orthogonalised(
-        self, parameters: list[nn.Parameter], updates: list[Tensor], scales: list[float]
-    ) -> list[Tensor]:
+    def _orthogonalised(self, parameters: list[nn.Parameter], updates: list[Tensor]) -> list[Tensor]:
         """The updates, orthogonalised in batches of equal shape, part by part, with the RMS of AdamW's updates."""
         pieces: list[Tensor] = []
         counts: list[int] = []
+        scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
             sizes = list(self._parts.get(parameter, ()))
             split = torch.split(update, sizes) if len(sizes) > 1 else (update,)
             pieces += split
             counts.append(len(split))
+            scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
         done = orthogonalise(pieces, self._num_iterations)
         torch._foreach_mul_(done, scales)
         found, first = [], 0

@@ -51,8 +51,7 @@ def build_optimizer(model: nn.Module, config: TrainingConfig, *, fused: bool | N
         "moments": config.moments,
     }
     if parts:
-        graphed = config.cuda_graphs and on_cuda
-        return Muon(groups, parts=parts, momentum=config.momentum, cuda_graphs=graphed, **settings)
+        return Muon(groups, parts=parts, momentum=config.momentum, **settings)
     return AdamW(groups, **settings)
 
 
