@@ -133,7 +133,7 @@ def texts(data: Any) -> str:
         tokens = f"{first['tokens'] / 1e6:.0f}M" if first["tokens"] else ""
         work = [row["flops"] / 1e15 for row in seeds if "flops" in row]
         cells = [f"{statistics.mean(work):.1f}" if work else ""]
-        cells += [spread([row[text] for row in seeds]) for text in columns]
+        cells += [spread([row[text] for row in seeds if text in row]) for text in columns]
         measured = [without_boolq(row) for row in seeds if "tasks" in row]
         cells.append(percent(measured) if measured else "")
         rows.append([first["size"] or "100%", title(first, common, source), tokens, seed_numbers(seeds), count, *cells])
