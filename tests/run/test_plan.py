@@ -34,6 +34,8 @@ SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3
 QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_key_value_heads": 8}
 SMOLLM = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_key_value_heads": 32}
 
+SMALLER = {"hidden_size": 1216, "intermediate_size": 3072, "num_hidden_layers": 24, "num_key_value_heads": 19}
+
 
 def recipe(*, prune: dict[str, Any] | None = None, model: Any = "nowhere", **training: Any) -> Recipe:
     return from_dict(
@@ -108,6 +110,19 @@ def test_switches_that_save_memory_count() -> None:
     muon = footprint(config(SMOLLM), recipe(optimizer="muon").training, "bf16")
     assert muon.update == 10 * 2**27 and muon.total(1) == int(muon.fixed + muon.update)
     assert footprint(config(SMOLLM), recipe().training, "bf16").update == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "optimizer", "tokens", "gigabytes"),
+    [(SMOLLM, "adamw", 32768, 90.72), (SMALLER, "adamw", 32768, 38.22), (SMOLLM2, "muon", 16384, 11.0)]
+    + [(SMOLLM2, "muon", 65536, 36.3)],
+)
+def test_the_estimate_is_close_to_what_was_measured(
+    sizes: dict[str, int], optimizer: str, tokens: int, gigabytes: float
+) -> None:
+    """Peaks of an H200, compiled, with the residual stream in bf16 (docs/benchmarks.md)."""
+    training = recipe(compile=True, bf16_residual=True, optimizer=optimizer).training
+    assert footprint(config(sizes), training, "bf16").total(tokens) / 1e9 == pytest.approx(gigabytes, rel=0.1)
 
 
 def test_the_micro_batch_of_a_cpu() -> None:

@@ -75,29 +75,32 @@ def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: i
 
 
 def _saved_per_token(anatomy: Anatomy, training: TrainingConfig, precision: Precision) -> float:
-    """Bytes of saved activations per token.
+    """Bytes of saved activations per token, and of the gradients of a layer in the backward pass.
 
     With activation checkpointing: those of the largest layer, and the residual stream between all layers.
     """
     structure = anatomy.source
     hidden = len(structure.hidden)
+    residual = 2 if is_bf16(precision) and training.bf16_residual else 8 if precision == "fp64" else 4
     layers = []
     for layer in structure.layers:
         query, key = (anatomy.head_dim * len(heads) for heads in (layer.query_heads, layer.kv_heads))
-        layers.append(_saved_by_layer(hidden, query, key, len(layer.ffn), training.compile, precision))
-    if not training.activation_checkpointing:
-        return sum(layers)
-    residual = 2 if is_bf16(precision) and training.bf16_residual else 8 if precision == "fp64" else 4
-    return max(layers) + residual * hidden * len(layers)
+        layers.append(_saved_by_layer(hidden, query, key, len(layer.ffn), residual, training.compile, precision))
+    between = residual * hidden * len(layers) if training.activation_checkpointing else sum(layers)
+    return max(layers) + between
 
 
-def _saved_by_layer(hidden: int, query: int, key: int, ffn: int, compiled: bool, precision: Precision) -> float:
+def _saved_by_layer(
+    hidden: int, query: int, key: int, ffn: int, residual: int, compiled: bool, precision: Precision
+) -> float:
     """Eager autocast saves the residual stream in fp32 and every matmul's input in bf16 (counted from saved tensors).
 
-    Compiled layers recompute what is cheap. On an H200 the estimate exceeded measured memory by 30 % (SmolLM-1.7B) and
-    40 % (SmolLM2-135M).
+    Compiled layers recompute what is cheap: they save the residual stream twice, the attention's inputs and output, and
+    three widths of the FFN. docs/benchmarks.md compares with an H200; float8 needs less.
     """
     if is_bf16(precision) and not compiled:
         return 26 * hidden + 10 * (query + key) + 8 * ffn
     width = {"fp32": 4, "fp64": 8, "bf16": 2, "fp8": 2}[precision]
-    return width * (8 * hidden + 2 * query + 4 * ffn) * (1.0 if compiled else 1.25)
+    if compiled:
+        return 2 * residual * hidden + width * (2 * (query + key) + 3 * ffn)
+    return 1.25 * width * (8 * hidden + 2 * query + 4 * ffn)
