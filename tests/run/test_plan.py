@@ -114,8 +114,12 @@ def test_switches_that_save_memory_count() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "optimizer", "tokens", "gigabytes"),
-    [(SMOLLM, "adamw", 32768, 90.72), (SMALLER, "adamw", 32768, 38.22), (SMOLLM2, "muon", 16384, 11.0)]
-    + [(SMOLLM2, "muon", 65536, 36.3)],
+    [
+        (SMOLLM, "adamw", 32768, 90.72),
+        (SMALLER, "adamw", 32768, 38.22),
+        (SMOLLM2, "muon", 16384, 11.0),
+        (SMOLLM2, "muon", 65536, 36.3),
+    ],
 )
 def test_the_estimate_is_close_to_what_was_measured(
     sizes: dict[str, int], optimizer: str, tokens: int, gigabytes: float
