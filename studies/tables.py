@@ -4,7 +4,8 @@
     python studies/tables.py --check    # reports whether it would
 
 A table is between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, with the path relative to the
-page and the names of ``TABLES``. Tables of the training studies are in ``training_tables.py``, the others here.
+page (several with commas: rows of all) and the names of ``TABLES``. Tables of the training studies are in
+``training_tables.py``, the others here.
 """
 
 from __future__ import annotations
@@ -198,6 +199,7 @@ def latency(data: Any) -> str:
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": training.losses,
     "same-teacher": training.same_teacher,
+    "headline": training.headline,
     "texts": training.texts,
     "margins": training.margins,
     "margins-distilled": training.margins_distilled,
@@ -219,8 +221,11 @@ def render(text: str, folder: Path) -> str:
     """The page with every marked table rendered from its file."""
 
     def replace(match: re.Match[str]) -> str:
-        begin, name, file, _, end = match.groups()
-        return begin + TABLES[name](json.loads((folder / file).read_text(encoding="utf-8"))) + end
+        begin, name, files, _, end = match.groups()
+        data, *more = (json.loads((folder / file).read_text(encoding="utf-8")) for file in files.split(","))
+        for other in more:
+            data["rows"] += other["rows"]
+        return begin + TABLES[name](data) + end
 
     return MARKED.sub(replace, text)
 
