@@ -56,9 +56,12 @@ LossFunction = Callable[..., Loss]
 
 
 def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Parallel:
-    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, or HSDP over several nodes."""
+    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, or HSDP over several nodes.
+
+    One process that was launched as a group and asks for FSDP gets one shard.
+    """
     if world.size == 1:
-        return "none"
+        return "fsdp" if wanted == "fsdp" and world.is_group else "none"
     if wanted == "none":
         raise UserError('training.parallel: "none" is for one process: choose auto, ddp, fsdp or hsdp')
     if wanted == "auto":
