@@ -134,7 +134,7 @@ class Engine:
         return autocast_for(precision, device)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around the passes of one micro-batch; gradients are reduced over processes in the last one only."""
+        """Around the passes of one micro-batch; replicas reduce their gradients in the last one only."""
         return nullcontext()
 
     def loss(self, model: nn.Module, batch: Tensor, **options: Any) -> Loss:
@@ -325,7 +325,8 @@ class ShardedEngine(_WrappedEngine):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(last)
+        """Every micro-batch reduces its gradients to this process's rows, or each process would keep whole ones."""
+        self._root.set_requires_all_reduce(last)  # of HSDP, between nodes
         yield
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
