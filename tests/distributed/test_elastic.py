@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -49,9 +50,16 @@ def uninterrupted(place: Path) -> Path:
     return place / "uninterrupted"
 
 
-def torchrun(place: Path, ranks: int, *arguments: str | Path) -> subprocess.Popen[bytes]:
+def torchrun(place: Path, ranks: int, *arguments: str | Path, options: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Up to three attempts; standard error goes to a file."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=2", f"--nproc-per-node={ranks}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--max-restarts=2",
+        f"--nproc-per-node={ranks}",
+        *options,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (place / "messages").open("wb") as messages:
         command = [*launcher, "-m", "dwindle", *map(str, arguments)]
@@ -78,6 +86,22 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_bit_equal(place: Path, unin
     job = torchrun(place, 2, "pretrain", place / "often.toml", "--out", run.path)
     kill_last_rank(job, run, lambda: bool(run.list_checkpoints()))
     assert job.wait(600) == 0, (place / "messages").read_text()
+    assert_same_run(run.path, uninterrupted)
+
+
+@pytest.mark.slow
+@needs_proc
+def test_machines_that_count_restarts_differently_agree(place: Path, uninterrupted: Path) -> None:
+    """Of two agents only the one whose process was killed counts a restart; their run id is not unique."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=same")
+    run = RunDirectory(place / "killed-on-one-of-two")
+    arguments = ("pretrain", place / "often.toml", "--out", run.path)
+    jobs = [torchrun(place, 1, *arguments, options=options) for _ in range(2)]
+    kill_last_rank(jobs[1], run, lambda: bool(run.list_checkpoints()))
+    assert [job.wait(600) for job in jobs] == [0, 0], (place / "messages").read_text()
     assert_same_run(run.path, uninterrupted)
 
 
