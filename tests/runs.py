@@ -127,7 +127,7 @@ def assert_same_run(run: Path, reference: Path) -> None:
     assert (run / "ledger.jsonl").read_bytes() == (reference / "ledger.jsonl").read_bytes()
     assert metrics(run) == metrics(reference)
     assert (run / "quality.json").read_bytes() == (reference / "quality.json").read_bytes()
-    assert not [path for path in run.rglob(".*") if path.name != ".lock"], "leftovers"
+    assert not [path for path in run.rglob(".*") if path.name not in (".lock", ".job")], "leftovers"
 
 
 def assert_same(run: Path, alone: Path, tolerance: float = 1e-5) -> None:

@@ -85,6 +85,19 @@ def test_three_sharded_ranks_equal_one_process(on_three: Path, alone: Path) -> N
     assert len(list(newest.glob("model-*-of-00003.safetensors"))) == 3 and not (newest / "model.safetensors").exists()
 
 
+@pytest.mark.parity
+def test_one_launched_process_is_sharded_if_asked_and_equals_a_plain_one(place: Path, alone: Path) -> None:
+    """FSDP with one shard: the way to try a backend without a second device."""
+    for parallel, weights in (("fsdp", "model-00001-of-00001.safetensors"), ("auto", "model.safetensors")):
+        run = place / f"{parallel}-1"
+        run_ranks(1, lambda rank, p=parallel, r=run: pretrain(recipe(place, p), r))  # type: ignore[misc]
+        assert_same(run, alone)
+        assert (RunDirectory(run).list_checkpoints()[-1] / weights).is_file()
+    forget_after(place / "fsdp-1", 8)
+    resume(place / "fsdp-1")  # not launched, so a plain process
+    assert_same(place / "fsdp-1", alone)
+
+
 def test_saved_on_three_resumed_on_two_then_on_one(on_three: Path, alone: Path, place: Path) -> None:
     run = place / "elastic"
     shutil.copytree(on_three, run)
@@ -121,12 +134,14 @@ def test_replicated_ranks_equal_one_process(place: Path, alone: Path) -> None:
     assert (RunDirectory(run).list_checkpoints()[-1] / "model.safetensors").exists()
 
 
-def test_sharded_inside_nodes_and_replicated_over_them(place: Path) -> None:
-    run, short = place / "hsdp-4", {"tokens": 6 * 168}
-    pretrain(recipe(place, **short), place / "short")
-    run_ranks(4, lambda rank: pretrain(recipe(place, "hsdp", **short), run), per_node=2)
-    assert_same(run, place / "short")
-    assert len(list(RunDirectory(run).list_checkpoints()[-1].glob("model-*-of-00002.safetensors"))) == 2
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (2, 1)])
+def test_sharded_inside_nodes_and_replicated_over_them(place: Path, tmp_path: Path, size: int, per_node: int) -> None:
+    run, short = tmp_path / "hsdp", {"tokens": 6 * 168}
+    pretrain(recipe(place, **short), tmp_path / "short")
+    run_ranks(size, lambda rank: pretrain(recipe(place, "hsdp", micro_batch=1, **short), run), per_node=per_node)
+    assert_same(run, tmp_path / "short")
+    files = RunDirectory(run).list_checkpoints()[-1].glob(f"model-*-of-{per_node:05d}.safetensors")
+    assert len(list(files)) == per_node
 
 
 def test_bf16_shards_keep_fp32_weights(place: Path) -> None:
@@ -222,7 +237,7 @@ def test_a_mistake_is_reported_by_one_rank_and_ends_all(place: Path, capfd: pyte
 
 def test_tensors_of_the_main_process_reach_all() -> None:
     def task(rank: int) -> None:
-        with joined("cpu") as world:
+        with joined("cpu", timeout_s=600) as world:
             for shape in ((3, 4), (5,), ()):
                 sent = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
                 assert torch.equal(world.broadcast(sent if rank == 0 else None), sent)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.build import config_for
 from dwindle.anatomy.structure import Group
 from dwindle.pruning.compaction import rounded_up
+from dwindle.pruning.surgery import Prunable
 from tiny import tiny_model
 
 
@@ -24,3 +28,16 @@ def test_widths_are_multiples_and_hold_what_lives() -> None:
     fewer = keep.without(Group("ffn", ((), (), (), tuple(keep.layers[3].ffn[-1:]))))
     again = rounded_up(fewer, fewer, 4)
     assert again.layers[3].ffn == fewer.layers[3].ffn
+
+
+def test_the_configuration_depends_on_the_sizes_and_not_on_those_before() -> None:
+    """31 of 32 hidden channels make a Llama of 8 heads a Mistral; with 24 it is a Llama again, as in a resumed run."""
+    prunable = Prunable(tiny_model("llama", dtype=torch.float32, attention_bias=False, mlp_bias=False))
+    source, seen = prunable.model.config, []
+    for removed in ((1,), (2, 3, 4, 5, 6, 7, 8)):
+        prunable.prune_to(prunable.alive.without(Group("stem", (removed,))))
+        prunable.compact()
+        seen.append(prunable.model.config.model_type)
+        expected = config_for(source, prunable.alive).to_diff_dict()
+        assert prunable.model.config.to_diff_dict() == expected | {"dtype": "float32"}
+    assert seen == ["mistral", "llama"]

@@ -83,7 +83,7 @@ class Anatomy:
         for key in _NOT_COMPUTED:
             if getattr(config, key, None):
                 raise UserError(f"config.json sets {key}, which dwindle's loss and masks do not compute: unset it")
-        self.family, self._config = family, config
+        self.family, self.config = family, config
         self.head_dim: int = head_dim_of(config)
         self.num_layers: int = config.num_hidden_layers
         self.rows = tuple(self._rows(shapes))
@@ -142,7 +142,7 @@ class Anatomy:
             )
             for row in self.rows
         }
-        return Anatomy(self.family, self._config, shapes)
+        return Anatomy(self.family, self.config, shapes)
 
     @property
     def num_embeddings(self) -> int:
@@ -411,7 +411,7 @@ def cut(
             tensors[anatomy.name_in(row, keep)] = whole.clone() if part is whole and release is None else part
         if release is not None:
             release(parameter)
-    smaller = stock_form(build(config_for(model.config, keep, within), tensors), keep)
+    smaller = stock_form(build(config_for(anatomy.config, keep), tensors), keep)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         smaller.generation_config = generation

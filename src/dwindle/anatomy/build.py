@@ -21,16 +21,14 @@ _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
 """Of our configurations, made anew for a structure."""
 
 
-def config_for(
-    config: Any, structure: Structure, within: Structure | None = None, changed: Mapping[str, Any] | None = None
-) -> Any:
+def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | None = None) -> Any:
     """The configuration of a model with this structure, derived from its source's configuration (and ``changed``).
 
-    Uniform structures get a stock configuration, if there is one for these sizes. ``within`` is the structure that the
-    given configuration has, if layers are already gone there.
+    Uniform structures get a stock configuration, if there is one for these sizes. It is never derived from that of a
+    compacted model: a Llama that once had sizes for which there is only a Mistral would stay one until it is resumed.
     """
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    values = _values(config, structure, within) | dict(changed or {})
+    values = _values(config, structure) | dict(changed or {})
     own_scale = float(len(structure.hidden)) ** 0.5
     if family_of(family).scales_embedding and (scale := _embed_scale(config)) != own_scale:
         return _custom_config(family, values | {"embed_scale": scale}, structure)
@@ -44,10 +42,10 @@ def has_stock_config(config: Any, structure: Structure) -> bool:
     return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
 
 
-def _values(config: Any, structure: Structure, within: Structure | None = None) -> dict[str, Any]:
+def _values(config: Any, structure: Structure) -> dict[str, Any]:
     table, widest = family_of(config.model_type), max(structure.layers, key=lambda layer: len(layer.query_heads))
     values = {k: v for k, v in config.to_dict().items() if k not in _DROP | _OURS}
-    values = _with_layers(values, structure, within)
+    values = _with_layers(values, structure)
     values |= {
         "hidden_size": len(structure.hidden),
         "head_dim": head_dim_of(config),
@@ -60,14 +58,12 @@ def _values(config: Any, structure: Structure, within: Structure | None = None) 
     return values
 
 
-def _with_layers(values: dict[str, Any], structure: Structure, within: Structure | None) -> dict[str, Any]:
+def _with_layers(values: dict[str, Any], structure: Structure) -> dict[str, Any]:
     """The values with as many layers as the structure, and lists of one entry per layer (``layer_types``) cut."""
     had = values["num_hidden_layers"]
     if len(structure.places) == had:
         return values
-    places = {number: number for number in range(had)} if within is None else within.places
-    assert len(places) == had, "the configuration is of another structure"
-    kept = [places[number] for number in structure.places]
+    kept = list(structure.places)
 
     def cut(key: str, value: Any) -> Any:
         is_by_layer = "layer" in key and isinstance(value, list) and len(value) == had

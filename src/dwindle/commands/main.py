@@ -15,6 +15,7 @@ from dwindle import commands
 from dwindle.commands.app import app
 from dwindle.core.errors import UserError
 from dwindle.core.terminal import plain, say, shortened
+from dwindle.distributed.elastic import said_before
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 
@@ -27,6 +28,8 @@ def main() -> None:
     try:
         _run()
     except UserError as error:
+        if said_before(str(error)):
+            sys.exit(2)
         _fail(str(error), 2)
     except OSError as error:  # of a file that no other message names
         _fail(f"{_named(error)}{error.strerror or error}", 2)

@@ -10,6 +10,7 @@ RUN/vocabulary.json                  token ids of the source that are kept, if s
 RUN/quality.json                     held-out loss and greedy samples of source and result (``core.quality``)
 RUN/evaluation/, RUN/report.html     results
 RUN/.lock                            held by the process that writes the run; holds the last checkpoint's step
+RUN/.job                             the torchrun job that began the run; its restarts continue it (``run.pretrain``)
 .RUN.replaced                        the run that ``--overwrite`` replaces, until the new one has made a step
 """
 
@@ -71,6 +72,7 @@ class RunDirectory:
         self.quality = path / QUALITY
         self.vocabulary = path / VOCABULARY
         self.lock = path / ".lock"
+        self.job = path / ".job"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
         self.milestones = path / "milestones"
@@ -257,10 +259,10 @@ class RunDirectory:
 
     # Beginning and replacing -------------------------------------------------------------------------------
 
-    def create(self, recipe: str, vocabulary: str = "") -> None:
+    def create(self, recipe: str, vocabulary: str = "", job: str = "") -> None:
         """Make the directory of a new run; the run that it replaces is put aside until the first step.
 
-        ``vocabulary`` is the record of the tokens that it keeps, if it does not keep all.
+        ``vocabulary`` is the record of the tokens that it keeps, if it does not keep all; ``job`` names its launcher.
         """
         aside = self._put_aside() if self.recipe.is_file() else nullcontext()
         with aside, atomic_directory(self.path, marker=RECIPE, overwrite=True) as folder:  # no kill leaves half a run
@@ -268,7 +270,13 @@ class RunDirectory:
             new.recipe.write_text(recipe, encoding="utf-8", newline="\n")
             if vocabulary:
                 new.vocabulary.write_text(vocabulary, encoding="utf-8", newline="\n")
+            if job:
+                new.job.write_text(job, encoding="utf-8")
             new.lock.touch()  # marks a run: anyone may have a recipe.toml
+
+    def belongs_to(self, job: str) -> bool:
+        """Whether this job created the run."""
+        return bool(job) and self.job.is_file() and self.job.read_text(encoding="utf-8") == job
 
     @property
     def _aside(self) -> Path:

@@ -56,9 +56,12 @@ LossFunction = Callable[..., Loss]
 
 
 def choose_parallel(world: World, wanted: Parallel, num_parameters: int) -> Parallel:
-    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, or HSDP over several nodes."""
+    """``training.parallel`` for this world; ``auto`` is DDP for small models, else FSDP, or HSDP over several nodes.
+
+    One process that was launched as a group and asks for FSDP gets one shard.
+    """
     if world.size == 1:
-        return "none"
+        return "fsdp" if wanted == "fsdp" and world.is_group else "none"
     if wanted == "none":
         raise UserError('training.parallel: "none" is for one process: choose auto, ddp, fsdp or hsdp')
     if wanted == "auto":
@@ -133,7 +136,7 @@ class Engine:
         return autocast_for(precision, device, keep_copies=keep_copies)
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around the passes of one micro-batch; gradients are reduced over processes in the last one only."""
+        """Around the passes of one micro-batch; replicas reduce their gradients in the last one only."""
         return nullcontext()
 
     def loss(self, model: nn.Module, batch: Tensor, **options: Any) -> Loss:
@@ -326,7 +329,8 @@ class ShardedEngine(_WrappedEngine):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(last)
+        """Every micro-batch reduces its gradients to this process's rows, or each process would keep whole ones."""
+        self._root.set_requires_all_reduce(last)  # of HSDP, between nodes
         yield
 
     def grad_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -17,7 +17,11 @@ from torch import Tensor, nn
 
 def several_processes() -> bool:
     """Whether this process belongs to a group of more than one."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return _in_group() and dist.get_world_size() > 1
+
+
+def _in_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 @contextmanager
@@ -36,8 +40,8 @@ def is_idle(backbone: nn.Module) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds only some rows."""
-    if type(tensor) in (Tensor, nn.Parameter) or not several_processes():  # avoids the slow import below
+    """Whether this process holds only its rows, which are all in a group of one."""
+    if type(tensor) in (Tensor, nn.Parameter) or not _in_group():  # avoids the slow import below
         return False
     from torch.distributed.tensor import DTensor
 
@@ -65,15 +69,21 @@ def row_range(tensor: Tensor) -> tuple[int, int]:
     total = tensor.shape[0] if tensor.ndim else 1
     if not is_sharded(tensor):
         return 0, total
-    mesh, dim = cast(Any, tensor).device_mesh, _shard_dim(tensor)
-    each = -(-total // mesh.size(dim))
-    first = min(mesh.get_local_rank(dim) * each, total)
+    each = -(-total // _num_shards(tensor))
+    first = min(cast(Any, tensor).device_mesh.get_local_rank(_shard_dim(tensor)) * each, total)
     return first, min(each, total - first)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor; every process must call this in the same order."""
-    return cast(Tensor, cast(Any, tensor.detach()).full_tensor()) if is_sharded(tensor) else tensor.detach()
+    """The whole tensor; every process must call this in the same order. A sharded one is copied (see ``release``)."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    whole = cast(Tensor, cast(Any, tensor.detach()).full_tensor())
+    return whole.clone() if _num_shards(tensor) == 1 else whole  # of a single shard, torch returns the shard
+
+
+def _num_shards(tensor: Tensor) -> int:
+    return int(cast(Any, tensor).device_mesh.size(_shard_dim(tensor)))
 
 
 def shaped_like(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.distributed.elastic import attempt_id, shares_store
 from dwindle.distributed.launch import stop_with_launcher
 
 T = TypeVar("T")
 
-_TIMEOUT = timedelta(minutes=10)
-"""Limit of one collective; a process that died is noticed sooner, by its launcher or its connections."""
 _LOST_CONNECTION = re.compile(r"gloo|Connection (closed|reset|refused)|Broken pipe|NCCL.*remote process exited", re.I)
 """How torch's libraries say that a process has died."""
+_TIMED_OUT = re.compile(r"timed? ?out", re.I)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +37,13 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     store: Any = None
+    timeout_s: float = 0.0
+    """Limit of one collective; a process that died is noticed sooner, by its launcher or its connections."""
+
+    @property
+    def is_group(self) -> bool:
+        """Whether there is a process group, if only of this process."""
+        return self.store is not None
 
     @property
     def is_main(self) -> bool:
@@ -69,7 +77,7 @@ class World:
     def main_first(self, name: str, task: Callable[[], T]) -> T:
         """Run ``task`` on the main process, then on the others, which find the files that it wrote.
 
-        There is no timeout, because tokenizing may take hours. If the task fails on the main process, the others exit
+        The task may take any time, because tokenizing takes hours. If it fails on the main process, the others exit
         without a message of their own.
         """
         if self.size == 1:
@@ -83,43 +91,74 @@ class World:
                 raise
             self.store.set(key, "done")
             return result
-        try:
-            while not self.store.check([key]):
-                time.sleep(0.05)
-            done = self.store.get(key) == b"done"
-        except dist.DistError:  # the main process hosts the store and has exited
-            done = False
-        if not done:
+        if self._read(key) != b"done":
             raise SystemExit(2)
         return task()
 
+    def _read(self, key: str) -> bytes:
+        """The value of a key, once it has one; empty if the main process, which hosts the store, has exited.
+
+        Asks in a thread: across a broken link a question is not answered, and blocks until the kernel gives up.
+        """
+        found: list[bytes] = []
+        heard = time.monotonic()
+
+        def ask() -> None:
+            nonlocal heard
+            try:
+                while not self.store.check([key]):
+                    heard = time.monotonic()
+                    time.sleep(0.05)
+                found.append(self.store.get(key))
+            except dist.DistError:
+                found.append(b"")
+
+        thread = threading.Thread(target=ask, name="store", daemon=True)
+        thread.start()
+        while not found:
+            thread.join(0.05)
+            if not found and time.monotonic() - heard > self.timeout_s:
+                raise UserError(_no_answer(self.timeout_s))
+        return found[0]
+
 
 @contextmanager
-def joined(device: str) -> Iterator[World]:
-    """The process group that the environment describes (torchrun, ``--nproc``), or a single process."""
+def joined(device: str, timeout_s: float, *, also_alone: bool = False) -> Iterator[World]:
+    """The process group that the environment describes (torchrun, ``--nproc``), or a single process.
+
+    ``also_alone``: one process that was launched makes a group, too.
+    """
     launched = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    if not launched or int(os.environ["WORLD_SIZE"]) == 1:
+    if not launched or (int(os.environ["WORLD_SIZE"]) == 1 and not also_alone):
         yield World()
         return
     stop_with_launcher()
     rank = int(os.environ["RANK"])
     try:
-        yield _join(device)
+        yield _join(device, timeout_s)
     except UserError as error:
         raise error if rank == 0 else UserError(f"process {rank}: {error}") from error
     except (dist.DistError, RuntimeError) as error:
         if not _LOST_CONNECTION.search(str(error)):
             raise
-        message = f"process {rank}: another process has ended, and this one cannot continue alone"
-        raise UserError(message) from error
+        ended = "another process has ended, and this one cannot continue alone"
+        happened = _no_answer(timeout_s) if _TIMED_OUT.search(str(error)) else ended
+        raise UserError(f"process {rank}: {happened}") from error
     dist.destroy_process_group()  # not after an error: other ranks may be waiting in a collective
 
 
-def _join(device: str) -> World:
+def _no_answer(timeout_s: float) -> str:
+    return (
+        f"the other processes did not answer for {timeout_s:g} s (training.timeout_s): check the network between the "
+        "machines, then resume the run"
+    )
+
+
+def _join(device: str, timeout_s: float) -> World:
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
-    size = int(os.environ["WORLD_SIZE"])
+    size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if device == "cuda":
@@ -129,14 +168,16 @@ def _join(device: str) -> World:
                 "start one process per GPU"
             )
         torch.cuda.set_device(local_rank)
-    store, rank, size = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
+    store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
+    if shares_store():
+        store = PrefixStore(attempt_id(store, rank, size, timeout), store)
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
         store=PrefixStore("collectives", store),
         rank=rank,
         world_size=size,
-        timeout=_TIMEOUT,
+        timeout=timeout,
         device_id=torch.device("cuda", local_rank) if device == "cuda" else None,
     )
     dist.barrier()  # a process that ends in an error now must not break the connections of one that still joins
-    return World(rank, size, local_rank, local_size, PrefixStore("dwindle", store))
+    return World(rank, size, local_rank, local_size, PrefixStore("dwindle", store), timeout_s)

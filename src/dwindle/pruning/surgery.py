@@ -127,7 +127,7 @@ class Prunable:
             tensor = gathered(parameter)  # by all processes, also what is not kept
             if row.is_in(keep):
                 whole[self.anatomy.name_in(row, keep)] = self._cut(row, tensor, keep).to("cpu", copy=True)
-        smaller = stock_form(build(config_for(self.model.config, keep, self.physical), whole), keep)
+        smaller = stock_form(build(config_for(self.anatomy.config, keep), whole), keep)
         smaller.generation_config = self.model.generation_config
         return smaller
 
@@ -160,7 +160,7 @@ class Prunable:
                         key: self._cut(row, state.pop(key), keep) if key in MOMENTS else state[key] for key in [*state]
                     }
                 release(parameter)
-        fresh = build(config_for(self.model.config, keep, self.physical), weights)
+        fresh = build(config_for(self.anatomy.config, keep), weights)
         fresh.generation_config = self.model.generation_config
         fresh.train(training)
         self._adopt(fresh, keep)
@@ -193,7 +193,7 @@ class Prunable:
             release(parameter)
             return whole
 
-        fresh = build_on_meta(config_for(self.model.config, keep, before))
+        fresh = build_on_meta(config_for(self.anatomy.config, keep))
         fresh.generation_config, fresh.config.dtype = self.model.generation_config, self.model.config.dtype
         self._adopt(fresh, keep)
         moved = rebuild(fresh, fetch)

@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "logging.*",
     "source.device",
     "training.parallel",
+    "training.timeout_s",
     "training.micro_batch",
     "training.activation_checkpointing",
     "training.compile",

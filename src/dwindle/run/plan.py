@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from dwindle.core.sizes import format_bytes, format_count, format_duration
 from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
-from dwindle.distributed.world import World
+from dwindle.distributed.world import World, joined
 from dwindle.pruning.config import PretrainPruneConfig
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.layouts import final_count, largest_count
@@ -104,14 +105,23 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
     return wanted
 
 
+def joined_for(recipe: Recipe) -> AbstractContextManager[World]:
+    """The processes that train this recipe; a single one is a group if it is to be sharded all the same."""
+    training = recipe.training
+    return joined(device_of(recipe), training.timeout_s, also_alone=training.parallel == "fsdp")
+
+
 def parallel_of(recipe: Recipe, world: World, anatomy: Anatomy) -> Parallel:
     """How the processes share the work."""
-    if recipe.training.precision == "fp8" and world.size > 1:
-        raise UserError(f"training.precision: fp8 is for one process, and there are {world.size}: use bf16")
     wanted = recipe.training.parallel
     if wanted == "auto" and recipe.training.lora_rank:
         wanted = "ddp"  # adapters are put on whole weights
-    return choose_parallel(world, wanted, anatomy.count(anatomy.source).total)
+    if recipe.training.precision == "fp8" and world.size > 1:
+        raise UserError(f"training.precision: fp8 is for one process, and there are {world.size}: use bf16")
+    chosen = choose_parallel(world, wanted, anatomy.count(anatomy.source).total)
+    if recipe.training.precision == "fp8" and chosen != "none":
+        raise UserError("training.precision: fp8 is for a model that is not sharded: use bf16, or parallel = auto")
+    return chosen
 
 
 def teacher_dtype(precision: Precision, device: str) -> torch.dtype:

@@ -30,10 +30,11 @@ from dwindle.core.run_directory import LOGS, RunDirectory
 from dwindle.data.batches import BatchStream
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.training_data import TrainingData, open_training_data
+from dwindle.distributed.elastic import job_id
 from dwindle.distributed.engines import choose_engine
 from dwindle.distributed.lazy_weights import Fetch, from_main, on_first_use
 from dwindle.distributed.precision import weights_dtype
-from dwindle.distributed.world import World, joined
+from dwindle.distributed.world import World
 from dwindle.export.huggingface import save_model, try_save
 from dwindle.pruning.ledger import first_events
 from dwindle.pruning.pruner import Pruner, physical_structure
@@ -47,6 +48,7 @@ from dwindle.run.plan import (
     PruningPlan,
     check_data,
     device_of,
+    joined_for,
     parallel_of,
     plan_pruning,
     plan_warnings,
@@ -83,25 +85,30 @@ def pretrain(
     """Start a run in a new directory and train to its end, or until a signal.
 
     ``callbacks`` are called beside the run's own: their ``trainer.extra_metrics`` are written to its metrics, their
-    state to its checkpoints.
+    state to its checkpoints. Restarted by torchrun, the run that an earlier attempt of the same job began is resumed.
     """
     run = RunDirectory(Path(out))
     recipe = resolve_recipe(recipe)
     recipe.check()
-    with joined(device_of(recipe)) as world:
-        world.main_first("begin", lambda: begin_run(recipe, run, overwrite=overwrite) if world.is_main else None)
+    with joined_for(recipe) as world:
+
+        def begin() -> None:
+            if world.is_main and not run.belongs_to(job := job_id()):
+                begin_run(recipe, run, overwrite=overwrite, job=job)
+
+        world.main_first("begin", begin)
         try:
-            return _continue(recipe, run, world, callbacks)
+            return _continue(recipe_of_run(run.recipe), run, world, callbacks)
         except BaseException as error:
             if world.is_main:
                 run.forget_if_not_begun(only_replacing=not isinstance(error, UserError))
             raise
 
 
-def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
+def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool, job: str = "") -> None:
     """Refuse what cannot work, then make the run's directory; ``resume`` trains it.
 
-    A run that is replaced is put aside until the new one has made a step.
+    A run that is replaced is put aside until the new one has made a step. ``job`` may continue the run unasked.
     """
     run.restore_replaced()
     check_data(recipe)
@@ -115,7 +122,7 @@ def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool) -> None:
     teacher_of(recipe, config)
     for warning in plan_warnings(recipe, config, plan):
         warnings.warn(warning, PlanWarning, stacklevel=2)
-    run.create(to_toml(recipe), start.record())
+    run.create(to_toml(recipe), start.record(), job)
 
 
 def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> RunResult:
@@ -124,7 +131,7 @@ def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> R
     directory.restore_replaced()
     directory.check_is_run()
     recipe = recipe_of_run(directory.recipe)
-    with joined(device_of(recipe)) as world:
+    with joined_for(recipe) as world:
         return _continue(recipe, directory, world, callbacks)
 
 

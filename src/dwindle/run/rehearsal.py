@@ -32,13 +32,21 @@ from dwindle.data.pydoc_text import pydoc_documents
 from dwindle.data.token_stream import MemoryTokens, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.data.training_data import TrainingData
-from dwindle.distributed.world import joined
 from dwindle.export.process import peak_memory_bytes
 from dwindle.pruning.pacing import Horizon, Ratio, Stages
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe, resolve_recipe
-from dwindle.run.plan import Plan, PruningPlan, device_of, make_plan, micro_batch_of, plan_pruning, precision_of
+from dwindle.run.plan import (
+    Plan,
+    PruningPlan,
+    device_of,
+    joined_for,
+    make_plan,
+    micro_batch_of,
+    plan_pruning,
+    precision_of,
+)
 from dwindle.run.pretrain import Job
 from dwindle.run.start import Start, start_of
 from dwindle.training.callbacks import Callback, Validator
@@ -123,7 +131,7 @@ def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
     recipe.training.micro_batch = micro_batch_of(recipe, device, config)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder, joined(device) as world, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, joined_for(recipe) as world, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seed_everything(recipe.training.seed)
         started = time.perf_counter()

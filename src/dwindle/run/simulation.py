@@ -7,7 +7,7 @@ Engine, loss, optimizer, pruner and surgery are those of a run; tensors have no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -134,29 +134,6 @@ def _check(recipe: Recipe, world: int, ranks_per_node: int) -> None:
         raise UserError("--world: adapters are not simulated: set training.lora_rank to 0")
 
 
-class _MicroBatches(Sequence[Tensor]):
-    """The micro-batches of one step, at most two: all but the last cost the same, so the first stands for them."""
-
-    def __init__(self, tally: Tally, count: int, shape: tuple[int, int]) -> None:
-        self._tally, self._shape = tally, shape
-        self._number = min(count, 2)
-        self.before_last = Traffic()
-        """What all but the last have cost, if one of them has."""
-
-    def __len__(self) -> int:
-        return self._number
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.zeros(self._shape, dtype=torch.int64)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._tally.lap()
-        for number in range(self._number):
-            if number:
-                self.before_last = self._tally.lap()
-            yield self[number]
-
-
 class _Batches:
     """What the loop asks its data for."""
 
@@ -272,8 +249,10 @@ class Simulation:
         """Count the parts of a run, one after the other."""
         keep = self.smaller()
         with weightless(self.tally):
-            self.step()  # moments are made
-            parts = {"step": self.step(keep)}
+            one = self.step(1)  # makes the moments
+            two = self.step(min(self.micro_batches, 2), keep)
+            each = two.plus(one, times=-1)  # all but the last micro-batch cost the same
+            parts = {"step": two.plus(each, times=max(0, self.micro_batches - 2))}
             state_bytes = self.tally.held_bytes
             if keep is not None:
                 parts["event"] = self.event
@@ -282,11 +261,11 @@ class Simulation:
                 parts["compaction"] = self.compaction(keep)
         return self._plan(parts, state_bytes, written, keep)
 
-    def step(self, keep: Structure | None = None) -> Traffic:
-        """The traffic of a step with all its micro-batches; that of its event, if it prunes, is in ``event``."""
+    def step(self, num_micro_batches: int, keep: Structure | None = None) -> Traffic:
+        """The traffic of a step of so many micro-batches; that of its event, if it prunes, is in ``event``."""
         trainer, shape = self.trainer, (self.sequences, self.recipe.data.seq_len + 1)
-        batches = _MicroBatches(self.tally, self.micro_batches, shape)
-        trainer.forward_backward(batches)
+        self.tally.lap()
+        trainer.forward_backward([torch.zeros(shape, dtype=torch.int64) for _ in range(num_micro_batches)])
         for callback in trainer.callbacks:
             callback.edit_gradients(trainer)
         norm = trainer.engine.grad_norm(trainer.model.parameters())
@@ -299,7 +278,7 @@ class Simulation:
         if keep is not None and self.pruner is not None:
             self.pruner.prunable.prune_to(keep, trainer.optimizer)
             self.event = self.event.plus(self.tally.lap())
-        return before.plus(after).plus(batches.before_last, times=self.micro_batches - 1)
+        return before.plus(after)
 
     def smaller(self) -> Structure | None:
         """What is left at about the target; None without pruning."""

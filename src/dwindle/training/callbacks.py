@@ -159,8 +159,8 @@ class Checkpointer(Callback):
         self.every = every
         self.keep_last = keep_last
         self.is_main = engine is None or engine.is_main
-        self._writer = CheckpointWriter(engine, self.run_dir, keep_last) if engine and engine.size > 1 else None
-        """Several processes write in the background; one process writes before it continues."""
+        self._writer = CheckpointWriter(engine, self.run_dir, keep_last) if engine and engine.world.is_group else None
+        """A process group writes in the background; one process writes before it continues."""
         self.extra_files = [Path(path) for path in extra_files]
         """Paths inside the run directory, absolute or relative to it."""
         self._lengths: dict[str, int] = {}

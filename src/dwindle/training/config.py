@@ -67,6 +67,8 @@ class TrainingConfig(Config):
     """With bf16 or fp8, keep the residual stream in bf16 too (sharded training always does): faster, less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """Several processes: ddp replicates the model, fsdp shards it, hsdp shards within nodes; auto decides by size."""
+    timeout_s: Annotated[float, Field(gt=0, le=604800)] = 600
+    """Several processes: seconds that a collective may wait for the others before the run ends with an error."""
     lora_rank: Annotated[int, Field(ge=0)] = 0
     """Rank of LoRA adapters that are trained instead of the weights, where memory is short; 0 trains the weights."""
     ce_chunk_tokens: Annotated[int, Field(ge=1)] = 4096
