@@ -277,7 +277,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         graphed = self.config.cuda_graphs and not self.config.activation_checkpointing  # which saves random states
-        on_one_gpu = self.device == "cuda" and not self.engine.world.is_group
+        on_one_gpu = self.device == "cuda" and self.engine.size == 1 and not self.engine.world.is_group
         self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed and on_one_gpu else None
 
     def state_dict(self) -> dict[str, Any]:
