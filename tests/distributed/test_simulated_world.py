@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from processes import run_ranks
 from transformers import AutoConfig
@@ -200,3 +201,11 @@ def test_the_table_and_the_json_agree(place: Path) -> None:
     assert list(found["parts"]) == ["step", "event", "checkpoint", "compaction"]
     shown = command(*arguments)[1]
     assert f"{found['parts']['step']['collectives']['all-gather']} all-gather" in " ".join(shown.split())
+
+
+def test_a_model_without_storage_takes_no_memory() -> None:
+    with Tally() as tally:
+        kept = [torch.empty(1000, device="meta"), torch.empty(1000)]
+        assert tally.held_bytes == 4000
+        del kept
+    assert tally.lap().peak_bytes == 4000

@@ -106,13 +106,15 @@ CASES: dict[str, list[str]] = {
     "distill": [train("distill.weight=0.5 distill.temperature=2.0", "phi3")],
     "distill-top-k": [train(f"distill.weight=0.5 distill.top_k=8 {GLOBAL} training.z_loss=1e-3")],
     "uncompacted-bf16": [train("prune.compact_threshold=1 training.precision=bf16", "mistral")],
-    "smoothing": [train("prune.smoothing=0.5 prune.fisher=adam prune.compare=sum", "llama-tied")],
+    "smoothing": [
+        train("prune.smoothing=0.5 prune.fisher=adam prune.compare=sum training.optimizer=adamw", "llama-tied")
+    ],
     "wanda": [train("prune.metric=wanda")],
     "obd": [train(f"prune.metric=obd {CLUSTER} training.activation_checkpointing=true")],
     "round-to-obc": [train("prune.round_to=8 prune.metric=obc")],
     "shape": [train("prune.target=hidden=24,heads=4,ffn=24")],
     "milestones": [train('prune.milestones=["80%","70%"]')],
-    "ratio": [train("prune.horizon=none prune.ratio=1:2 prune.target=97% prune.warmup_steps=1")],
+    "ratio": [train("prune.horizon=none prune.ratio=1:1 prune.target=99% prune.warmup_steps=1")],
     "unpruned": [train("prune.enabled=false source.random_init=true training.schedule=wsd training.precision=fp64")],
     # Interrupted, and on two processes.
     "resume": resumed(),

@@ -128,7 +128,8 @@ class Tally(TorchDispatchMode):
             self._count(func, args, result)
         if not func.is_view and not _asks_for_shapes():
             for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
-                self._hold(tensor.untyped_storage())
+                if tensor.device.type != "meta":  # a model before it is materialized takes no memory
+                    self._hold(tensor.untyped_storage())
         return result
 
     def _count(self, func: Any, args: Any, result: Any) -> None:
