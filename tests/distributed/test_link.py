@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,16 @@ def move(machines: Machines, rank: int) -> None:
     os.environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": DEVICE}
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """Errors of users as the command shows them, in a process of a test."""
+    try:
+        yield
+    except UserError as error:
+        os.write(2, f"error: {error}\n".encode())
+        raise SystemExit(2) from None
+
+
 @pytest.mark.parity
 def test_two_machines_compute_what_one_does(machines: Machines, place: Path, on_one_machine: Path) -> None:
     before = machines.received_bytes(1)
@@ -83,11 +94,8 @@ def test_a_cut_link_ends_both_with_one_line_and_the_run_resumes(
 
     def begin(rank: int) -> None:
         move(machines, rank)
-        try:
+        with told():
             pretrain(settings, run, callbacks=[Cut(machines)])
-        except UserError as error:
-            os.write(2, f"error: {error}\n".encode())
-            raise SystemExit(2) from None
 
     try:
         statuses = wait_ranks(start_ranks(2, begin, per_node=1))
@@ -121,12 +129,11 @@ def test_the_store_behind_a_cut_link_is_given_up(
     def task(rank: int) -> None:
         move(machines, rank)
         try:
-            with joined("cpu", timeout_s=10) as world:
+            with told(), joined("cpu", timeout_s=10) as world:
                 world.main_first("task", lambda: long_task(rank))
-        except UserError as error:
-            os.write(2, f"error: {error}\n".encode())
+        except SystemExit:
             given_up.touch()
-            raise SystemExit(2) from None
+            raise
 
     try:
         statuses = wait_ranks(start_ranks(2, task, per_node=1))
