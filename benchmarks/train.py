@@ -21,6 +21,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from benchmarks.train_parts import (
+    UNEQUAL,
     Clock,
     RandomTokens,
     TrainBench,
@@ -38,7 +39,7 @@ from benchmarks.train_parts import (
     synchronize,
     versions,
 )
-from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
@@ -48,6 +49,7 @@ from dwindle.pruning.pacing import Ratio
 from dwindle.pruning.pruner import Pruner
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import sizes_text
+from dwindle.training.callbacks import Validator
 from dwindle.training.compiling import forget_graphs
 from dwindle.training.config import TrainingConfig
 from dwindle.training.float8 import check_float8
@@ -118,6 +120,9 @@ def _rows(bench: TrainBench) -> Iterator[TrainRow]:
     for kind in KINDS:
         if kind in bench.rows:
             yield second_order(bench, kind)
+    for name in UNEQUAL:
+        if name in bench.rows:
+            yield unequal(bench, name)
 
 
 def baseline(bench: TrainBench) -> TrainRow:
@@ -269,6 +274,53 @@ def compacted(
         yield row
 
 
+def unequal(bench: TrainBench, name: str) -> TrainRow:
+    """Our loop on layers of different sizes, then a validation: seconds of all compiling in a run without pruning."""
+    whole = build_model(bench)
+    anatomy = Anatomy.of(whole)
+    keep = different(anatomy.source, name)
+    model: Any = cut(whole, anatomy, keep, anatomy.source)
+    del whole
+    forget_graphs()
+    model, clock = model.to(bench.device).train(), Clock(bench.device)
+    trainer = make_trainer(bench, model, prepare(bench, model), [clock])
+    reset_peak(bench.device)
+    trainer.run()
+    assert trainer.last is not None
+    row = make_row(name, bench, anatomy, keep, clock.seconds, trainer.last.loss)
+    windows = torch.randint(0, model.config.vocab_size, (10, bench.seq_len + 1))  # 8 at a time, then 2
+    validator, passes = Validator(windows, 0), list[float]()
+    for _ in range(2):
+        started = time.perf_counter()
+        validator.measure(trainer)
+        passes.append(time.perf_counter() - started)
+    training = sum(clock.seconds) - len(clock.seconds) * median(clock.seconds[bench.warmup :])
+    row.details = {
+        "all_compiling_s": training + passes[0] - passes[1],
+        "of_training_s": training,
+        "heads": " ".join(sorted({"+".join(map(str, layer.queries_per_kv)) for layer in keep.layers})),
+        "ffn": f"{min(len(layer.ffn) for layer in keep.layers)}–{max(len(layer.ffn) for layer in keep.layers)}",
+    }
+    return row
+
+
+def different(structure: Structure, name: str) -> Structure:
+    """A sixth to two thirds of the FFN channels, spread over the layers; two or more key/value heads if there are."""
+    layers, last = [], max(1, len(structure.layers) - 1)
+    for number, layer in enumerate(structure.layers):
+        width = len(layer.ffn) // 6 + len(layer.ffn) * (7 * number % (last + 1)) // (2 * last)
+        layer = replace(layer, ffn=layer.ffn[: width - width % 8])
+        per_kv, kv_heads = layer.queries_per_kv[0], layer.kv_heads
+        if name != "unequal-ffn" and len(kv_heads) > 2:
+            kv_heads = kv_heads[: len(kv_heads) - number % 2]
+        kept: list[int] = []
+        for place, kv in enumerate(kv_heads):
+            sizes = {"unequal-ffn": per_kv, "unequal-heads": max(min(2, per_kv), per_kv - number // 2 % 2)}
+            kept += layer.queries_of(kv)[: sizes.get(name, 1 + (number + place) % per_kv)]
+        layers.append(layer.without(query_heads=set(layer.query_heads) - set(kept)))
+    return Structure(structure.hidden, tuple(layers))
+
+
 def smaller(structure: Structure, wanted: tuple[int, int, int] | None) -> Structure:
     """The first channels and heads of each; which ones does not matter to speed."""
     first = structure.layers[0]
@@ -324,11 +376,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[TrainBench,
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
     add = parser.add_argument
     add("--shape", default="smollm-1.7b", help="llama-7b, smollm-1.7b, smollm2-360m, smollm2-135m or tiny")
-    add("--rows", default="baseline,off,pruning,compacted", help="also attn, ffn, stem: second-order events at 1:9")
+    add("--rows", default="baseline,off,pruning,compacted", help=f"also {', '.join((*KINDS, *UNEQUAL))}")
     add("--batch", type=int, default=16, help="sequences per step")
     add("--micro-batch", type=int, default=0, help="sequences per forward pass; default: all of a step")
     add("--seq-len", type=int, default=2048, help="tokens per sequence")
     add("--steps", type=int, default=20, help="measured steps per row")
+    add("--warmup", type=int, default=4, help="steps before them that are not measured, at least 1")
     add("--device", default="cuda", help="cuda or cpu")
     add("--precision", default="auto", help="bf16, fp8 (our rows; the baseline in bf16), fp32, or auto: bf16 on a GPU")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile, per block in our rows")

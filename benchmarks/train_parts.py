@@ -53,7 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     )
 }
 """Llama shapes by name."""
-ROWS = ("baseline", "off", "pruning", "compacted", *KINDS)
+UNEQUAL = ("unequal-ffn", "unequal-heads", "unequal-groups")
+"""Rows whose layers differ in FFN width, in numbers of heads as well, and in irregular groups of query heads."""
+ROWS = ("baseline", "off", "pruning", "compacted", *KINDS, *UNEQUAL)
 """Those named after a type of group are the second-order update, one event every nine steps."""
 
 
@@ -121,6 +123,9 @@ class TrainBench:
         ):
             if value not in allowed:
                 raise UserError(f"{option}: {value!r} is unknown: choose {' or '.join(allowed)}")
+        for number, option in ((self.steps, "--steps"), (self.warmup, "--warmup")):
+            if number < 1:
+                raise UserError(f"{option}: {number} must be at least 1")
         if "pruning" in self.rows and self.steps < 3:
             raise UserError(f"--steps: {self.steps} is too few for the row pruning, which takes turns: use at least 3")
         for row in self.rows:

@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--sequences", type=int, default=512, help="of 64 tokens")
     parser.add_argument("--valid-tokens", type=int, default=10**12)
-    parser.add_argument("--commit", default="")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further row begins")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -85,7 +84,7 @@ def main() -> None:
         loss = evaluate_loss(result.model, windows, batch=16, chunk_tokens=8192)
         layers = [[len(la.kv_heads), len(la.ffn)] for la in result.structure.layers]
         record = key | {"parameters": result.after.total, "wikitext2": loss, "seconds": seconds, "layers": layers}
-        record |= {"machine": DEVICE, "commit": args.commit or commit()}
+        record |= {"machine": DEVICE, "commit": commit()}
         content["rows"].append(record)
         write_text_atomic(args.out, json.dumps(content, indent=1) + "\n", option="--out")
         print(json.dumps({k: v for k, v in record.items() if k != "layers"}), flush=True)

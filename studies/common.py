@@ -39,6 +39,7 @@ from dwindle.core.files import write_text_atomic
 from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig
 from dwindle.data.text_windows import validation_windows
+from dwindle.distributed.precision import Precision
 from dwindle.evaluation.evaluate import evaluate_model, load_data
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.methods import METHODS_OF
@@ -53,6 +54,8 @@ from dwindle.training.loss import evaluate_loss
 KEY = ("row", "model", "data", "valid", "size", "seed", "tokens", "settings", "sequences", "valid_tokens")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED_MICRO_TOKENS = 16384
+MOST_GRAPHED = 4
+"""Rows at once that are started as CUDA graphs."""
 FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
 FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05, "smoothing": 0.0}
 """What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
@@ -100,7 +103,6 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="runs, models and tokens; default beside --out")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call")
     parser.add_argument("--jobs", type=int, default=1, help="rows to make at the same time")
-    parser.add_argument("--commit", default="", help="for machines without git")
     args = parser.parse_args()
     args.work = args.work or args.out.with_suffix("")
     return args
@@ -145,7 +147,7 @@ class Study:
         self.started = time.monotonic()
         self.content: Record = {"format": "dwindle-study-1", "study": name, "rows": []}
         self.read()
-        self.data = load_data(["commonsense"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
+        self.data = load_data(["commonsense", "mmlu"], [args.tasks_data], limit=args.limit) if args.tasks_data else None
         self.texts = {"textbooks": args.valid} | ({"wikitext2": args.wikitext} if args.wikitext else {})
         self.texts |= dict(text.split("=", 1) for text in args.texts)
 
@@ -268,7 +270,7 @@ class Study:
             "title": row.title,
             "set": self.args.set,
             "command": shlex.join(words),
-            "commit": self.args.commit or commit(),
+            "commit": commit(),
             "machine": {"device": device, **versions},
             "jobs": jobs_around(),
             "order": list(self.rows).index(re.split(r"[+@]", name)[0]),
@@ -278,8 +280,8 @@ class Study:
     def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
         """The recipe of a row.
 
-        Rows that share a GPU get small micro-batches, as each would use all of its memory, and no CUDA graphs: those of
-        several processes take turns, where their kernels would run side by side.
+        Rows that share a GPU get small micro-batches, as each would use all of its memory. Many of them get no CUDA
+        graphs: those of several processes take turns, where their kernels would run side by side.
         """
         args = self.args
         base: Record = {
@@ -297,7 +299,7 @@ class Study:
             del base["prune"]["horizon"]
         recipe = from_dict(Recipe, apply_overrides(base, overrides, Recipe))
         if DEVICE == "cuda" and jobs_around() > 1:
-            recipe.training.cuda_graphs = False
+            recipe.training.cuda_graphs = jobs_around() <= MOST_GRAPHED
             if not recipe.training.micro_batch:
                 fitting = max(1, SHARED_MICRO_TOKENS // recipe.data.seq_len)
                 recipe.training.micro_batch = min(fitting, recipe.num_sequences_per_step)
@@ -422,13 +424,16 @@ class Study:
     def _tasks(self, model: str, record: Record) -> None:
         assert self.data is not None
         loaded = dwindle.load(model, device=DEVICE)
-        with Clock(record["seconds"])("tasks"), tf32():
-            result = evaluate_model(loaded.model, loaded.tokenizer, self.data, name=record["row"], quiet=True)
+        precision: Precision = "bf16" if DEVICE == "cuda" else "fp32"
+        with Clock(record["seconds"])("tasks"):
+            result = evaluate_model(
+                loaded.model, loaded.tokenizer, self.data, name=record["row"], quiet=True, precision=precision
+            )
         record["tasks"] = {
             task.task: {"metric": task.metric, "value": task.value, "stderr": task.stderr, "items": task.num_items}
             for task in result.tasks
         }
-        record |= {"average": {"value": result.average(), "stderr": result.average_stderr()}, "limit": self.args.limit}
+        record |= {"average": tables.mean_of(record, tables.TASKS), "limit": self.args.limit}
 
     def _save(self, record: Record) -> None:
         """Add the record, or replace an incomplete one."""

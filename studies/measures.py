@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -120,7 +121,9 @@ def keep_logs(run: Path, folder: Path) -> None:
 
 @cache
 def commit() -> str:
-    """The commit of this checkout, marked if files differ from it."""
+    """The commit of this checkout, marked if files differ from it; a copy without git is told by the environment."""
+    if told := os.environ.get("DWINDLE_STUDY_COMMIT"):
+        return told
     here = str(Path(__file__).parent)
 
     def git(*words: str) -> str:

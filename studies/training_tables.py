@@ -324,16 +324,23 @@ def tasks(data: Any) -> str:
         if measured:
             cells = [percent([row["tasks"][name] for row in measured]) for name in TASKS]
             cells += [percent([row["average"] for row in measured]), percent([without_boolq(row) for row in measured])]
+            mmlu = [row["tasks"]["mmlu"] for row in measured if "mmlu" in row["tasks"]]
+            cells.append(percent(mmlu) if mmlu else "")
             rows.append([seeds[0]["size"] or "100%", title(seeds[0], common), f"{seeds[0]['tokens']:,}", *cells])
-    names = ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "OBQA", "PIQA", "WinoGrande", "average", "without BoolQ"]
-    return markdown(["size", "method", "tokens", *names], rows) if rows else ""
+    names = ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "OBQA", "PIQA", "WinoGrande", "average", "without BoolQ", "MMLU"]
+    return markdown(*filled(["size", "method", "tokens", *names], rows)) if rows else ""
 
 
 def without_boolq(row: Any) -> dict[str, float]:
     """The average of the other tasks: models of this size give nearly the same answer to every BoolQ question."""
-    others = [row["tasks"][name] for name in TASKS if name != "boolq"]
-    value = statistics.mean(one["value"] for one in others)
-    return {"value": value, "stderr": math.hypot(*(one["stderr"] for one in others)) / len(others)}
+    return mean_of(row, [name for name in TASKS if name != "boolq"])
+
+
+def mean_of(row: Any, names: Sequence[str]) -> dict[str, float]:
+    """The average of some tasks and its standard error over items."""
+    chosen = [row["tasks"][name] for name in names]
+    value = statistics.mean(one["value"] for one in chosen)
+    return {"value": value, "stderr": math.hypot(*(one["stderr"] for one in chosen)) / len(chosen)}
 
 
 def percent(found: Sequence[Any]) -> str:

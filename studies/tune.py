@@ -1,9 +1,9 @@
 """The tuning study: models recovered from text, tuned on conversations, and asked.
 
-    python studies/tune.py ask smollm2-135m --count 8000 --out prompts.jsonl
+    python studies/tune.py ask smollm2-135m --count 6000 --out prompts.jsonl
     dwindle generate smollm2-135m --prompts prompts.jsonl --tokens 400 --out answers.jsonl
     python studies/tune.py render smollm2-135m --chat answers=answers.jsonl \\
-        ni=natural_instructions.permissive.jsonl.xz --out tokens
+        ni=natural_instructions.permissive.jsonl.xz --most 6000 --out tokens
     python studies/tune.py run half=RUN one-shot=RUN --seed 0 --teacher smollm2-135m --chat tokens/answers tokens/ni \\
         --text wikipedia textbooks elife standardebooks mdn --tune 6M --work work --out docs/results/tune.json
     python studies/tune.py answer work/half-0 --to ifeval.prompts.jsonl vicuna_bench.question.jsonl --out answers/half-0
@@ -51,7 +51,7 @@ LONGEST_PROMPT = 200
 """Tokens of a prompt that a model asks itself."""
 MOST_TRIES = 20
 """Prompts begun for each that is wanted: a model without a chat template never ends one."""
-BATCH = 512 if DEVICE == "cuda" else 16
+BATCH = 1024 if DEVICE == "cuda" else 16
 
 
 def main() -> None:
@@ -67,6 +67,7 @@ def main() -> None:
     made.set_defaults(do=render)
     made.add_argument("model")
     made.add_argument("--chat", nargs="+", required=True, metavar="NAME=FILE")
+    made.add_argument("--most", type=int, default=10**9, help="examples of a file, evenly spaced")
     made.add_argument("--out", type=Path, required=True)
     ran = commands.add_parser("run", help="tune")
     ran.set_defaults(do=run)
@@ -127,6 +128,7 @@ def render(args: argparse.Namespace) -> None:
     for name, path in (text.split("=", 1) for text in args.chat):
         rows = (row for _, row in open_input(path, option="--chat").records())
         kept = [row for row in rows if row.get("split", "train") == "train" and row.get("finished", True)]
+        kept = kept[:: -(-len(kept) // args.most)]
         chosen = args.out / f"{name}.jsonl"
         chosen.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         files = write_token_files([str(chosen)], tokenizer, args.out / name, chat=True, overwrite=True)

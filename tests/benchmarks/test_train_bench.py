@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks import train
-from benchmarks.train import InTurns, measure_training, render, whole_numbers
+from benchmarks.train import InTurns, different, measure_training, render, whole_numbers
 from benchmarks.train_parts import TrainBench
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.training import float8
 from dwindle.training.float8 import quantized
@@ -59,6 +60,31 @@ def test_memory_is_predicted_for_the_same_switches() -> None:
     [saving] = measure_training(TrainBench(**settings | lean), None, lambda line: None)  # type: ignore[arg-type]
     assert saving.loss == pytest.approx(plain.loss, rel=1e-3)
     assert 0 < saving.details["predicted_peak_gb"] < plain.details["predicted_peak_gb"]
+
+
+def test_unequal_layers() -> None:
+    """What differs between layers is what the row says, and the model is as large as its structure."""
+    names = ["unequal-ffn", "unequal-heads", "unequal-groups"]
+    rows = measure_training(TrainBench(**SMALL, rows=names, steps=2), None, lambda line: None)  # type: ignore[arg-type]
+    assert [row.name for row in rows] == names
+    assert [row.details["heads"] for row in rows] == ["1+1+1+1", "1+1+1 1+1+1+1", "1+1+1 1+1+1+1"]
+    # by hand: FFN of 32, 80 and 128 of 192 channels; one head of four less in the second layer
+    widths = 512 * 64 + 3 * (4 * 64 * 64 + 2 * 64) + 3 * 64 * (32 + 80 + 128) + 64
+    assert [row.parameters for row in rows] == [widths, widths - 4 * 64 * 16, widths - 4 * 64 * 16]
+    assert rows[0].details["ffn"] == "32–128"
+    assert all(row.details["all_compiling_s"] == pytest.approx(row.details["of_training_s"], abs=5) for row in rows)
+
+
+def test_unequal_groups_of_queries() -> None:
+    """SmolLM2's three queries for each of three key/value heads: equal groups stay equal, others never are."""
+    source = Structure.full(hidden=8, ffn=[48] * 6, kv_of_query=[[0, 0, 0, 1, 1, 1, 2, 2, 2]] * 6)
+    groups = {
+        name: [layer.queries_per_kv for layer in different(source, name).layers]
+        for name in ("unequal-ffn", "unequal-heads", "unequal-groups")
+    }
+    assert groups["unequal-ffn"] == [(3, 3, 3)] * 6
+    assert groups["unequal-heads"] == [(3, 3, 3), (3, 3), (2, 2, 2), (2, 2), (3, 3, 3), (3, 3)]
+    assert groups["unequal-groups"] == [(1, 2, 3), (2, 3), (3, 1, 2), (1, 2), (2, 3, 1), (3, 1)]
 
 
 def test_turns() -> None:

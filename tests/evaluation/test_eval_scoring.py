@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,23 @@ def test_equals_one_pass_per_choice(family: str) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 100])
 def test_batches_change_nothing(batch: int) -> None:
     check(tiny_model("llama"), batch=batch)
+
+
+def test_a_batch_is_read_when_the_next_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a GPU never waits for the host; every batch is read once."""
+    steps: list[str] = []
+    queue = Scorer._queue
+
+    def queued(scorer: Scorer, rows: Any) -> torch.Tensor:
+        steps.append("queue")
+        return queue(scorer, rows)
+
+    monkeypatch.setattr(Scorer, "_queue", queued)
+    progress = SimpleNamespace(advance=lambda count: steps.append("read"))
+    scorer = Scorer(tiny_model("llama"), max_length=128, batch=6)
+    assert scorer.choices([], progress) == [] and not steps
+    scorer.choices(questions(), progress)
+    assert steps == ["queue", *["queue", "read"] * (len(steps) // 2 - 1), "read"] and len(steps) > 4
 
 
 def test_too_long_requests_lose_their_beginning() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dwindle.evaluation.config import SamplingConfig
+from dwindle.evaluation.fixed_decoding import FixedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,19 @@ def choose(logits_BV: Tensor, config: SamplingConfig, uniform_B: Tensor | None) 
 class BatchDecoder:
     """Left-padded rows that grow by a token per ``step``."""
 
-    def __init__(self, model: Any, rows: Sequence[Sequence[int]], config: SamplingConfig, draws: Tensor | None) -> None:
-        """``draws`` (B × steps) are the random numbers, None for greedy decoding."""
+    def __init__(
+        self,
+        model: Any,
+        rows: Sequence[Sequence[int]],
+        config: SamplingConfig,
+        draws: Tensor | None,
+        *,
+        fixed: bool | None = None,
+    ) -> None:
+        """``draws`` (B × steps) are the random numbers, None for greedy decoding.
+
+        ``fixed`` places of keys and values are for GPUs, where they make CUDA graphs possible; default: on a GPU.
+        """
         self._model, self._config = model, config
         self._device = next(model.parameters()).device
         self._draws = None if draws is None or config.temperature == 0 else draws.to(self._device)
@@ -75,11 +87,15 @@ class BatchDecoder:
         self._mask_BT = (places_T >= width - lengths_B[:, None]).long() if is_padded else None
         self._next_position_B = lengths_B
         self._cache: Any = None
+        self._fixed: FixedDecoder | None = None
+        self._may_be_fixed = self._device.type == "cuda" if fixed is None else fixed
         self._step = 0
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in _arguments(model) else {}
 
     def logits(self) -> Tensor:
         """Of the next token of every row (B × V); the tokens so far are in the cache then."""
+        if self._fixed is not None:
+            return self._fixed.logits(self._fresh_BT)
         inputs: dict[str, Any] = {"input_ids": self._fresh_BT, "past_key_values": self._cache, "use_cache": True}
         if self._mask_BT is not None:
             inputs["attention_mask"] = self._mask_BT
@@ -89,8 +105,17 @@ class BatchDecoder:
             )
         answer = self._model(**inputs, **self._last_logits)
         self._cache = answer.past_key_values
+        if self._may_be_fixed and not torch.is_autocast_enabled(self._device.type):
+            self._fix()
         logits_BV: Tensor = answer.logits[:, -1]
         return logits_BV
+
+    def _fix(self) -> None:
+        if FixedDecoder.fits(self._model, self._cache):
+            position_B = self._next_position_B
+            self._fixed = FixedDecoder(self._model, self._cache, self._mask_BT, position_B, **self._last_logits)
+            self._cache = self._fixed.cache
+        self._may_be_fixed = False
 
     def step(self) -> Tensor:
         """The next token of every row."""
@@ -113,7 +138,10 @@ class BatchDecoder:
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
         index = torch.tensor(rows, device=self._device)
-        self._cache.batch_select_indices(index)
+        if self._fixed is None:
+            self._cache.batch_select_indices(index)
+        else:
+            self._fixed.keep(index)
         self._fresh_BT, self._next_position_B = self._fresh_BT[index], self._next_position_B[index]
         self._draws = None if self._draws is None else self._draws[index]
         self._mask_BT = None if self._mask_BT is None else self._mask_BT[index]

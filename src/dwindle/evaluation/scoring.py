@@ -11,9 +11,11 @@ Shapes: B rows, T tokens each, N scored tokens, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
+from dwindle.distributed.async_copy import sent
 from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.evaluation.encoding import Pair, Tokens
 
@@ -87,9 +90,9 @@ class Scorer:
         self.max_length = max_length
         self.device = next(model.parameters()).device
         on_gpu = self.device.type != "cpu"
-        self.batch = batch or (256 if on_gpu else 16)
+        self.batch = batch or (1024 if on_gpu else 16)
         self.precision: Precision = precision
-        self._max_batch_tokens = 65536 if on_gpu else 1024  # fits in CPU caches
+        self._max_batch_tokens = 32768 if on_gpu else 1024  # fits in CPU caches
         self._head_chunk = 8192 if on_gpu else 256
         self._width_multiple = 8 if on_gpu else 1
         config = self.model.config
@@ -135,12 +138,17 @@ class Scorer:
 
     def _scored(self, rows: Sequence[PackedRow], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
         _check_vocabulary(self.model, rows)
+        queued: deque[tuple[list[int], Tensor]] = deque()
         with self._evaluating():
-            for indices in self._batches(rows):
-                chosen = [rows[index] for index in indices]
-                yield indices, self._score(chosen)
-                if progress is not None:
-                    progress.advance(sum(len(row.places) for row in chosen))
+            for indices in chain(self._batches(rows), [[]]):  # a batch is read when the next one is queued on the GPU
+                if indices:
+                    queued.append((indices, self._queue([rows[index] for index in indices])))
+                while len(queued) > bool(indices):
+                    ready, scores_N = queued.popleft()
+                    chosen = [rows[index] for index in ready]
+                    yield ready, _sums(chosen, scores_N.tolist())
+                    if progress is not None:
+                        progress.advance(sum(len(row.places) for row in chosen))
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -175,23 +183,14 @@ class Scorer:
         if batch:
             yield batch
 
-    def _score(self, rows: Sequence[PackedRow]) -> list[list[float]]:
+    def _queue(self, rows: Sequence[PackedRow]) -> Tensor:
+        """Log-probabilities of all scored tokens; on a GPU they are not computed yet."""
         width = max(len(row.tokens) for row in rows)
         width += -width % self._width_multiple  # GPU attention kernels need aligned masks
         flat_N = [index * width + place for index, row in enumerate(rows) for places in row.places for place in places]
         targets_N = [target for row in rows for targets in row.targets for target in targets]
         with autocast_for(self.precision, self.device):
-            scores_N = self._log_probabilities(
-                self._inputs(rows, width), self._tensor(flat_N), self._tensor(targets_N)
-            ).tolist()
-        found: list[list[float]] = []
-        at = 0
-        for row in rows:
-            found.append([])
-            for places in row.places:
-                found[-1].append(sum(scores_N[at : at + len(places)]))
-                at += len(places)
-        return found
+            return self._log_probabilities(self._inputs(rows, width), self._tensor(flat_N), self._tensor(targets_N))
 
     def _inputs(self, rows: Sequence[PackedRow], width: int) -> dict[str, Tensor]:
         """Right-padded inputs; a mask only if a row branches, so that plain texts use the fast causal kernels."""
@@ -227,7 +226,7 @@ class Scorer:
         return self._tensor([row + [filler] * (width - len(row)) for row in rows])
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.tensor(values, device=self.device)
+        return sent([torch.tensor(values)], self.device)[0]  # without waiting for the batch before
 
 
 def is_known_decoder(model: Any) -> bool:
@@ -254,6 +253,18 @@ def _check_vocabulary(model: Any, rows: Sequence[PackedRow]) -> None:
         raise UserError(
             f"tokenizer: has token {highest}, but the embedding {count} rows: use the model's own tokenizer"
         )
+
+
+def _sums(rows: Sequence[PackedRow], scores: Sequence[float]) -> list[list[float]]:
+    """For each row the sum of every request, of the scores of all their tokens in order."""
+    found: list[list[float]] = []
+    at = 0
+    for row in rows:
+        found.append([])
+        for places in row.places:
+            found[-1].append(sum(scores[at : at + len(places)]))
+            at += len(places)
+    return found
 
 
 def _picked(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from dwindle.anatomy.families import register_beside
@@ -160,6 +161,8 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
             raise UserError(f"source {where}: {file} is not a regular file, or too large: fetch it again")
     with quiet_transformers():
         try:
+            if _is_all_in_json(folder):
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             config = read_config(folder, where) if (folder / "config.json").is_file() else None
             return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False, local_files_only=True)
         except UserError:
@@ -168,6 +171,22 @@ def read_tokenizer(folder: Path, where: str) -> PreTrainedTokenizerBase | None:
             raise UserError(
                 f"source {where}: the tokenizer files cannot be read ({first_line(error)}): fetch them again"
             ) from error
+
+
+def _is_all_in_json(folder: Path) -> bool:
+    """Whether ``tokenizer.json`` is the whole tokenizer, as of a GGUF file that was saved.
+
+    ``AutoTokenizer`` then still takes the class of some models (qwen2), which has a normalizer and a pattern of its
+    own: the tokenizer would change by saving and loading.
+    """
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    try:
+        found = read_json(config)
+    except UserError:  # AutoTokenizer says why
+        return False
+    return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in found
 
 
 def _is_readable(file: Path) -> bool:
