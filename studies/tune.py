@@ -41,7 +41,7 @@ from dwindle.evaluation.sampling import decode, end_tokens, evaluating
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.result import RunResult
 from dwindle.run.tune import tuning_recipe
-from dwindle.sources.loading import load_tokenizer
+from dwindle.sources.loading import load_tokenizer, model_of_run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
@@ -128,7 +128,7 @@ def render(args: argparse.Namespace) -> None:
     for name, path in (text.split("=", 1) for text in args.chat):
         rows = (row for _, row in open_input(path, option="--chat").records())
         kept = [row for row in rows if row.get("split", "train") == "train" and row.get("finished", True)]
-        kept = kept[:: -(-len(kept) // args.most)]
+        kept = kept[:: max(1, -(-len(kept) // args.most))]
         chosen = args.out / f"{name}.jsonl"
         chosen.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         files = write_token_files([str(chosen)], tokenizer, args.out / name, chat=True, overwrite=True)
@@ -183,7 +183,7 @@ def answer(args: argparse.Namespace) -> None:
 
 def agree(args: argparse.Namespace) -> None:
     """Share of the tokens of the source's first answers that both models find likeliest."""
-    models = [load_with_tokenizer(name, DTYPE, DEVICE) for name in (args.source, args.model)]
+    models = [load_with_tokenizer(resolved(name), DTYPE, DEVICE) for name in (args.source, args.model)]
     tokenizer, same, total = models[0][1], 0, 0
     for line in args.answers.read_text(encoding="utf-8").splitlines():
         messages = json.loads(line)["messages"][:2]
@@ -200,6 +200,11 @@ def agree(args: argparse.Namespace) -> None:
     print(json.dumps(found))
     if args.out:
         write_text_atomic(args.out, json.dumps(found) + "\n", option="--out")
+
+
+def resolved(name: str) -> str:
+    """A run's model, or the name of a model itself."""
+    return str(model_of_run(Path(name)) or name)
 
 
 def score(args: argparse.Namespace) -> None:
