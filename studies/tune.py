@@ -8,6 +8,8 @@
         --text wikipedia textbooks elife standardebooks mdn --tune 6M --work work --out docs/results/tune.json
     python studies/tune.py answer work/half-0 --to ifeval.prompts.jsonl vicuna_bench.question.jsonl --out answers/half-0
     python studies/tune.py agree work/half-0 --source smollm2-135m --answers answers/source/vicuna_bench.question.jsonl
+    python studies/tune.py judge answers/half-0:answers/source --judge JUDGE --source answers/source --work verdicts \\
+        --out docs/results/tune-winrates.json
     python studies/tune.py score answers/source answers/half-0 … --out docs/results/tune-scores.json
 
 The starts are rows of ``ladder.py`` at equal tokens, with the same teacher: pruned while training, and at once. They
@@ -93,6 +95,16 @@ def main() -> None:
     agreed.add_argument("--source", required=True)
     agreed.add_argument("--answers", type=Path, required=True, help="of the source")
     agreed.add_argument("--out", type=Path, help="JSON file")
+    judged = commands.add_parser(
+        "judge", help="win rates, and whether the judge can tell right answers from wrong ones"
+    )
+    judged.set_defaults(do=judge)
+    judged.add_argument("pairs", nargs="+", metavar="FOLDER:FOLDER")
+    judged.add_argument("--judge", required=True, help="a model")
+    judged.add_argument("--questions", default="vicuna_bench.question.jsonl", help="file of answers in every folder")
+    judged.add_argument("--source", type=Path, required=True, help="folder of answers to calibrate on")
+    judged.add_argument("--work", type=Path, required=True)
+    judged.add_argument("--out", type=Path, required=True)
     scored = commands.add_parser("score", help="IFEval of folders of answers")
     scored.set_defaults(do=score)
     scored.add_argument("answers", nargs="+", type=Path)
@@ -214,6 +226,24 @@ def score(args: argparse.Namespace) -> None:
         result = dwindle.evaluate(str(folder / "ifeval.prompts.jsonl"), ["ifeval"])
         found.append({"model": folder.name, "ifeval": result.to_json(), "commit": commit()})
         print(folder.name, found[-1]["ifeval"], flush=True)
+    write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Win rates of pairs; the calibration asks whether an answer is better than the one to the next question."""
+    args.work.mkdir(parents=True, exist_ok=True)
+    right, wrong, verdicts = args.source / args.questions, args.work / "wrong.jsonl", args.work / "verdicts.jsonl"
+    rows = [json.loads(line) for line in right.read_text(encoding="utf-8").splitlines()]
+    others = [row["messages"][1] for row in [*rows[1:], rows[0]]]
+    shifted = [row | {"messages": [row["messages"][0], other]} for row, other in zip(rows, others, strict=True)]
+    write_text_atomic(wrong, "".join(json.dumps(row) + "\n" for row in shifted))
+    write_text_atomic(verdicts, "".join(json.dumps({"id": row["id"], "verdict": "A"}) + "\n" for row in rows))
+    how: dict[str, Any] = {"judge": args.judge, "dtype": DTYPE, "device": DEVICE}
+    found = [{"calibration": dwindle.win_rate(right, wrong, calibrate=verdicts, **how).to_json(), "commit": commit()}]
+    for a, b in (pair.split(":") for pair in args.pairs):
+        result = dwindle.win_rate(Path(a) / args.questions, Path(b) / args.questions, **how)
+        found.append({"a": Path(a).name, "b": Path(b).name, "win_rate": result.to_json(), "commit": commit()})
+        print(found[-1], flush=True)
     write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
 
 
