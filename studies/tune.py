@@ -95,9 +95,7 @@ def main() -> None:
     agreed.add_argument("--source", required=True)
     agreed.add_argument("--answers", type=Path, required=True, help="of the source")
     agreed.add_argument("--out", type=Path, help="JSON file")
-    judged = commands.add_parser(
-        "judge", help="win rates, and whether the judge can tell right answers from wrong ones"
-    )
+    judged = commands.add_parser("judge", help="win rates, and whether the judge knows right answers")
     judged.set_defaults(do=judge)
     judged.add_argument("pairs", nargs="+", metavar="FOLDER:FOLDER")
     judged.add_argument("--judge", required=True, help="a model")
