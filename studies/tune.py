@@ -183,12 +183,26 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer(args: argparse.Namespace) -> None:
-    """Greedy answers, a file for each file of prompts."""
+    """Greedy answers, a file for each file of prompts; all of them are asked together."""
     args.out.mkdir(parents=True, exist_ok=True)
+    asked, answered = args.out / "prompts.jsonl", args.out / "answers.jsonl"
+    names, lines = dict[str, tuple[Path, Any]](), list[str]()
     for path in map(Path, args.to):
-        options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
-        made = dwindle.generate_answers(args.model, path, args.out / path.name, **options, overwrite=True)
-        print(json.dumps(made.to_json()), flush=True)
+        for row in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+            name = next(row.pop(key) for key in ("id", "key", "question_id") if key in row)
+            names[f"{path.name}:{name}"] = path, name
+            lines.append(json.dumps({"id": f"{path.name}:{name}"} | row) + "\n")
+    write_text_atomic(asked, "".join(lines))
+    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+    made = dwindle.generate_answers(args.model, asked, answered, **options, overwrite=True)
+    found: dict[Path, list[str]] = {path: [] for path in map(Path, args.to)}
+    for row in map(json.loads, answered.read_text(encoding="utf-8").splitlines()):
+        path, name = names[row["id"]]
+        found[path].append(json.dumps(row | {"id": name}) + "\n")
+    for path, own in found.items():
+        write_text_atomic(args.out / path.name, "".join(own))
+    asked.unlink(), answered.unlink()
+    print(json.dumps(made.to_json()), flush=True)
 
 
 def agree(args: argparse.Namespace) -> None:
