@@ -10,7 +10,7 @@
     python studies/tune.py agree work/half-0 --source smollm2-135m --answers answers/source/vicuna_bench.question.jsonl
     python studies/tune.py judge answers/half-0:answers/source --judge JUDGE --source answers/source --work verdicts \\
         --out docs/results/tune-winrates.json
-    python studies/tune.py score answers/source answers/half-0 … --out docs/results/tune-scores.json
+    python studies/tune.py score answers/source answers/half-0 … --prompts PROMPTS --out docs/results/tune-scores.json
 
 The starts are rows of ``ladder.py`` at equal tokens, with the same teacher: pruned while training, and at once. They
 are tuned alike: on answers of the source to prompts of its own (it continues the empty turn of a user, so that no data
@@ -106,6 +106,7 @@ def main() -> None:
     scored = commands.add_parser("score", help="IFEval of folders of answers")
     scored.set_defaults(do=score)
     scored.add_argument("answers", nargs="+", type=Path)
+    scored.add_argument("--prompts", required=True, help="folder with ifeval.prompts.jsonl")
     scored.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.do(args)
@@ -235,7 +236,7 @@ def score(args: argparse.Namespace) -> None:
     """The four numbers of IFEval for each folder that ``answer`` wrote."""
     found = []
     for folder in args.answers:
-        result = dwindle.evaluate(str(folder / "ifeval.prompts.jsonl"), ["ifeval"])
+        result = dwindle.evaluate(str(folder / "ifeval.prompts.jsonl"), ["ifeval"], data=[args.prompts])
         found.append({"model": folder.name, "ifeval": result.to_json(), "commit": commit()})
         print(folder.name, found[-1]["ifeval"], flush=True)
     write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
