@@ -196,6 +196,33 @@ def latency(data: Any) -> str:
     return markdown([*head, "peak memory", "prefill ×", "decode ×"], rows)
 
 
+def ifeval(rows: Any) -> str:
+    """Files of ``studies/tune.py score``: the four numbers of IFEval over seeds, and the share of the source's."""
+    names = {"source": "source, untouched", "ours": "ours, tuned", "shot": "one-shot, tuned"}
+    kinds = ("inst_loose", "inst_strict", "prompt_loose", "prompt_strict")
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(row["model"].partition("-")[0], []).append(row)
+    source = statistics.mean(row["inst_loose"] for row in groups["source"])
+    cells = []
+    for name, seeds in groups.items():
+        share = statistics.mean(row["inst_loose"] for row in seeds) / source
+        found = [spread([100 * row[kind] for row in seeds], 2) for kind in kinds]
+        cut = spread([row["cut"] for row in seeds], 0)
+        cells.append([names[name], str(len(seeds)), *found, f"{100 * share:.1f} %", cut])
+    head = [
+        "model",
+        "seeds",
+        "instructions, loose",
+        "strict",
+        "prompts, loose",
+        "strict",
+        "of the source",
+        "answers cut",
+    ]
+    return markdown(head, cells)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "losses": training.losses,
     "same-teacher": training.same_teacher,
@@ -214,6 +241,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "seven-tasks": seven_tasks,
     "engines": engines,
     "latency": latency,
+    "ifeval": ifeval,
 }
 
 

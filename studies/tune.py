@@ -1,7 +1,7 @@
 """The tuning study: models recovered from text, tuned on conversations, and asked.
 
     python studies/tune.py ask smollm2-135m --count 6000 --out prompts.jsonl
-    dwindle generate smollm2-135m --prompts prompts.jsonl --tokens 400 --out answers.jsonl
+    python studies/tune.py teach smollm2-135m --prompts prompts.jsonl --tokens 400 --out answers.jsonl
     python studies/tune.py render smollm2-135m --chat answers=answers.jsonl \\
         ni=natural_instructions.permissive.jsonl.xz --most 6000 --out tokens
     python studies/tune.py run half=RUN one-shot=RUN --seed 0 --teacher smollm2-135m --chat tokens/answers tokens/ni \\
@@ -65,6 +65,12 @@ def main() -> None:
     asked.add_argument("--count", type=int, default=8000)
     asked.add_argument("--seed", type=int, default=0)
     asked.add_argument("--out", type=Path, required=True)
+    taught = commands.add_parser("teach", help="a model's answers to learn from")
+    taught.set_defaults(do=teach)
+    taught.add_argument("model")
+    taught.add_argument("--prompts", type=Path, required=True)
+    taught.add_argument("--tokens", type=int, default=400)
+    taught.add_argument("--out", type=Path, required=True)
     made = commands.add_parser("render", help="conversations to token files")
     made.set_defaults(do=render)
     made.add_argument("model")
@@ -130,6 +136,12 @@ def ask(args: argparse.Namespace) -> None:
         print(f"{len(found):,} prompts of {number:,}", flush=True)
     lines = [json.dumps({"id": place, "prompt": text}) for place, text in enumerate(list(found)[: args.count])]
     write_text_atomic(args.out, "\n".join(lines) + "\n", option="--out")
+
+
+def teach(args: argparse.Namespace) -> None:
+    """Greedy answers, as ``dwindle generate`` gives them; a call that was interrupted goes on."""
+    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+    print(json.dumps(dwindle.generate_answers(args.model, args.prompts, args.out, **options).to_json()))
 
 
 def render(args: argparse.Namespace) -> None:
@@ -233,12 +245,16 @@ def resolved(name: str) -> str:
 
 
 def score(args: argparse.Namespace) -> None:
-    """The four numbers of IFEval for each folder that ``answer`` wrote."""
+    """The four numbers of IFEval for each folder that ``answer`` wrote, beside how many answers were cut."""
     found = []
     for folder in args.answers:
-        result = dwindle.evaluate(str(folder / "ifeval.prompts.jsonl"), ["ifeval"], data=[args.prompts])
-        found.append({"model": folder.name, "ifeval": result.to_json(), "commit": commit()})
-        print(folder.name, found[-1]["ifeval"], flush=True)
+        file = folder / "ifeval.prompts.jsonl"
+        (result,) = dwindle.evaluate(str(file), ["ifeval"], data=[args.prompts]).generated
+        cut = sum(not json.loads(line)["finished"] for line in file.read_text(encoding="utf-8").splitlines())
+        left_out = sum(result.left_out.values())
+        one = {"model": folder.name, "cut": cut, "left_out": left_out, **result.values, "commit": commit()}
+        found.append(one)
+        print(one, flush=True)
     write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
 
 

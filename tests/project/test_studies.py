@@ -300,6 +300,47 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)
 
 
+def test_a_campaign_runs_what_it_can_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job waits for those it needs; one that fails takes only those with it; what ended is not run again."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import campaign
+
+    order = tmp_path / "order"
+    jobs = [
+        campaign.Job("late", f"echo late >> {order}", ("early", "asked")),
+        campaign.Job("early", f"python -c 'print(1)' >> {order}"),
+        campaign.Job("asked", f"echo asked >> {order}", ("early",), "ask"),
+        campaign.Job("bad", f"test -e {tmp_path}/there || (echo no input; false)"),
+        campaign.Job("lost", f"echo lost >> {order}", ("bad",)),
+    ]
+    most: dict[Any, int] = {"train": 1, "ask": 1}
+    assert campaign.run(jobs, tmp_path / "work", most) == 1
+    assert order.read_text().split() == ["1", "asked", "late"]
+    assert "bad: failed with 1\n  no input" in capsys.readouterr().out
+    (tmp_path / "there").touch()
+    assert campaign.run(jobs, tmp_path / "work", most) == 0
+    assert order.read_text().split() == ["1", "asked", "late", "lost"]
+    assert [job.name for job in campaign.needed(jobs, "late")] == ["late", "early", "asked"]
+
+
+@pytest.mark.parametrize("name", ["ladder", "tuning", "second-model"])
+def test_campaigns_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every job has a name of its own, needs only jobs that are there, and its command is one that the study takes."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import campaign
+    import ladder
+
+    jobs = campaign.CAMPAIGNS[name](campaign.Places(Path("in"), Path("work"), Path("out")))
+    names = {job.name for job in jobs}
+    assert len(names) == len(jobs) and all(set(job.after) <= names for job in jobs)
+    for job in jobs:
+        words = job.command.split()
+        if "studies/ladder.py" in words:
+            assert words[words.index("--rows") + 1].partition("@")[0].removesuffix("+kd") in ladder.ROWS
+
+
 def test_a_model_asks_itself_is_tuned_on_its_answers_and_agrees_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,6 +382,13 @@ def test_a_model_asks_itself_is_tuned_on_its_answers_and_agrees_with_itself(
     assert (record["row"], record["seed"], record["tokens"]) == ("half", 0, 512)
 
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": 1, "prompt": "a b"}) + "\n")
-    call("answer", model, "--to", tmp_path / "p.jsonl", "--tokens", 5, "--out", tmp_path / "answers")
-    same = call("agree", model, "--source", model, "--answers", tmp_path / "answers/p.jsonl")
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question_id": 1, "text": "b"}) + "\n")
+    files = [tmp_path / "p.jsonl", tmp_path / "q.jsonl"]
+    call("answer", model, "--to", *files, "--tokens", 5, "--out", tmp_path / "answers")
+    answered = [json.loads((tmp_path / "answers" / file.name).read_text()) for file in files]
+    assert [(row["id"], row["messages"][0]["content"]) for row in answered] == [(1, "a b"), (1, "b")]
+    same = call("agree", tmp_path / "work/half-0", "--source", tmp_path / "work/half-0/model",
+                "--answers", tmp_path / "answers/p.jsonl")  # fmt: skip
     assert json.loads(same)["agreement"] == 1.0
+    call("teach", model, "--prompts", tmp_path / "p.jsonl", "--tokens", 3, "--out", tmp_path / "taught.jsonl")
+    assert json.loads((tmp_path / "taught.jsonl").read_text())["id"] == 1

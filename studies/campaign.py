@@ -1,0 +1,246 @@
+"""Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
+
+    python studies/campaign.py tuning --inputs inputs --work work --out results            # also: ladder, second-model
+    python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
+
+``inputs`` holds ``source.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized), ``eval/`` (sets of the tasks) and
+``prompts/`` (``ifeval.prompts.jsonl``, ``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``);
+for ``second-model`` also ``second/`` (a model) and ``second-tokens/``. At most ``--train`` jobs train and ``--ask``
+answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Called again, it
+goes on: jobs that ended well are not repeated, and a study resumes its own run. What fails is printed, and the jobs
+that need it are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jobs import JOBS_VARIABLE
+
+from dwindle.core.files import write_text_atomic
+
+TEXTS = ("wikipedia", "textbooks", "elife", "standardebooks", "mdn")
+OURS, BY_HAND, MUON = "global-group-muon+kd@1.5e-3", "one-shot+kd@2e-3", "one-shot-muon+kd@2.5e-3"
+SEEDS = (0, 1, 2)
+Kind = Literal["train", "ask"]
+PYTHON = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
+"""For the shell: this interpreter, whatever it is called."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: str
+    """For a shell, from the root of the checkout."""
+    after: tuple[str, ...] = ()
+    kind: Kind = "train"
+
+
+@dataclass(frozen=True)
+class Places:
+    inputs: Path
+    work: Path
+    out: Path
+
+    @property
+    def source(self) -> Path:
+        return self.inputs / "source.gguf"
+
+    def adapted(self, seed: int) -> Path:
+        """The source after a million tokens of the text, under one name for all seeds."""
+        return self.work / f"adapted-{seed}" / "SmolLM2-135M-adapted-1M"
+
+
+def ladder_row(
+    at: Places, name: str, row: str, tokens: str, seed: int, *, size: str = "50%nonemb", tasks: bool = False
+) -> Job:
+    """A row of ``ladder.py`` in a file of its own; ``ours`` starts from the adapted source."""
+    is_ours = row == OURS
+    words = ["python", "studies/ladder.py", "--rows", row, "--sizes", size, "--seeds", str(seed), "--tokens", tokens]
+    words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
+    words += ["--data", *(str(at.inputs / "tokens" / text) for text in TEXTS)]
+    words += ["--model", str(at.adapted(seed) if is_ours else at.source)]
+    words += measured_on(at.inputs / "tokens") + (["--tasks-data", str(at.inputs / "eval")] if tasks else [])
+    words += ["--work", str(at.work / name), "--out", str(at.out / f"{name}.json")]
+    return Job(name, shlex.join(words), (f"adapt-{seed}",) if is_ours else ())
+
+
+def measured_on(tokens: Path) -> list[str]:
+    reported = [f"{text}={tokens / text}" for text in ("marketing", "mixed.test")]
+    return ["--valid", str(tokens / "psychology"), "--wikitext", str(tokens / "wikitext2"), "--texts", *reported]
+
+
+def adaptations(at: Places) -> list[Job]:
+    """The source adapted to the text with each seed."""
+    jobs = []
+    for seed in SEEDS:
+        job = ladder_row(at, f"adapt-{seed}", "adapted@3e-4", "1M", seed)
+        model, name = at.work / job.name / "adapted*" / "model", at.adapted(seed)
+        link = f"mkdir -p {name.parent} && ln -sfn $(realpath {model}) {name}"
+        jobs.append(Job(job.name, f"{job.command} && {link}"))
+    return jobs
+
+
+def ladder(at: Places) -> list[Job]:
+    """What the table of the mixture lacks: seeds of ours and of both controls, other methods, other sizes."""
+    jobs = adaptations(at)
+    for size, seeds in (("50", SEEDS), ("30", SEEDS), ("80", (0,))):
+        for seed in seeds:
+            for name, row, tokens in (("ours", OURS, "15M"), ("shot", BY_HAND, "16M"), ("muon", MUON, "16M")):
+                where = f"{name}-{size}-{seed}"
+                jobs.append(ladder_row(at, where, row, tokens, seed, size=f"{size}%nonemb", tasks=seed == 0))
+    for size in ("50", "30", "80"):
+        for row in ("rounds", "global", "aware-b", "adapt"):
+            jobs.append(ladder_row(at, f"{row}-{size}-0", f"{row}+kd@2e-3", "16M", 0, size=f"{size}%nonemb"))
+    return jobs
+
+
+def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "6M") -> list[Job]:
+    """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
+    prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
+    asked = f"python studies/tune.py ask {at.source} --count 6000 --out {prompts}"
+    taught = (
+        f"python studies/tune.py teach {at.source} --prompts {prompts} --tokens 400 --out {answers}"
+        f" && python studies/tune.py render {at.source} --chat answers={answers}"
+        f" ni={at.inputs}/prompts/natural_instructions.permissive.jsonl.xz --most 6000 --out {chat}"
+    )
+    jobs = [*adaptations(at), Job("ask", asked, kind="ask"), Job("teach", taught, ("ask",), "ask")]
+    jobs.append(answers_of(at, "source", str(at.source), ()))
+    for seed in SEEDS:
+        for name, row, amount in (("ours", OURS, recovery[0]), ("shot", BY_HAND, recovery[1])):
+            start = ladder_row(at, f"{name}-50-{seed}", row, amount, seed, tasks=seed == 0)
+            model = f"$(ls -d {at.work / start.name}/{row.partition('@')[0]}*/model)"
+            texts = " ".join(str(at.inputs / "tokens" / text) for text in TEXTS)
+            command = (
+                f"python studies/tune.py run {name}={model} --seed {seed} --teacher {at.source} --chat {chat}/answers"
+                f" {chat}/ni --text {texts} --tune {tokens} --set distill.weight=0.5 training.lr=1e-3"
+                f" --work {at.work}/tuned --out {at.out}/tune.json"
+            )
+            tuned = Job(f"tune-{name}-{seed}", command, (start.name, "teach"))
+            half = f"{at.work}/tuned/{name}-{seed}"
+            agreed = (
+                f"python studies/tune.py agree {half} --source {at.source} --out {at.out}/agree-{name}-{seed}.json"
+                f" --answers {at.out}/answers/source/vicuna_bench.question.jsonl"
+            )
+            jobs += [start, tuned, answers_of(at, f"{name}-{seed}", half, (tuned.name,))]
+            jobs.append(Job(f"agree-{name}-{seed}", agreed, (tuned.name, "answers-source"), "ask"))
+            if seed == 0:
+                jobs.append(answers_of(at, f"recovered-{name}-0", model, (start.name,)))
+    return jobs
+
+
+def answers_of(at: Places, name: str, model: str, after: tuple[str, ...]) -> Job:
+    prompts = " ".join(f"{at.inputs}/prompts/{file}.jsonl" for file in ("ifeval.prompts", "vicuna_bench.question"))
+    command = f"python studies/tune.py answer {model} --to {prompts} --out {at.out}/answers/{name}"
+    return Job(f"answers-{name}", command, after, "ask")
+
+
+def second_model(at: Places) -> list[Job]:
+    """Another model at half size: untouched, pruned once, and ours without an adapted source."""
+    tokens = at.inputs / "second-tokens"
+    jobs = []
+    for name, row in (("source", "source"), ("shot", "one-shot+kd@1e-3"), ("ours", "global-group-muon+kd@1e-3")):
+        words = ["python", "studies/ladder.py", "--rows", row, "--sizes", "50%nonemb", "--seeds", "0", "--tokens", "8M"]
+        words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
+        words += ["--data", *(str(tokens / text) for text in TEXTS), "--model", str(at.inputs / "second")]
+        words += [*measured_on(tokens), "--work", str(at.work / f"second-{name}")]
+        jobs.append(Job(f"second-{name}", shlex.join([*words, "--out", str(at.out / f"second-{name}.json")])))
+    return jobs
+
+
+CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model}
+
+
+def run(jobs: list[Job], work: Path, most: dict[Kind, int]) -> int:
+    """Run all jobs that can be run; the number of those that failed. What ended well before is not run again."""
+    work.mkdir(parents=True, exist_ok=True)
+    (work / "logs").mkdir(exist_ok=True)
+    file = work / "campaign.json"
+    seconds: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    failed: set[str] = set()
+    env = {**os.environ, JOBS_VARIABLE: str(most["train"])}
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        while True:
+            for name, (_, process, started) in list(running.items()):
+                if process.poll() is not None:
+                    del running[name]
+                    ended(name, process.returncode, time.monotonic() - started, work, seconds, failed)
+                    write_text_atomic(file, json.dumps(seconds, indent=1) + "\n")
+            busy = Counter(job.kind for job, _, _ in running.values())
+            for job in jobs:
+                waits = job.name not in {*seconds, *failed, *running} and set(job.after) <= set(seconds)
+                if waits and busy[job.kind] < most[job.kind]:
+                    busy[job.kind] += 1
+                    with (work / "logs" / f"{job.name}.log").open("wb") as log:
+                        command = PYTHON + job.command
+                        process = subprocess.Popen(["bash", "-c", command], stdout=log, stderr=log, env=env)
+                    running[job.name] = job, process, time.monotonic()
+            if not running:
+                return len(failed)
+            time.sleep(0.2)
+    finally:
+        for _, process, _ in running.values():
+            process.terminate()  # a run saves itself and stops
+        for _, process, _ in running.values():
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def ended(name: str, code: int, taken: float, work: Path, seconds: dict[str, float], failed: set[str]) -> None:
+    """Remember and report a job that ended."""
+    if not code:
+        seconds[name] = round(taken, 1)
+        print(f"{name}: {taken:.0f} s", flush=True)
+        return
+    failed.add(name)
+    lines = (work / "logs" / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    print(f"{name}: failed with {code}", *lines[-6:], sep="\n  ", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("campaign", choices=list(CAMPAIGNS))
+    parser.add_argument("--inputs", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True, help="runs, logs, what has ended")
+    parser.add_argument("--out", type=Path, required=True, help="JSON files and answers")
+    parser.add_argument("--only", default="", help="names of jobs with commas, and what they need; default all")
+    parser.add_argument("--train", type=int, default=3, help="runs that train at the same time")
+    parser.add_argument("--ask", type=int, default=2, help="models that answer at the same time")
+    parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
+    args = parser.parse_args()
+    jobs = needed(CAMPAIGNS[args.campaign](Places(args.inputs, args.work, args.out)), args.only)
+    if args.list:
+        print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    if failed := run(jobs, args.work, {"train": args.train, "ask": args.ask}):
+        raise SystemExit(f"{failed} jobs failed: see above, and the logs in {args.work / 'logs'}")
+
+
+def needed(jobs: list[Job], only: str) -> list[Job]:
+    """The jobs of these names and, before them, those they need; all without names."""
+    by_name = {job.name: job for job in jobs}
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(by_name)
+    if unknown := [name for name in wanted if name not in by_name]:
+        raise SystemExit(f"error: --only: {', '.join(unknown)}: not among {', '.join(by_name)}")
+    found = set(wanted)
+    while more := {name for one in found for name in by_name[one].after} - found:
+        found |= more
+    return [job for job in jobs if job.name in found]
+
+
+if __name__ == "__main__":
+    main()
