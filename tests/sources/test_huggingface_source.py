@@ -20,7 +20,7 @@ from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.run.compare import compare
 from dwindle.sources import huggingface
 from dwindle.sources.loading import load, load_config, load_tokenizer
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, tiny_directory, tiny_model, tiny_tokenizer
 
 IDS = torch.arange(20).reshape(2, 10)
 
@@ -67,6 +67,16 @@ def test_directory_loads_with_its_tokenizer(folder: Path) -> None:
     assert load_config(folder).hidden_size == 32
     assert load_tokenizer(folder)("b")["input_ids"] == [2]
     assert load(folder, dtype="auto").model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_tokenizer_is_the_same_after_it_is_saved(family: str, tmp_path: Path) -> None:
+    """Not that of the family's class, which normalises text and splits it by a pattern of its own."""
+    tiny_directory(tmp_path / "model", family)
+    saved = load_tokenizer(tmp_path / "model")
+    assert json.loads(saved.backend_tokenizer.to_str()) == json.loads(tiny_tokenizer().backend_tokenizer.to_str())
+    text = "e\u0301 it's 12"  # two characters that a normalizer would make one
+    assert saved(text).input_ids == tiny_tokenizer()(text).input_ids and saved.decode(saved(text).input_ids) == text
 
 
 def test_tied_model_shards_and_absent_tokenizer(tmp_path: Path) -> None:
