@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dwindle.core.errors import UserError
@@ -57,6 +59,25 @@ def test_equals_the_harness(bos: bool) -> None:
     requests = [request for request in REQUESTS if "</s>" not in request[1] or not bos]
     model.loglikelihood([Instance("loglikelihood", {}, request, n) for n, request in enumerate(requests)])
     assert Encoder(tokenizer).pairs(requests) == seen
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_batch_equals_one_by_one(bos: bool) -> None:
+    """And both equal the plain rule; masks are not asked for, which must not change the tokens."""
+    tokenizer: Any = merging_tokenizer(bos)
+    requests = [
+        *REQUESTS,
+        ("Straße – 東京 🦊", " über ab"),
+        ("ab\u00a0", " ab\u3000"),
+        ("ab" * 300, "ab"),
+        ("  ", "ab "),
+    ]
+    together = Encoder(tokenizer).pairs(requests)
+    assert together == [Encoder(tokenizer).pairs([request])[0] for request in requests]
+    for (context, continuation), (first, rest) in zip(requests, together, strict=True):
+        if context.strip() and not context.startswith("<s>"):
+            assert first == tokenizer(context.rstrip())["input_ids"]
+            assert rest == tokenizer(context + continuation)["input_ids"][len(first) :]
 
 
 def test_a_context_of_white_space_counts_as_none() -> None:

@@ -135,6 +135,25 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_no_cudnn_attention_while_scoring(allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would build a plan for every batch; the setting is restored, after errors too."""
+    cuda: Any = torch.backends.cuda
+    seen: list[bool] = []
+    model, before = tiny_model("llama"), cuda.cudnn_sdp_enabled()
+    model.base_model.register_forward_pre_hook(lambda *_: seen.append(cuda.cudnn_sdp_enabled()))
+    try:
+        cuda.enable_cudnn_sdp(allowed)
+        Scorer(model, max_length=128).choices(questions())
+        assert seen and not any(seen) and cuda.cudnn_sdp_enabled() == allowed
+        monkeypatch.setattr(model.base_model, "forward", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Scorer(model, max_length=128).choices(questions())
+        assert cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        cuda.enable_cudnn_sdp(before)
+
+
 def test_windows_of_texts() -> None:
     model = tiny_model("llama")
     windows = [([1], text(n, n)) for n in (20, 3, 11)]

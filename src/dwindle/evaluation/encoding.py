@@ -17,6 +17,8 @@ Pair = tuple[Tokens, Tokens]
 
 DEFAULT_MAX_LENGTH = 2048
 _NO_LIMIT = 10**29  # transformers' "unset" is 1e30
+_IDS_ONLY = {"return_attention_mask": False, "return_token_type_ids": False}
+"""Masks would be two more lists as long as the tokens, for every text."""
 
 
 def max_length_of(config: Any, tokenizer: Any) -> int:
@@ -75,7 +77,7 @@ class Encoder:
         if not texts:
             return {}
         # like the harness, omit the argument to get the tokenizer's default
-        options = {} if special else {"add_special_tokens": False}
+        options = _IDS_ONLY if special else _IDS_ONLY | {"add_special_tokens": False}
         encoded = self.tokenizer(texts, padding=False, truncation=False, verbose=False, **options)["input_ids"]
         return dict(zip(texts, encoded, strict=True))
 

@@ -18,6 +18,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
+from dwindle.core.garbage import no_garbage_collection
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import RunDirectory
@@ -272,6 +273,7 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
     )
 
 
+@no_garbage_collection()
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
     """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -26,6 +27,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
+from dwindle.core.garbage import no_garbage_collection
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.evaluation.encoding import Pair, Tokens
@@ -105,9 +107,19 @@ class Scorer:
 
     def choices(self, questions: Sequence[Sequence[Pair]], progress: Any = None) -> list[list[float]]:
         """Log-likelihood of every continuation of every question."""
+        rows, owners = self._packed(questions)
+        found = [[0.0] * len(pairs) for pairs in questions]
+        for indices, scores in self._scored(rows, progress):
+            for index, values in zip(indices, scores, strict=True):
+                question, first = owners[index]
+                found[question][first : first + len(values)] = values
+        return found
+
+    @no_garbage_collection()
+    def _packed(self, questions: Sequence[Sequence[Pair]]) -> tuple[list[PackedRow], list[tuple[int, int]]]:
+        """The rows, and for each its question and the number of its first request."""
         rows: list[PackedRow] = []
         owners: list[tuple[int, int]] = []
-        """For each row its question and the number of its first request."""
         for question, pairs in enumerate(questions):
             if self._shareable(pairs):
                 rows.append(tree_row(pairs, self.max_length))
@@ -115,12 +127,7 @@ class Scorer:
             else:
                 rows += [plain_row(pair, self.max_length) for pair in pairs]
                 owners += [(question, number) for number in range(len(pairs))]
-        found = [[0.0] * len(pairs) for pairs in questions]
-        for indices, scores in self._scored(rows, progress):
-            for index, values in zip(indices, scores, strict=True):
-                question, first = owners[index]
-                found[question][first : first + len(values)] = values
-        return found
+        return rows, owners
 
     def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
         """Log-likelihood of every window of a text."""
@@ -152,12 +159,16 @@ class Scorer:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Eval mode, no gradients, no ``torch.compile`` (it would recompile for every length)."""
+        """Eval mode, no gradients; no ``torch.compile`` and no cuDNN attention, which compile for every new shape."""
         was_training = self.model.training
         may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
         self.model.eval()
         try:
-            with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+            with (
+                torch.no_grad(),
+                without_cudnn_attention(),
+                torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext(),
+            ):
                 yield
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
@@ -187,8 +198,8 @@ class Scorer:
         """Log-probabilities of all scored tokens; on a GPU they are not computed yet."""
         width = max(len(row.tokens) for row in rows)
         width += -width % self._width_multiple  # GPU attention kernels need aligned masks
-        flat_N = [index * width + place for index, row in enumerate(rows) for places in row.places for place in places]
-        targets_N = [target for row in rows for targets in row.targets for target in targets]
+        flat_N = (at * width + place for at, row in enumerate(rows) for place in chain.from_iterable(row.places))
+        targets_N = chain.from_iterable(chain.from_iterable(row.targets for row in rows))
         with autocast_for(self.precision, self.device):
             return self._log_probabilities(self._inputs(rows, width), self._tensor(flat_N), self._tensor(targets_N))
 
@@ -223,10 +234,26 @@ class Scorer:
         return logits_NV if scaling in (None, 1.0) else logits_NV / scaling
 
     def _padded(self, rows: Sequence[list[int]], width: int, filler: int) -> Tensor:
-        return self._tensor([row + [filler] * (width - len(row)) for row in rows])
+        padding = [[filler] * (width - len(row)) for row in rows]
+        return self._tensor(chain.from_iterable(chain.from_iterable(zip(rows, padding, strict=True)))).view(-1, width)
 
-    def _tensor(self, values: Any) -> Tensor:
-        return sent([torch.tensor(values)], self.device)[0]  # without waiting for the batch before
+    def _tensor(self, values: Iterable[int]) -> Tensor:
+        """On the device, sent without waiting for the batch before; numpy reads integers faster than torch."""
+        return sent([torch.from_numpy(np.fromiter(values, np.int64))], self.device)[0]
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Without cuDNN's attention, which torch 2.11 prefers on Hopper and which builds a plan for every new shape.
+
+    Of the 99 batches of the seven tasks, 83 have a shape of their own.
+    """
+    was_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_allowed)
 
 
 def is_known_decoder(model: Any) -> bool:

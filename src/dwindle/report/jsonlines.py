@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dwindle.core import reading
 from dwindle.core.errors import UserError
+from dwindle.core.garbage import no_garbage_collection
 from dwindle.core.reading import open_regular, parse_json
 
 _FINGERPRINT_BYTES = 512
@@ -55,7 +53,7 @@ class GrowingJsonLines:
         self.unfinished = bool(new[len(complete) :].strip())
         self._offset += len(complete)
         self._before_offset = (self._before_offset + complete)[-_FINGERPRINT_BYTES:]
-        with _no_garbage_collection():
+        with no_garbage_collection():
             return restarted, self._records(complete.split(b"\n"))
 
     def _still_there(self, file: Any) -> bool:
@@ -75,18 +73,6 @@ class GrowingJsonLines:
                 else:
                     self.num_bad += 1
         return records
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Pause garbage collection: parsed records have no cycles, and looking for them doubles the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _parsed(lines: list[bytes]) -> list[Any]:
