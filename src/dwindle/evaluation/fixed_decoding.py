@@ -133,7 +133,7 @@ class FixedDecoder:
             self._position_B1 -= 1
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # others may copy tensors meanwhile
             self._logits_BV = self._step()
 
 
