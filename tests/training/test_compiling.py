@@ -99,22 +99,75 @@ def test_at_most_three_graphs_with_validation(name: str) -> None:
 
 
 def test_layers_of_rare_kinds_are_not_compiled() -> None:
-    """Five kinds: several, one and uneven query heads per key/value head, a single one, no attention."""
+    """Five kinds: several and uneven query heads per key/value head, a single one of both, no attention."""
     common: Shape = (40, [2, 2], [])
-    rare: list[Shape] = [(24, [1, 1], []), (24, [1, 2], []), (24, [2], []), (24, [2, 2], NO_ATTENTION)]
+    rare: list[Shape] = [(24, [1, 2], []), (24, [2], []), (24, [1], []), (24, [2, 2], NO_ATTENTION)]
     layers: Any = model_of([*rare, common, common]).model.layers
-    compiled = [isinstance(layer.forward, compiling._Block) for layer in layers]
-    assert compiled == [True, True, False, False, True, True]
+    blocks = [layer.forward if isinstance(layer.forward, compiling._Block) else None for layer in layers]
+    assert [bool(block and block._chosen[False]) for block in blocks] == [True, True, False, False, True, True]
+    assert [bool(block and block._chosen[True]) for block in blocks] == [True, True, True, False, True, True]
 
 
-def test_a_mask_needs_equal_groups_of_heads() -> None:
-    """With a mask transformers repeats the keys, a number of times: layers with other numbers have other graphs."""
-    shapes: list[Shape] = [(24, [n, n], []) for n in (2, 3, 4, 5)]
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a pass over a masked batch, in fp64."""
+    model.double()(input_ids=ids(2), attention_mask=MASK, use_cache=False).logits.square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([[2, 2], [3, 3], [4, 4], [5, 5, 5]], 1),
+        ([[1, 1], [2, 2], [3, 1], [1, 2, 2], [3, 3, 3]], 1),
+        ([[1, 1], [2, 2], [3, 1], [2], [3], [1, 1, 1]], 2),
+        ([[2, 2], [2, 2, 2]], 1),
+    ],
+    ids=["regular", "and irregular", "and a single key/value head", "of equal size"],
+)
+def test_with_a_mask_all_groups_of_heads_are_one_kind(groups: list[list[int]], expected: int) -> None:
+    shapes: list[Shape] = [(24, own, []) for own in groups]
     ours, plain = model_of(shapes), model_of(shapes, compiled=False)
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
-    found, expected = (m(input_ids=ids(2), attention_mask=mask, use_cache=False).logits for m in (ours, plain))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    assert graphs() == compiling.MAX_GRAPHS
+    found, wanted = gradients(ours), gradients(plain)
+    assert graphs() == expected
+    assert found.keys() == wanted.keys()
+    for name, mine in found.items():
+        torch.testing.assert_close(mine, wanted[name], rtol=1e-12, atol=1e-12)
+    layers: Any = ours.model.layers
+    assert all(isinstance(layer.forward, compiling._Block) for layer in layers)
+
+
+def test_with_a_mask_layers_without_attention_are_a_kind_of_their_own() -> None:
+    shapes: list[Shape] = [(24, [2, 2], []), (32, [3, 3], NO_ATTENTION), (24, [2, 1], [])]
+    ours, plain = model_of(shapes), model_of(shapes, compiled=False)
+    found, wanted = gradients(ours), gradients(plain)
+    assert graphs() == 2
+    for name, mine in found.items():
+        torch.testing.assert_close(mine, wanted[name], rtol=1e-12, atol=1e-12)
+    assert compiling._per_kv(torch.nn.Module()) is None, "a convolution"
+
+
+def test_after_a_masked_pass_the_layers_are_what_they_were() -> None:
+    """What was shown to the graph is gone: without compiling, the model computes as before."""
+    shapes: list[Shape] = [(24, own, []) for own in ([2, 2], [3, 3], [2, 1])]
+    ours, plain = model_of(shapes), model_of(shapes, compiled=False)
+    gradients(ours)
+    layers: Any = ours.model.layers
+    for layer in layers:
+        layer.forward = layer.forward._plain
+    found, wanted = (model.double().generate(ids(2), max_new_tokens=3, do_sample=False) for model in (ours, plain))
+    assert torch.equal(found, wanted)
+
+
+def test_one_query_head_per_key_value_head_is_of_the_kind_of_irregular_groups() -> None:
+    shapes: list[Shape] = [(24, own, []) for own in ([1, 1], [2, 1], [1, 1, 1], [2, 2])]
+    ours, plain = model_of(shapes), model_of(shapes, compiled=False)
+    assert train(ours, 3) == 2
+    train(plain, 3)
+    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_graphs_of_an_earlier_model_are_used_again() -> None:

@@ -2,13 +2,14 @@
 
 A graph belongs to a *kind* of layer: the same modules and the same tensor shapes. Where layers differ in FFN channels
 or heads, the axes that differ have symbolic sizes, so that such layers are of one kind; the other axes stay numbers,
-which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, one,
-several or irregular numbers of query heads per key/value head, and a single key/value head (to a compiler the size 1 is
-special).
+which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, a single
+query or key/value head (to a compiler the size 1 is special), and without an attention mask several query heads for
+every key/value head, beside one or irregular numbers of them.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,11 @@ def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
     """
     layers: Sequence[nn.Module] = list(model.model.layers)  # type: ignore[union-attr, arg-type]
     axes = unequal_axes(layers)
-    kinds = {masked: [_kind(layer, axes, masked=masked) for layer in layers] for masked in (False, True)}
+    gathers = _gathers(layers, axes)
+    kinds = {
+        masked: [_kind(layer, axes, masked, own[masked]) for layer, own in zip(layers, gathers, strict=True)]
+        for masked in (False, True)
+    }
     if len(_compiled.union(kinds[False])) > _MOST_KINDS or (axes and _compiled.intersection(kinds[False])):
         forget_graphs()
     _compiled.update(kinds[False])
@@ -54,7 +59,8 @@ def compile_blocks(model: nn.Module, *, mode: str | None = None) -> None:
     for number, layer in enumerate(layers):
         chosen = {masked: kinds[masked][number] in common for masked, common in most.items()}
         if any(chosen.values()):
-            _Block(layer, axes, chosen, {masked: len(common) for masked, common in most.items()}, mode)
+            number_of = {masked: len(common) for masked, common in most.items()}
+            _Block(layer, axes, gathers[number], chosen, number_of, mode)
 
 
 def forget_graphs() -> None:
@@ -77,8 +83,8 @@ def unequal_axes(layers: Sequence[nn.Module]) -> Axes:
     return {name: own for name, own in found.items() if own}
 
 
-def _kind(layer: nn.Module, axes: Axes, *, masked: bool) -> Hashable:
-    """Layers of one kind share graphs. With an attention mask they also need equal groups of query heads."""
+def _kind(layer: nn.Module, axes: Axes, masked: bool, gathers: bool) -> Hashable:
+    """Layers of one kind share graphs."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     attention: Any = getattr(layer, "self_attn", None)
     shapes = []
@@ -91,7 +97,7 @@ def _kind(layer: nn.Module, axes: Axes, *, masked: bool) -> Hashable:
     if not _symbolic_heads(axes):
         return modules, tuple(shapes), tuple(groups or ()), getattr(attention, "num_key_value_groups", None)
     per_kv = getattr(attention, "num_key_value_groups", 0)
-    return modules, tuple(shapes), bool(groups), per_kv if masked else per_kv > 1
+    return modules, tuple(shapes), (gathers, 0 if gathers else per_kv if masked else per_kv > 1)
 
 
 def _symbolic_heads(axes: Axes) -> bool:
@@ -102,9 +108,16 @@ class _Block:
     """The forward pass of one decoder layer: compiled where it is of a common kind, else as it was."""
 
     def __init__(
-        self, layer: nn.Module, axes: Axes, chosen: Mapping[bool, bool], kinds: Mapping[bool, int], mode: str | None
+        self,
+        layer: nn.Module,
+        axes: Axes,
+        gathers: Mapping[bool, bool],
+        chosen: Mapping[bool, bool],
+        kinds: Mapping[bool, int],
+        mode: str | None,
     ) -> None:
-        self._layer, self._axes, self._chosen, self._kinds = layer, axes, chosen, kinds
+        """``gathers``, ``chosen`` (is compiled) and ``kinds`` (their number) are told without and with a mask."""
+        self._layer, self._axes, self._gathers, self._chosen, self._kinds = layer, axes, gathers, chosen, kinds
         self._plain: Forward = layer.forward
         self._compiled: Forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
         self._is_marked = not axes
@@ -121,7 +134,7 @@ class _Block:
             _mark_batch(hidden_BTD, *args, *kwargs.values())
         if not _symbolic_heads(self._axes):
             return self._compiled(hidden_BTD, *args, **kwargs)
-        with _shared_heads(self._layer, masked, hidden_BTD.device):
+        with _shared_heads(self._layer, masked, self._gathers[masked], hidden_BTD.device):
             return self._compiled(hidden_BTD, *args, **kwargs)
 
     def _mark_weights(self) -> None:
@@ -148,34 +161,74 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+def _gathers(layers: Sequence[nn.Module], axes: Axes) -> list[dict[bool, bool]]:
+    """Whether a layer repeats keys and values by a 0/1 matrix, which is data: for every layer, without and with a mask.
+
+    Layers with irregular groups do; without a mask also those with one query head per key/value head, if there are
+    irregular ones. With a mask transformers repeats them in every layer, a number of times, which is code: all layers
+    gather instead, if the numbers differ.
+    """
+    per_kv = [_per_kv(layer) for layer in layers]
+    if not _symbolic_heads(axes):
+        return [{False: False, True: False} for _ in layers]
+    differ = len(set(per_kv) - {None}) > 1
+    return [{False: n == 0 or (n == 1 and 0 in per_kv), True: n == 0 or (n is not None and differ)} for n in per_kv]
+
+
+def _per_kv(layer: nn.Module) -> int | None:
+    """Query heads of each key/value head, 0 if they are irregular; None for attention that is not ours."""
+    attention: Any = getattr(layer, "self_attn", None)
+    config = getattr(attention, "config", None)
+    if config is None or "_is_irregular" not in vars(config):
+        return None
+    return 0 if hasattr(attention, "queries_per_kv") else int(attention.num_key_value_groups)
+
+
 @contextmanager
-def _shared_heads(layer: Any, masked: bool, device: torch.device) -> Iterator[None]:
+def _shared_heads(layer: Any, masked: bool, gathers: bool, device: torch.device) -> Iterator[None]:
     """Show the graph what layers with other numbers of heads have in common.
 
     Without a mask, sdpa only asks whether there are several query heads per key/value head, and reads their number from
-    the shapes. Irregular groups become a 0/1 matrix, which is data.
+    the shapes.
     """
     attention: Any = getattr(layer, "self_attn", None)
-    groups, per_kv = getattr(attention, "queries_per_kv", None), getattr(attention, "num_key_value_groups", 0)
-    if groups:
-        attention.queries_per_kv = _gather_matrix(attention, groups, device)
-    elif per_kv > 1 and not masked and attention.config._attn_implementation == "sdpa":
-        attention.num_key_value_groups = 2
+    repeats = getattr(attention, "num_key_value_groups", 0) > 1
+    if gathers:
+        matrix = _gather_matrix(attention, device)
+        with _replaced(attention, queries_per_kv=matrix), _replaced(attention.config, _is_irregular=True):
+            yield
+    elif repeats and not masked and attention.config._attn_implementation == "sdpa":
+        with _replaced(attention, num_key_value_groups=2):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Other attributes for a while."""
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        if groups:
-            attention.queries_per_kv = groups
-        elif per_kv > 1:
-            attention.num_key_value_groups = per_kv
+        own.update(before)
+        for name in values.keys() - before.keys():
+            del own[name]
 
 
-def _gather_matrix(attention: Any, groups: Sequence[int], device: torch.device) -> Tensor:
+def _gather_matrix(attention: Any, device: torch.device) -> Tensor:
     """[query heads, key/value heads], one where the query head reads the key/value head; made once."""
-    found: Tensor | None = vars(attention).get("_gather_matrix")
-    if found is None:
-        found = torch.eye(len(groups), device=device).repeat_interleave(torch.tensor(groups, device=device), dim=0)
-        torch._dynamo.maybe_mark_dynamic(found, 0)
-        torch._dynamo.maybe_mark_dynamic(found, 1)
-        vars(attention)["_gather_matrix"] = found
+    own = vars(attention)
+    if "_gather_matrix" not in own:
+        groups = own.get("queries_per_kv") or [attention.num_key_value_groups] * attention.config.num_key_value_heads
+        if "plain" not in own:  # what attention functions are given after the gather, as in modeling_dwindle
+            own["plain"] = plain = copy.copy(attention)
+            plain.num_key_value_groups, plain.config = 1, vars(attention.config)["_whole"]
+        matrix = torch.eye(len(groups), device=device).repeat_interleave(torch.tensor(groups, device=device), dim=0)
+        torch._dynamo.maybe_mark_dynamic(matrix, 0)
+        torch._dynamo.maybe_mark_dynamic(matrix, 1)
+        own["_gather_matrix"] = matrix
+    found: Tensor = own["_gather_matrix"]
     return found
