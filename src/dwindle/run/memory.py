@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.sizes import parse_count
 from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.training.config import TrainingConfig
 from dwindle.training.moments import MOST_ELEMENTS
 
-_LOGITS_BYTES = 3 * 4
-"""Per logit of a chunk, in fp32: the logit, its probability and its gradient."""
+_LOGITS_BYTES, _FUSED_LOGITS_BYTES, _TAUGHT_LOGITS_BYTES = 3 * 4, 2 * 2, 2
+"""Per logit of a chunk: in fp32 the logit, its probability and its gradient; of a fused loss the logit and its gradient
+in bf16, and a teacher's logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,9 @@ class Footprint:
     """Bytes on one device, as a function of the tokens in a micro-batch."""
 
     fixed: float
-    """Weights, gradients, moments, bf16 copies of weights, and the teacher's weights."""
+    """Weights, moments, narrow copies of weights, and the teacher's weights."""
+    gradients: float
+    """Of the first micro-batch they appear as activations are freed, so the two do not add up."""
     per_token: float
     """Activations saved for the backward pass, and the teacher's final hidden states."""
     per_chunk_token: float
@@ -29,11 +33,13 @@ class Footprint:
     chunk_tokens: int
     update: float
     """Temporary tensors of the optimizer, after the passes."""
+    step_tokens: int
 
     def total(self, tokens: int) -> int:
-        """Bytes for a micro-batch of ``tokens``."""
+        """Bytes for micro-batches of ``tokens``; with several in a step, gradients are there during the passes."""
         passes = self.per_token * tokens + self.per_chunk_token * min(tokens, self.chunk_tokens)
-        return int(self.fixed + max(passes, self.update))
+        passes += self.gradients if tokens < self.step_tokens else 0
+        return int(self.fixed + max(passes, self.gradients + self.update))
 
 
 def footprint(
@@ -48,23 +54,27 @@ def footprint(
     anatomy = Anatomy.of_config(config)
     count, layers = anatomy.count(anatomy.source).total, anatomy.layer_counts(anatomy.source)
     width = {"fp32": 4, "fp64": 8, "bf16": 4, "fp8": 4}[precision]
-    fixed = count * width / shards
+    fixed, gradients = count * width / shards, 0.0
     if not training.lora_rank:  # gradients and moments of the adapters are small
         moment = 2 if training.moments == "bf16" else width
         num_moments = 2 * count - (sum(layers) if training.optimizer == "muon" else 0)
-        fixed += (count * width + num_moments * moment) / shards
-    if is_bf16(precision):  # of all weights until the backward pass, or of the layer that is recomputed
-        fixed += 2 * (max(layers) if training.activation_checkpointing else count / shards)
+        fixed, gradients = fixed + num_moments * moment / shards, count * width / shards
+    if is_bf16(precision):  # copies of all weights until the backward pass, or of the layer that is recomputed
+        own = 1 if precision == "fp8" else 2
+        whole = (own * sum(layers) + 2 * (count - sum(layers))) / shards
+        fixed += own * max(layers) if training.activation_checkpointing else whole
     saved = _saved_per_token(anatomy, training, precision)
-    logits = _LOGITS_BYTES * config.vocab_size
+    is_fused = training.compile and is_bf16(precision)
+    logits = config.vocab_size * (_FUSED_LOGITS_BYTES if is_fused else _LOGITS_BYTES)
     if teacher is not None:
         teacher_config, dtype = teacher
         theirs = Anatomy.of_config(teacher_config)
         fixed += theirs.count(theirs.source).total * dtype.itemsize / shards
         saved += teacher_config.hidden_size * dtype.itemsize
-        logits += _LOGITS_BYTES * teacher_config.vocab_size
+        logits += teacher_config.vocab_size * (_TAUGHT_LOGITS_BYTES if is_fused else _LOGITS_BYTES)
     update = 0 if training.lora_rank else _update_bytes(sum(layers), count, training, width)
-    return Footprint(fixed, saved, logits, training.ce_chunk_tokens, update)
+    step = parse_count(training.tokens_per_step, "training.tokens_per_step")
+    return Footprint(fixed, gradients, saved, logits, training.ce_chunk_tokens, update, step)
 
 
 def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: int) -> float:
@@ -95,12 +105,14 @@ def _saved_by_layer(
 ) -> float:
     """Eager autocast saves the residual stream in fp32 and every matmul's input in bf16 (counted from saved tensors).
 
-    Compiled layers recompute what is cheap: they save the residual stream twice, the attention's inputs and output, and
-    three widths of the FFN. docs/benchmarks.md compares with an H200; float8 needs less.
+    Compiled layers save the residual stream twice, the outputs of both norms, the attention's inputs and output, and
+    three widths of the FFN. In float8 the inputs of matmuls are computed again, so norms and one width are not saved.
+    docs/benchmarks.md compares with an H200.
     """
     if is_bf16(precision) and not compiled:
         return 26 * hidden + 10 * (query + key) + 8 * ffn
     width = {"fp32": 4, "fp64": 8, "bf16": 2, "fp8": 2}[precision]
     if compiled:
-        return 2 * residual * hidden + width * (2 * (query + key) + 3 * ffn)
+        norms, widths = (0, 2) if precision == "fp8" else (2, 3)
+        return 2 * residual * hidden + width * (norms * hidden + 2 * (query + key) + widths * ffn)
     return 1.25 * width * (8 * hidden + 2 * query + 4 * ffn)
