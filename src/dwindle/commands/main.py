@@ -89,4 +89,3 @@ def _quiet_libraries() -> None:
     """Silence the libraries underneath: their warnings are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
