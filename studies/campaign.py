@@ -3,12 +3,12 @@
     python studies/campaign.py tuning --inputs inputs --work work --out results            # also: ladder, second-model
     python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
 
-``inputs`` holds ``source.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized), ``eval/`` (sets of the tasks) and
-``prompts/`` (``ifeval.prompts.jsonl``, ``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``);
-for ``second-model`` also ``second/`` (a model) and ``second-tokens/``. At most ``--train`` jobs train and ``--ask``
-answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Called again, it
-goes on: jobs that ended well are not repeated, and a study resumes its own run. What fails is printed, and the jobs
-that need it are left out.
+``inputs`` holds ``SmolLM2-135M-Instruct.Q4_1.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized; WikiText-2 as
+``wikitext2``), ``eval/`` (sets of the tasks) and ``prompts/`` (``ifeval.prompts.jsonl``,
+``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``); for ``second-model`` also ``second/`` (a
+model) and ``second-tokens/``. At most ``--train`` jobs train and ``--ask`` answer at the same time: a small model
+leaves the GPU idle while it is compiled, pruned and measured. Called again, it goes on: jobs that ended well are not
+repeated, and a study resumes its own run. What fails is printed, and the jobs that need it are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Places:
 
     @property
     def source(self) -> Path:
-        return self.inputs / "source.gguf"
+        return self.inputs / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
     def adapted(self, seed: int) -> Path:
         """The source after a million tokens of the text, under one name for all seeds."""
