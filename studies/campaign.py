@@ -65,20 +65,22 @@ class Places:
 def ladder_row(
     at: Places, name: str, row: str, tokens: str, seed: int, *, size: str = "50%nonemb", tasks: bool = False
 ) -> Job:
-    """A row of ``ladder.py`` in a file of its own; ``ours`` starts from the adapted source."""
+    """A row of ``ladder.py``; ours starts from the adapted source."""
     is_ours = row == OURS
-    words = ["python", "studies/ladder.py", "--rows", row, "--sizes", size, "--seeds", str(seed), "--tokens", tokens]
-    words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
-    words += ["--data", *(str(at.inputs / "tokens" / text) for text in TEXTS)]
-    words += ["--model", str(at.adapted(seed) if is_ours else at.source)]
-    words += measured_on(at.inputs / "tokens") + (["--tasks-data", str(at.inputs / "eval")] if tasks else [])
-    words += ["--work", str(at.work / name), "--out", str(at.out / f"{name}.json")]
+    model = at.adapted(seed) if is_ours else at.source
+    words = [*study(at, name, row, tokens, seed, model, at.inputs / "tokens"), "--sizes", size]
+    words += ["--tasks-data", str(at.inputs / "eval")] if tasks else []
     return Job(name, shlex.join(words), (f"adapt-{seed}",) if is_ours else ())
 
 
-def measured_on(tokens: Path) -> list[str]:
-    reported = [f"{text}={tokens / text}" for text in ("marketing", "mixed.test")]
-    return ["--valid", str(tokens / "psychology"), "--wikitext", str(tokens / "wikitext2"), "--texts", *reported]
+def study(at: Places, name: str, row: str, tokens: str, seed: int, model: Path, texts: Path) -> list[str]:
+    """The words of ``ladder.py`` for one row in a file of its own."""
+    words = ["python", "studies/ladder.py", "--rows", row, "--seeds", str(seed), "--tokens", tokens]
+    words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
+    words += ["--data", *(str(texts / text) for text in TEXTS), "--model", str(model), "--valid"]
+    words += [str(texts / "psychology"), "--wikitext", str(texts / "wikitext2"), "--texts"]
+    words += [f"{text}={texts / text}" for text in ("marketing", "mixed.test")]
+    return [*words, "--work", str(at.work / name), "--out", str(at.out / f"{name}.json")]
 
 
 def adaptations(at: Places) -> list[Job]:
@@ -148,15 +150,10 @@ def answers_of(at: Places, name: str, model: str, after: tuple[str, ...]) -> Job
 
 def second_model(at: Places) -> list[Job]:
     """Another model at half size: untouched, pruned once, and ours without an adapted source."""
-    tokens = at.inputs / "second-tokens"
-    jobs = []
-    for name, row in (("source", "source"), ("shot", "one-shot+kd@1e-3"), ("ours", "global-group-muon+kd@1e-3")):
-        words = ["python", "studies/ladder.py", "--rows", row, "--sizes", "50%nonemb", "--seeds", "0", "--tokens", "8M"]
-        words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
-        words += ["--data", *(str(tokens / text) for text in TEXTS), "--model", str(at.inputs / "second")]
-        words += [*measured_on(tokens), "--work", str(at.work / f"second-{name}")]
-        jobs.append(Job(f"second-{name}", shlex.join([*words, "--out", str(at.out / f"second-{name}.json")])))
-    return jobs
+    rows = {"source": "source", "shot": "one-shot+kd@1e-3", "ours": "global-group-muon+kd@1e-3"}
+    model, texts = at.inputs / "second", at.inputs / "second-tokens"
+    words = {name: study(at, f"second-{name}", row, "8M", 0, model, texts) for name, row in rows.items()}
+    return [Job(f"second-{name}", shlex.join([*own, "--sizes", "50%nonemb"])) for name, own in words.items()]
 
 
 CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model}
