@@ -87,6 +87,22 @@ def test_tokens_and_loss_mask_equal_a_plain_computation(family: str, system: boo
     assert not any(learned[: ids.index(tokenizer.convert_tokens_to_ids("h"))])
 
 
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "mistral"])
+def test_a_cut_answer_does_not_teach_to_stop(family: str, tmp_path: Path) -> None:
+    tokenizer, talk = chat_tokenizer(family), turns("hi there", "hello you")
+    end = tokenizer.convert_tokens_to_ids(ENDS[family])
+    (ids, learned), (same_ids, without_end) = encoded(
+        tokenizer, {"messages": talk, "finished": True}, {"messages": talk, "finished": False}
+    )
+    assert same_ids == ids
+    assert [n for n in range(len(ids)) if learned[n] != without_end[n]] == [
+        n for n, token in enumerate(ids) if token == end and learned[n]
+    ]
+    rows = [{"messages": talk, "finished": False}, {"messages": talk}]
+    stream = open_chat([write_rows(tmp_path / "rows.jsonl", rows)], ChatEncoder(tokenizer), cache_dir=tmp_path)
+    assert ChatEncoder(tokenizer).end_of_turn(stream.last_of_answers()) == end, "found behind a cut answer"
+
+
 def test_a_template_that_changes_earlier_turns_gives_one_example_for_each_answer() -> None:
     tokenizer = chat_tokenizer("mistral")
     first, second = encoded(tokenizer, {"messages": TALK})

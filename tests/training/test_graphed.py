@@ -25,8 +25,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class Played:
     """Stands for a CUDA graph on a CPU: what a replay writes, it writes to the places of the recording."""
 
-    def __init__(self, passes: graphed.Passes, model: nn.Module, batch: Tensor, scale: float) -> None:
-        self.passes, self.scale, self.batch = passes, scale, batch
+    def __init__(self, passes: graphed.Passes, model: nn.Module, batch: Tensor) -> None:
+        self.passes, self.scale, self.batch = passes, torch.ones((), dtype=torch.float64), batch
         self.parameters = list(model.parameters())
         self.adds = all(p.grad is not None for p in self.parameters)
         if not self.adds:
@@ -35,8 +35,9 @@ class Played:
         self.places = [p.grad for p in self.parameters]
         self.sums = torch.full((1,), torch.nan)
 
-    def replay(self, batch: Tensor) -> Tensor:
+    def replay(self, batch: Tensor, scale: float) -> Tensor:
         self.batch.copy_(batch)
+        self.scale.fill_(scale)
         for p in self.parameters:
             p.grad = None
         self.sums.copy_(self.passes(self.batch, self.scale))
@@ -47,30 +48,48 @@ class Played:
         return self.sums.clone()
 
 
-def steps(passes: Any, model: nn.Module, sizes: Sequence[tuple[int, ...]]) -> list[list[Tensor]]:
+def rows(size: int, generator: torch.Generator, planes: int) -> Tensor:
+    """Text, or two packed conversations of 6 and 7 tokens of which some are learned."""
+    ids = torch.randint(0, 67, (size, 13), generator=generator)
+    if planes == 1:
+        return ids
+    learned, positions = torch.rand((size, 13), generator=generator) < 0.5, torch.arange(13) % 6
+    return torch.stack([ids, learned.long(), positions.expand_as(ids)], dim=1)
+
+
+def steps(passes: Any, model: nn.Module, sizes: Sequence[tuple[int, ...]], planes: int = 1) -> list[list[Tensor]]:
     """Gradients and sums of each step, whose micro-batches have these sizes."""
     generator, found = torch.Generator().manual_seed(3), []
     for step in sizes:
         model.zero_grad(set_to_none=True)
-        sums = [passes(torch.randint(0, 67, (size, 13), generator=generator), 0.01) for size in step]
+        scale = 0.01 * (1 + len(found) % 3)  # conversations have other numbers of learned tokens in every step
+        sums = [passes(rows(size, generator, planes), scale) for size in step]
         found.append([*(p.grad.clone() for p in model.parameters() if p.grad is not None), *sums])
     return found
 
 
-def test_recorded_passes_write_and_add_gradients_like_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("planes", [1, 3])
+def test_recorded_passes_write_and_add_gradients_like_plain_ones(monkeypatch: pytest.MonkeyPatch, planes: int) -> None:
     """Steps of three micro-batches with a smaller last one; shapes that were not recorded; the first shapes again."""
     model = tiny_llama()
     trainer = make_trainer(model)
     plain = trainer._passes
-    monkeypatch.setattr(GraphedPasses, "_record", lambda _, batch, scale: Played(plain, model, batch.clone(), scale))
-    recorded = GraphedPasses(plain, list(model.parameters()))
+    monkeypatch.setattr(GraphedPasses, "_record", lambda _, batch: Played(plain, model, batch.clone()))
+    recorded = GraphedPasses(plain, list(model.parameters()), conversations=True)
     usual, others = (4, 4, 2), ((3, 4), (4, 3))
     sizes: list[tuple[int, ...]] = [*[usual] * 6, *others, *others, usual, usual]
-    ours, expected = steps(recorded, model, sizes), steps(plain, model, sizes)
+    ours, expected = (steps(passes, model, sizes, planes) for passes in (recorded, plain))
     assert recorded.num_recordings == 3, "the first of a step, the others, and the smaller one"
     for step, (some, same) in enumerate(zip(ours, expected, strict=True)):
         assert len(some) == len(same)
         assert all(torch.equal(a, b) for a, b in zip(some, same, strict=True)), step
+
+
+def test_conversations_of_varying_shapes_are_not_recorded() -> None:
+    model = tiny_llama()
+    passes = GraphedPasses(make_trainer(model)._passes, list(model.parameters()))
+    steps(passes, model, [(4, 4)] * 6, planes=3)
+    assert passes.num_recordings == 0
 
 
 def test_a_cpu_records_nothing() -> None:
@@ -126,6 +145,29 @@ def test_graphs_give_the_same_bits(tmp_path: Path, optimizer: str, compile: bool
     forget_graphs()
     assert trainers[1]._graphs is not None and trainers[1]._graphs.num_recordings == 3
     assert_equal(*trainers)
+
+
+@needs_gpu
+@pytest.mark.parametrize("compile", [False, True])
+def test_graphs_of_conversations_give_the_same_bits(compile: bool) -> None:
+    """With a compiled loss their passes have fixed shapes; nothing in them waits for the device."""
+    from dwindle.training.compiling import compile_blocks, forget_graphs
+
+    found = []
+    for recorded in (False, True):
+        model = tiny_llama().to("cuda")
+        trainer = make_trainer(model, device="cuda", precision="bf16", compile=compile)
+        trainer.fused_loss = True
+        trainer.teacher = Teacher.of(HiddenStates(tiny_llama().to("cuda", torch.bfloat16)), Distillation(0.5))
+        if compile:
+            compile_blocks(model)
+        passes = GraphedPasses(trainer._passes, list(model.parameters()), conversations=True)
+        on_device = passes if recorded else trainer._passes
+        found.append(steps(lambda b, s, on=on_device: on(b.cuda(), s), model, [(4, 4, 2)] * 8, planes=3))
+        assert passes.num_recordings == (3 if recorded else 0)
+    forget_graphs()
+    for step, (some, same) in enumerate(zip(*found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(some, same, strict=True)), step
 
 
 @needs_gpu

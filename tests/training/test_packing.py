@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dwindle.anatomy.positions import can_be_packed
 from dwindle.data.packing import num_predictions
+from dwindle.training import loss as loss_module
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.loss import language_model_loss
 from tiny import FAMILIES, tiny_model, tokens
@@ -88,11 +89,36 @@ def test_changing_one_example_leaves_the_others_as_they_are(attention: str) -> N
     assert not grads[:, :cut].any(), "an answer has no gradient by another example"
 
 
-def test_distillation_counts_answers_alone() -> None:
+@pytest.fixture(params=[False, True], ids=["chosen", "fixed shapes"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Logits of answers alone, or of all cells, as on a GPU (not compiled here)."""
+    monkeypatch.setattr(loss_module, "_compiled_loss", lambda: loss_module._loss_and_gradient)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_both_ways_to_leave_tokens_out_agree(fused: bool, z_loss: float) -> None:
+    """Value and gradients, against a plain computation with a scale that is a tensor, as in a CUDA graph."""
+    model, made, scale = tiny_model("llama"), examples(), torch.tensor(0.125, dtype=torch.float64)
+    loss = language_model_loss(model, packed(made), chunk_tokens=5, scale=scale, z_loss=z_loss, fused=fused)
+    loss.objective.backward()
+    ours = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    expected = plain_loss(model, made)
+    for ids, learned in made if z_loss else ():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][learned[1:]]
+        expected = expected + z_loss * logits.logsumexp(-1).square().sum()
+    (expected / 8).backward()
+    torch.testing.assert_close(loss.objective, expected / 8, rtol=1e-9, atol=0)
+    for name, p in model.named_parameters():  # rotations are computed in fp32
+        torch.testing.assert_close(ours[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_distillation_counts_answers_alone(fused: bool) -> None:
     model, source, made = tiny_model("llama"), tiny_model("llama", seed=5), examples()
     how = Distillation(weight=0.5, temperature=2.0)
     teacher = Teacher.of(HiddenStates(source), how)
-    loss = language_model_loss(model, packed(made), chunk_tokens=3, teacher=teacher)
+    loss = language_model_loss(model, packed(made), chunk_tokens=3, teacher=teacher, fused=fused)
     total = torch.zeros((), dtype=torch.float64)
     for ids, learned in made:
         ours, theirs = (m(input_ids=ids[None]).logits[0, :-1][learned[1:]] for m in (model, source))

@@ -1,7 +1,7 @@
 """From conversations to token ids: the tokenizer's own chat template, and which tokens are answers.
 
 An answer is what the template adds to the prompt that ends with its turn: the text of the turn and the token that ends
-it. A template whose earlier turns do not change is rendered once for a whole conversation. Where they do change (some
+it, unless the answer was cut. A template whose earlier turns do not change is rendered once for a whole conversation. Where they do change (some
 drop earlier reasoning, some move the system text to the last question), every answer becomes an example of its own, as
 the model will see it.
 """
@@ -92,9 +92,10 @@ class ChatEncoder:
         """Roles between their neighbours' that the template is known to keep."""
         self._special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
 
-    def end_of_turn(self, last: int) -> int | None:
-        """The token that ends an answer, if its ``last`` one is such a token and not a part of its text."""
-        return last if str(self._tokenizer.convert_ids_to_tokens(last)) in self._special else None
+    def end_of_turn(self, last: Iterable[int]) -> int | None:
+        """The token that ends answers: the first of their ``last`` ones that is no part of a text."""
+        names = ((token, str(self._tokenizer.convert_ids_to_tokens(token))) for token in last)
+        return next((token for token, name in names if name in self._special), None)
 
     @property
     def template_fingerprint(self) -> str:
@@ -103,7 +104,7 @@ class ChatEncoder:
     @property
     def identity(self) -> str:
         """Everything that determines the ids of a conversation."""
-        return f"{self.base.identity}/chat/{self.template_fingerprint}"
+        return f"{self.base.identity}/chat-cut/{self.template_fingerprint}"
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
         """The examples of all conversations, in order."""
@@ -132,15 +133,17 @@ class ChatEncoder:
                     yield current
                 current = Example(text)
             current.text = text
-            current.answers.append((len(prompt), self._end(text, len(prompt))))
+            current.answers.append((len(prompt), self._end(text, len(prompt), conversation.is_cut)))
         assert current is not None
         yield current
 
-    def _end(self, text: str, start: int) -> int:
+    def _end(self, text: str, start: int, is_cut: bool) -> int:
         """Where an answer ends: white space after the token that ends a turn is never generated."""
         stripped = text[start:].rstrip()
-        is_ended = any(stripped.endswith(token) for token in self._special)
-        return start + len(stripped) if is_ended else len(text)
+        end = next((token for token in self._special if stripped.endswith(token)), None)
+        if end is None:
+            return len(text)
+        return start + len(stripped) - (len(end) if is_cut else 0)
 
     def _rendered(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
         """The first ``count`` turns as text; a turn that the template refuses or leaves out is an error."""

@@ -3,6 +3,8 @@
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
 {"instruction": "…", "input": "…", "output": "…"}           input may be missing or empty
 {"prompt": "…", "completion": "…"}                          each a text or a list of messages
+
+With ``"finished": false``, as ``dwindle generate`` writes it, answers were cut: where they stop is not learned.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ class Conversation:
     """File and line, for messages."""
     first_answer: int = 0
     """Assistant turns before this one are only read: the prompt of a prompt/completion row."""
+    is_cut: bool = False
+    """Whether answers were cut at a number of tokens, so that their ends say nothing."""
 
     @property
     def answers(self) -> list[int]:
@@ -88,7 +92,8 @@ def open_conversations(name: str, *, option: str, input_joint: str = "\n\n") -> 
 def conversation_of(record: dict[str, Any], place: str, input_joint: str = "\n\n") -> Conversation:
     """The conversation of one row; one that cannot be learned from is an error that names its line."""
     messages, first = _turns(record, place, input_joint)
-    found = Conversation([_message(turn, number, place) for number, turn in enumerate(messages, 1)], place, first)
+    turns = [_message(turn, number, place) for number, turn in enumerate(messages, 1)]
+    found = Conversation(turns, place, first, is_cut=record.get("finished") is False)
     if not found.answers:
         raise found.error("has no assistant turn, so there is nothing to learn: add an answer or remove the line")
     for number in found.answers:

@@ -10,7 +10,7 @@ Legend: L = seq_len; N documents (examples); K answers; B rows.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,10 +77,10 @@ class ChatStream(TokenStream):
         if (np.diff(flat) < 0).any() or flat[0] < 0 or flat[-1] > len(self):
             raise UserError(f"{parts[0].label} is damaged (its answers are not in order): render it again")
 
-    def last_of_answer(self) -> int:
-        """The last token of the first answer."""
-        stop = int(self.answers_K2[0, 1])
-        return int(self.read(stop - 1, stop)[0])
+    def last_of_answers(self, most: int = 256) -> Iterator[int]:
+        """The last token of each of the first answers."""
+        for stop in map(int, self.answers_K2[:most, 1]):
+            yield int(self.read(stop - 1, stop)[0])
 
 
 class PackedChat(Windows):

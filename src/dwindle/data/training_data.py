@@ -117,7 +117,7 @@ class _Opener:
         return TrainingData(
             mixture=_mixture(datasets),
             valid_windows=windows,
-            end_of_turn=encoder.end_of_turn(stream.last_of_answer()),
+            end_of_turn=encoder.end_of_turn(stream.last_of_answers()),
             warning=_cuts(chat),
         )
 

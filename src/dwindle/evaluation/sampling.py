@@ -45,11 +45,8 @@ def choose(logits_BV: Tensor, config: SamplingConfig, uniform_B: Tensor | None) 
     """The next token of every row: temperature, ``top_k``, ``top_p``, then the inverse of the distribution function."""
     if config.temperature == 0 or uniform_B is None:
         return logits_BV.argmax(dim=-1)
-    scores_BV = logits_BV.double() / config.temperature
-    sorted_BV, order_BV = scores_BV.sort(dim=-1, descending=True, stable=True)
-    if config.top_k:
-        sorted_BV = sorted_BV[:, : config.top_k]
-    p_BV = sorted_BV.softmax(dim=-1)
+    sorted_BV, order_BV = _likeliest_first(logits_BV, config.top_k)
+    p_BV = (sorted_BV.double() / config.temperature).softmax(dim=-1)
     before_BV = p_BV.cumsum(dim=-1) - p_BV
     p_BV = p_BV.masked_fill(before_BV >= config.top_p, 0.0)
     p_BV[:, 0] = p_BV[:, 0].clamp_min(torch.finfo(p_BV.dtype).tiny)  # the likeliest always stays
@@ -57,6 +54,16 @@ def choose(logits_BV: Tensor, config: SamplingConfig, uniform_B: Tensor | None) 
     reached_B1 = uniform_B[:, None] * sums_BV[:, -1:]
     place_B1 = (sums_BV <= reached_B1).sum(dim=-1, keepdim=True).clamp_max(p_BV.shape[-1] - 1)
     return order_BV.gather(-1, place_B1)[:, 0]
+
+
+def _likeliest_first(logits_BV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Sorted logits and their tokens, of equal ones the lowest first; ``top_k`` of them are found without sorting."""
+    if not 0 < top_k < logits_BV.shape[-1]:
+        sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
+        return sorted_BV, order_BV
+    likely_BK = logits_BV.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    sorted_BK, place_BK = logits_BV.gather(-1, likely_BK).sort(dim=-1, descending=True, stable=True)
+    return sorted_BK, likely_BK.gather(-1, place_BK)
 
 
 class BatchDecoder:

@@ -46,7 +46,7 @@ class Lesson(NamedTuple):
 
 
 def divergence_and_gradient(student_NV: Tensor, teacher_NV: Tensor, how: Distillation) -> tuple[Tensor, Tensor]:
-    """``T² · Σ KL(teacher ‖ student)``, and its gradient by the student's logits, ``T · (q − target)``.
+    """``T² · KL(teacher ‖ student)`` of each token, and its gradient by the student's logits, ``T · (q − target)``.
 
     ``q`` is the softened student. The target is the softened teacher; with ``top_k`` its rest is distributed over the
     unlikely tokens in the student's proportions, so that their gradients share one factor.
@@ -59,8 +59,8 @@ def divergence_and_gradient(student_NV: Tensor, teacher_NV: Tensor, how: Distill
         rest_p, rest_q = (x.masked_fill(likely, -torch.inf).logsumexp(-1, keepdim=True) for x in (log_target, log_q))
         log_target = torch.where(likely, log_target, log_q + (rest_p - rest_q))
     target = log_target.exp()
-    divergence = (target * (log_target - log_q)).sum() * how.temperature**2
-    return divergence, (log_q.exp() - target) * how.temperature
+    divergence_N = (target * (log_target - log_q)).sum(-1) * how.temperature**2
+    return divergence_N, (log_q.exp() - target) * how.temperature
 
 
 class HiddenStates(nn.Module):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Passes = Callable[[Tensor, float], Tensor]
+Passes = Callable[[Tensor, float | Tensor], Tensor]
 """(micro-batch, scale of the loss) → sums to report; adds to the gradients."""
 _PLAIN_CALLS = 3
 """Of every kind of micro-batch before it is recorded: kernels are compiled and tuned, libraries take their memory."""
@@ -25,10 +25,12 @@ _PLAIN_CALLS = 3
 class _Recording:
     graph: torch.cuda.CUDAGraph
     batch: Tensor
+    scale: Tensor
     sums: Tensor
 
-    def replay(self, batch: Tensor) -> Tensor:
+    def replay(self, batch: Tensor, scale: float) -> Tensor:
         self.batch.copy_(batch)
+        self.scale.fill_(scale)
         self.graph.replay()
         return self.sums.clone()  # the next replay writes to the same place
 
@@ -36,8 +38,9 @@ class _Recording:
 class GraphedPasses:
     """Passes that record themselves. The first micro-batch of a step writes the gradients, the others add to them."""
 
-    def __init__(self, passes: Passes, parameters: Sequence[nn.Parameter]) -> None:
-        self._passes = passes
+    def __init__(self, passes: Passes, parameters: Sequence[nn.Parameter], *, conversations: bool = False) -> None:
+        """``conversations``: whether passes of packed conversations have fixed shapes as well."""
+        self._passes, self._conversations = passes, conversations
         self._parameters = [p for p in parameters if p.requires_grad]
         self._recordings: dict[Hashable, _Recording] = {}
         self._gradients: list[Tensor | None] | None = None
@@ -50,23 +53,24 @@ class GraphedPasses:
 
     def __call__(self, batch: Tensor, scale: float) -> Tensor:
         adds = any(p.grad is not None for p in self._parameters)
-        key = (batch.shape, scale, adds)
+        key = (batch.shape, adds)
         if key not in self._recordings:
             if not self._is_recordable(batch, adds) or self._plain_calls[key] < _PLAIN_CALLS:
                 self._plain_calls[key] += 1
                 return self._passes(batch, scale)
-            self._recordings[key] = self._record(batch, scale)
+            self._recordings[key] = self._record(batch)
             if not adds:
                 self._gradients = [p.grad for p in self._parameters]
         if adds and not self._holds_gradients():
             return self._passes(batch, scale)
         for parameter, gradient in zip(self._parameters, self._gradients or (), strict=True):
             parameter.grad = gradient
-        return self._recordings[key].replay(batch)
+        return self._recordings[key].replay(batch, scale)
 
     def _is_recordable(self, batch: Tensor, adds: bool) -> bool:
-        """Not conversations, whose answers vary in number, and only what fits one place of the gradients."""
-        return batch.ndim == 2 and (self._holds_gradients() if adds else self._gradients is None)
+        """Passes of fixed shapes that fit the one place of the gradients."""
+        fixed = batch.ndim == 2 or self._conversations
+        return fixed and (self._holds_gradients() if adds else self._gradients is None)
 
     def _holds_gradients(self) -> bool:
         """Whether the gradients of this step are those of the recordings."""
@@ -74,11 +78,12 @@ class GraphedPasses:
             p.grad is g for p, g in zip(self._parameters, self._gradients, strict=True)
         )
 
-    def _record(self, batch: Tensor, scale: float) -> _Recording:
+    def _record(self, batch: Tensor) -> _Recording:
         """Nothing is computed while recording; gradients that do not exist yet get their places."""
         batch, graph = batch.clone(), torch.cuda.CUDAGraph()
+        scale = torch.ones((), device=batch.device, dtype=torch.float64)
         pool = next(iter(self._recordings.values())).graph.pool() if self._recordings else None
         # only this thread is watched: the checkpoint writer copies tensors in another one
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             sums = self._passes(batch, scale)
-        return _Recording(graph, batch, sums)
+        return _Recording(graph, batch, scale, sums)

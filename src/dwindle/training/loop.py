@@ -198,7 +198,7 @@ class Trainer:
         stop = torch.full((1,), float(self.stop.requested), device=means.device).double()
         return engine.sum_over_processes(torch.cat([means, stop]))
 
-    def _passes(self, batch: Tensor, scale: float) -> Tensor:
+    def _passes(self, batch: Tensor, scale: float | Tensor) -> Tensor:
         """Add the gradients of one micro-batch; returns its summed cross-entropy (and divergence)."""
         keep_copies = not self.config.activation_checkpointing
         with self.engine.autocast(self.precision, self.device, keep_copies=keep_copies):
@@ -278,7 +278,9 @@ class Trainer:
         self.optimizer = optimizer
         graphed = self.config.cuda_graphs and not self.config.activation_checkpointing  # which saves random states
         on_one_gpu = self.device == "cuda" and self.engine.size == 1 and not self.engine.world.is_group
-        self._graphs = GraphedPasses(self._passes, list(model.parameters())) if graphed and on_one_gpu else None
+        self._graphs = None
+        if graphed and on_one_gpu:
+            self._graphs = GraphedPasses(self._passes, list(model.parameters()), conversations=self.fused_loss)
 
     def state_dict(self) -> dict[str, Any]:
         """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""

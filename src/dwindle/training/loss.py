@@ -12,7 +12,7 @@ Shapes: B sequences, T tokens each, N = B·T (or one chunk of it), D hidden size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -47,11 +47,12 @@ def chunked_cross_entropy(
     targets_N: Tensor,
     *,
     chunk_tokens: int,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     z_loss: float = 0.0,
     logits_scaling: float = 1.0,
     fused: bool = False,
     lesson: Lesson | None = None,
+    learned_N: Tensor | None = None,
 ) -> TokenLoss:
     """Sum over tokens of ``−log softmax(hidden · weightᵀ / logits_scaling)[target]``, chunk by chunk.
 
@@ -62,9 +63,11 @@ def chunked_cross_entropy(
     ``fused`` compiles loss and gradient of a chunk into one or two kernels: the logits are read from memory about three
     times instead of a dozen times, and rounding differs.
 
-    A ``lesson`` adds the divergence from a teacher, whose logits also exist for one chunk at a time.
+    A ``lesson`` adds the divergence from a teacher, whose logits also exist for one chunk at a time. ``learned_N``
+    (bool, only with ``fused``) leaves tokens out at fixed shapes.
     """
     assert chunk_tokens > 0
+    assert fused or learned_N is None
     assert hidden_ND.shape[0] == targets_N.shape[0]
     objective, reported = cast(
         tuple[Tensor, Tensor],
@@ -72,7 +75,7 @@ def chunked_cross_entropy(
             hidden_ND,
             weight_VD,
             targets_N,
-            _Spec(chunk_tokens, scale, z_loss, logits_scaling, torch.is_grad_enabled(), fused, lesson),
+            _Spec(chunk_tokens, scale, z_loss, logits_scaling, torch.is_grad_enabled(), fused, lesson, learned_N),
         ),
     )
     return TokenLoss(objective, *reported.unbind())
@@ -80,12 +83,13 @@ def chunked_cross_entropy(
 
 class _Spec(NamedTuple):
     chunk_tokens: int
-    scale: float
+    scale: float | Tensor
     z_loss: float
     logits_scaling: float
     with_gradients: bool
     fused: bool
     lesson: Lesson | None
+    learned_N: Tensor | None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -104,7 +108,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + spec.chunk_tokens)
                 chunk = hidden[rows].to(dtype)
                 teacher = None if lesson is None else lesson.logits(rows)
-                chunk_sums, grad_logits = _chunk_loss(chunk, head, targets[rows], teacher, spec)
+                learned = None if spec.learned_N is None else spec.learned_N[rows]
+                chunk_sums, grad_logits = _chunk_loss(chunk, head, targets[rows], teacher, learned, spec)
                 sums = chunk_sums if sums is None else sums + chunk_sums
                 if grad_hidden is not None and grad_logits is not None:
                     grad_hidden[rows] = grad_logits @ head
@@ -113,7 +118,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 del grad_logits
         assert sums is not None, "no tokens"
         ctx.gradients = (grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
-        objective, reported = sums[0] * spec.scale, sums[1:]
+        objective, reported = sums[0] * _as_tensor(spec.scale, sums.device, sums.dtype), sums[1:]
         ctx.mark_non_differentiable(reported)
         return objective, reported
 
@@ -126,7 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_loss(
-    hidden: Tensor, head: Tensor, targets: Tensor, teacher: Tensor | None, spec: _Spec
+    hidden: Tensor, head: Tensor, targets: Tensor, teacher: Tensor | None, learned: Tensor | None, spec: _Spec
 ) -> tuple[Tensor, Tensor | None]:
     """[unscaled objective, cross-entropy, divergence with a teacher] of one chunk; the scaled gradient by its logits.
 
@@ -134,21 +139,26 @@ def _chunk_loss(
     loss with a teacher use the closed form.
     """
     fused = spec.fused and spec.with_gradients
-    if fused or spec.lesson is not None:
+    if fused or spec.lesson is not None or learned is not None:
         compute = _compiled_loss() if fused else _loss_and_gradient
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        scale = torch.full((), spec.scale, device=hidden.device, dtype=wide)  # torch.tensor would synchronise
         how = None if spec.lesson is None else spec.lesson.how
-        raw_NV = F.linear(hidden, head)
-        sums, gradient = compute(raw_NV, targets, scale, spec.z_loss, spec.logits_scaling, teacher, how)
+        raw_NV, scale = F.linear(hidden, head), _as_tensor(spec.scale, hidden.device, wide)
+        sums, gradient = compute(raw_NV, targets, scale, spec.z_loss, spec.logits_scaling, teacher, how, learned)
         return sums, gradient if spec.with_gradients else None
     raw_NV = F.linear(hidden, head).detach().requires_grad_(spec.with_gradients)
     with torch.set_grad_enabled(spec.with_gradients):
         objective, cross_entropy = _objective(raw_NV, targets, spec)
     grad_logits = None
     if spec.with_gradients:
-        (grad_logits,) = torch.autograd.grad(objective, raw_NV, torch.full_like(objective, spec.scale))
+        scale = _as_tensor(spec.scale, objective.device, objective.dtype)
+        (grad_logits,) = torch.autograd.grad(objective, raw_NV, scale)
     return torch.stack([objective.detach(), cross_entropy.detach()]), grad_logits
+
+
+def _as_tensor(scale: float | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor without waiting for the device, as ``torch.tensor`` would."""
+    return scale.to(dtype) if isinstance(scale, Tensor) else torch.full((), scale, device=device, dtype=dtype)
 
 
 def _objective(raw_NV: Tensor, targets: Tensor, spec: _Spec) -> tuple[Tensor, Tensor]:
@@ -176,23 +186,32 @@ def _loss_and_gradient(
     logits_scaling: float,
     teacher_NV: Tensor | None = None,
     how: Distillation | None = None,
+    learned_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``_objective`` and its gradient in closed form, softmax · (s + 2·z·lse) − s · one-hot.
 
-    s is the weight of the cross-entropy: 1 without a teacher, 1 − α with one.
+    s is the weight of the cross-entropy: 1 without a teacher, 1 − α with one. Tokens that are not learned count zero.
     """
     logits = raw_NV.to(torch.promote_types(raw_NV.dtype, torch.float32)) / logits_scaling
+    counts_N = None if learned_N is None else learned_N.to(logits.dtype)
+
+    def total(values_N: Tensor) -> Tensor:
+        return values_N.sum() if counts_N is None else (values_N * counts_N).sum()
+
     lse_N = logits.logsumexp(dim=-1)
-    cross_entropy = (lse_N - logits.gather(1, targets[:, None])[:, 0]).sum()
+    cross_entropy = total(lse_N - logits.gather(1, targets[:, None])[:, 0])
     share = 1.0 if how is None else 1.0 - how.weight
     probabilities = torch.exp(logits - lse_N[:, None]) * (share + 2 * z_loss * lse_N[:, None])
     chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     gradient = probabilities - share * chosen.to(logits.dtype)
-    sums = [share * cross_entropy + z_loss * lse_N.square().sum(), cross_entropy]
+    sums = [share * cross_entropy + z_loss * total(lse_N.square()), cross_entropy]
     if teacher_NV is not None and how is not None:
-        divergence, pull = divergence_and_gradient(logits, teacher_NV.to(logits.dtype), how)
+        divergence_N, pull = divergence_and_gradient(logits, teacher_NV.to(logits.dtype), how)
+        divergence = total(divergence_N)
         sums = [sums[0] + how.weight * divergence, cross_entropy, divergence]
         gradient = gradient + how.weight * pull
+    if counts_N is not None:
+        gradient = gradient * counts_N[:, None]
     return torch.stack(sums), (gradient * (scale / logits_scaling)).to(raw_NV.dtype)
 
 
@@ -210,7 +229,7 @@ def language_model_loss(
     batch: Tensor,
     *,
     chunk_tokens: int,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     z_loss: float = 0.0,
     fused: bool = False,
     bf16_residual: bool = False,
@@ -219,8 +238,8 @@ def language_model_loss(
     """Loss of predicting ``tokens[:, 1:]`` from ``tokens[:, :-1]``, for any ``…ForCausalLM`` model.
 
     ``batch`` is int64 [B, T + 1]; of packed conversations [B, 3, T + 1] (``data.packing``), whose answers alone are
-    learned, and computed by the heads of student and teacher. Their number varies, so they are never ``fused``, which
-    would compile every number anew.
+    learned. Only their logits are computed, unless the loss is ``fused``: their number varies, so it would be compiled
+    anew for each, and a CUDA graph needs fixed shapes.
 
     ``bf16_residual`` starts the residual stream in bf16, as in a model with bf16 weights; autocast alone would keep it
     in fp32, which costs memory bandwidth.
@@ -232,12 +251,14 @@ def language_model_loss(
     if bf16_residual:
         inputs = {"inputs_embeds": cast(Any, model).get_input_embeddings()(tokens_BT[:, :-1]).to(torch.bfloat16)}
 
+    learned_N = None if learned_BT is None else learned_BT[:, 1:].flatten()
+
     def chosen(values_BT: Tensor) -> Tensor:
         flat = values_BT.flatten(0, 1)
-        return flat if learned_BT is None else flat[learned_BT[:, 1:].flatten()]
+        return flat if learned_N is None or fused else flat[learned_N]
 
     lesson = None
-    with nullcontext() if places else _whole_sequences():
+    with _sequences_known(packed=positions_BT is not None):
         if teacher is not None:
             taught_BTE = teacher.hidden(tokens_BT[:, :-1], **places)
             lesson = Lesson(chosen(taught_BTE), *_head(teacher.model), teacher.how)
@@ -250,25 +271,31 @@ def language_model_loss(
         scale=scale,
         z_loss=z_loss,
         logits_scaling=logits_scaling,
-        fused=fused and learned_BT is None,
+        fused=fused,
         lesson=lesson,
+        learned_N=learned_N if fused else None,
     )
 
 
 @contextmanager
-def _whole_sequences() -> Iterator[None]:
-    """Tell transformers that no row holds several sequences, so that its causal mask is the kernels' own.
+def _sequences_known(*, packed: bool) -> Iterator[None]:
+    """Tell transformers whether rows hold several sequences; if not, its causal mask is the kernels' own.
 
     It would look at the positions, and wait for the device in every pass. In a CUDA graph it cannot look, and would
-    mask as if there were several.
+    always mask as if there were several.
     """
     known = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = _sequence_numbers if packed else lambda position_ids: None
     masking_utils.is_tracing = lambda tensor=None: False
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = known
+
+
+def _sequence_numbers(positions_BT: Tensor) -> Tensor:
+    """Number of the sequence that each cell belongs to: one begins wherever a position does not follow the last."""
+    return F.pad((positions_BT[:, 1:] != positions_BT[:, :-1] + 1).cumsum(-1), (1, 0))
 
 
 def _head(model: nn.Module) -> tuple[Tensor, float]:
