@@ -1,14 +1,16 @@
 """Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
 
-    python studies/campaign.py tuning --inputs inputs --work work --out results            # also: ladder, second-model
+    python studies/campaign.py tuning second-model ladder --inputs inputs --work work --out results
     python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
 
 ``inputs`` holds ``SmolLM2-135M-Instruct.Q4_1.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized; WikiText-2 as
 ``wikitext2``), ``eval/`` (sets of the tasks) and ``prompts/`` (``ifeval.prompts.jsonl``,
-``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``); for ``second-model`` also ``second/`` (a
-model) and ``second-tokens/``. At most ``--train`` jobs train and ``--ask`` answer at the same time: a small model
-leaves the GPU idle while it is compiled, pruned and measured. Called again, it goes on: jobs that ended well are not
-repeated, and a study resumes its own run. What fails is printed, and the jobs that need it are left out.
+``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``); for ``second-model`` also
+``Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf`` and ``second-tokens/``. At most ``--train`` jobs train and ``--ask`` answer
+at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that
+are named first begin first, and one that several have runs once. Inputs of the second model may arrive later: its jobs
+wait for them. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
+fails is printed, and the jobs that need it are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +47,8 @@ class Job:
     """For a shell, from the root of the checkout."""
     after: tuple[str, ...] = ()
     kind: Kind = "train"
+    needs: Path | None = None
+    """An input that may arrive later than others."""
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,32 @@ class Places:
     def source(self) -> Path:
         return self.inputs / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
+    @property
+    def second(self) -> Path:
+        return self.inputs / "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
+
     def adapted(self, seed: int) -> Path:
         """The source after a million tokens of the text, under one name for all seeds."""
         return self.work / f"adapted-{seed}" / "SmolLM2-135M-adapted-1M"
 
 
 def ladder_row(
-    at: Places, name: str, row: str, tokens: str, seed: int, *, size: str = "50%nonemb", tasks: bool = False
+    at: Places,
+    name: str,
+    row: str,
+    tokens: str,
+    seed: int,
+    *,
+    size: str = "50%nonemb",
+    tasks: bool = False,
+    adapted: bool = False,
 ) -> Job:
-    """A row of ``ladder.py``; ours starts from the adapted source."""
-    is_ours = row == OURS
-    model = at.adapted(seed) if is_ours else at.source
+    """A row of ``ladder.py``; ours starts from the adapted source, and others if asked."""
+    adapted |= row == OURS
+    model = at.adapted(seed) if adapted else at.source
     words = [*study(at, name, row, tokens, seed, model, at.inputs / "tokens"), "--sizes", size]
     words += ["--tasks-data", str(at.inputs / "eval")] if tasks else []
-    return Job(name, shlex.join(words), (f"adapt-{seed}",) if is_ours else ())
+    return Job(name, shlex.join(words), (f"adapt-{seed}",) if adapted else ())
 
 
 def study(at: Places, name: str, row: str, tokens: str, seed: int, model: Path, texts: Path) -> list[str]:
@@ -88,37 +104,46 @@ def adaptations(at: Places) -> list[Job]:
     jobs = []
     for seed in SEEDS:
         job = ladder_row(at, f"adapt-{seed}", "adapted@3e-4", "1M", seed)
-        model, name = at.work / job.name / "adapted*" / "model", at.adapted(seed)
-        link = f"mkdir -p {name.parent} && ln -sfn $(realpath {model}) {name}"
-        jobs.append(Job(job.name, f"{job.command} && {link}"))
+        jobs.append(linked(job, at.work / job.name / "adapted*" / "model", at.adapted(seed)))
     return jobs
 
 
+def linked(job: Job, model: Path, name: Path) -> Job:
+    """The job, after which its model (a pattern) has another name."""
+    link = f"mkdir -p {name.parent} && ln -sfn $(realpath {model}) {name}"
+    return replace(job, command=f"{job.command} && {link}")
+
+
 def ladder(at: Places) -> list[Job]:
-    """What the table of the mixture lacks: seeds of ours and of both controls, other methods, other sizes."""
+    """What the table of the mixture lacks: seeds of ours and of both controls, one lever at a time, other sizes."""
     jobs = adaptations(at)
-    for size, seeds in (("50", SEEDS), ("30", SEEDS), ("80", (0,))):
+    for size, seeds in (("50", SEEDS), ("30", SEEDS)):
         for seed in seeds:
             for name, row, tokens in (("ours", OURS, "15M"), ("shot", BY_HAND, "16M"), ("muon", MUON, "16M")):
                 where = f"{name}-{size}-{seed}"
                 jobs.append(ladder_row(at, where, row, tokens, seed, size=f"{size}%nonemb", tasks=seed == 0))
-    for size in ("50", "30", "80"):
-        for row in ("rounds", "global", "aware-b", "adapt"):
-            jobs.append(ladder_row(at, f"{row}-{size}-0", f"{row}+kd@2e-3", "16M", 0, size=f"{size}%nonemb"))
+    jobs.append(ladder_row(at, "muon-adapted-8M", MUON, "7M", 0, adapted=True))
+    for row in ("global", "global-group", "rounds", "aware-b", "adapt"):
+        jobs.append(ladder_row(at, f"{row}-8M", f"{row}+kd@2e-3", "8M", 0))
+    jobs += [ladder_row(at, "muon-8M", MUON, "8M", 0), ladder_row(at, "untaught-8M", "one-shot@2e-3", "8M", 0)]
+    for name, row, tokens in (("ours", OURS, "15M"), ("shot", BY_HAND, "16M"), ("muon", MUON, "16M")):
+        jobs.append(ladder_row(at, f"{name}-80-0", row, tokens, 0, size="80%nonemb"))
     return jobs
 
 
-def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "6M") -> list[Job]:
+def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "8M") -> list[Job]:
     """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
     prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
-    asked = f"python studies/tune.py ask {at.source} --count 6000 --out {prompts}"
+    instructions = at.inputs / "prompts" / "natural_instructions.permissive.jsonl.xz"
+    asked = f"python studies/tune.py ask {at.source} --count 12000 --out {prompts}"
     taught = (
-        f"python studies/tune.py teach {at.source} --prompts {prompts} --tokens 400 --out {answers}"
-        f" && python studies/tune.py render {at.source} --chat answers={answers}"
-        f" ni={at.inputs}/prompts/natural_instructions.permissive.jsonl.xz --most 6000 --out {chat}"
+        f"python studies/tune.py teach {at.source} --prompts {prompts} --tokens 512 --out {answers}"
+        f" && python studies/tune.py render {at.source} --chat answers={answers} --out {chat}"
+        f" && python studies/tune.py render {at.source} --chat ni={instructions} --most 3000 --out {chat}"
     )
     jobs = [*adaptations(at), Job("ask", asked, kind="ask"), Job("teach", taught, ("ask",), "ask")]
     jobs.append(answers_of(at, "source", str(at.source), ()))
+    pairs = []
     for seed in SEEDS:
         for name, row, amount in (("ours", OURS, recovery[0]), ("shot", BY_HAND, recovery[1])):
             start = ladder_row(at, f"{name}-50-{seed}", row, amount, seed, tasks=seed == 0)
@@ -126,8 +151,8 @@ def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str =
             texts = " ".join(str(at.inputs / "tokens" / text) for text in TEXTS)
             command = (
                 f"python studies/tune.py run {name}={model} --seed {seed} --teacher {at.source} --chat {chat}/answers"
-                f" {chat}/ni --text {texts} --tune {tokens} --set distill.weight=0.5 training.lr=1e-3"
-                f" --work {at.work}/tuned --out {at.out}/tune.json"
+                f" {chat}/ni --text {texts} --tune {tokens} --set distill.weight=0.75 training.lr=1e-3"
+                f" training.bf16_residual=true --work {at.work}/tuned --out {at.out}/tune.json"
             )
             tuned = Job(f"tune-{name}-{seed}", command, (start.name, "teach"))
             half = f"{at.work}/tuned/{name}-{seed}"
@@ -137,9 +162,16 @@ def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str =
             )
             jobs += [start, tuned, answers_of(at, f"{name}-{seed}", half, (tuned.name,))]
             jobs.append(Job(f"agree-{name}-{seed}", agreed, (tuned.name, "answers-source"), "ask"))
+            pairs += [f"{at.out}/answers/{name}-{seed}:{at.out}/answers/source"]
             if seed == 0:
                 jobs.append(answers_of(at, f"recovered-{name}-0", model, (start.name,)))
-    return jobs
+        pairs.append(f"{at.out}/answers/ours-{seed}:{at.out}/answers/shot-{seed}")
+    judged = (
+        f"python studies/tune.py judge {' '.join(pairs)} --judge {at.second} --source {at.out}/answers/source"
+        f" --work {at.work}/verdicts --out {at.out}/tune-winrates.json"
+    )
+    asked_all = tuple(job.name for job in jobs if job.name.startswith("answers-"))
+    return [*jobs, Job("judge", judged, asked_all, "ask", at.second)]
 
 
 def answers_of(at: Places, name: str, model: str, after: tuple[str, ...]) -> Job:
@@ -149,11 +181,21 @@ def answers_of(at: Places, name: str, model: str, after: tuple[str, ...]) -> Job
 
 
 def second_model(at: Places) -> list[Job]:
-    """Another model at half size: untouched, pruned once, and ours without an adapted source."""
-    rows = {"source": "source", "shot": "one-shot+kd@1e-3", "ours": "global-group-muon+kd@1e-3"}
-    model, texts = at.inputs / "second", at.inputs / "second-tokens"
-    words = {name: study(at, f"second-{name}", row, "8M", 0, model, texts) for name, row in rows.items()}
-    return [Job(f"second-{name}", shlex.join([*own, "--sizes", "50%nonemb"])) for name, own in words.items()]
+    """Another model at half size: untouched, pruned once by both optimizers, and ours from the adapted source."""
+    texts, adapted = at.inputs / "second-tokens", at.work / "second-adapted" / "Qwen2.5-Coder-0.5B-adapted-1M"
+
+    def row(name: str, row: str, tokens: str, model: Path, after: tuple[str, ...] = ()) -> Job:
+        words = [*study(at, name, row, tokens, 0, model, texts), "--sizes", "50%nonemb"]
+        return Job(name, shlex.join(words), after, needs=at.second)
+
+    adapt = row("second-adapt", "adapted@2e-4", "1M", at.second)
+    return [
+        linked(adapt, at.work / adapt.name / "adapted*" / "model", adapted),
+        row("second-source", "source", "8M", at.second),
+        row("second-ours", "global-group-muon+kd@1e-3", "7M", adapted, (adapt.name,)),
+        row("second-shot", "one-shot+kd@1e-3", "8M", at.second),
+        row("second-muon", "one-shot-muon+kd@1e-3", "8M", at.second),
+    ]
 
 
 CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model}
@@ -179,7 +221,8 @@ def run(jobs: list[Job], work: Path, most: dict[Kind, int]) -> int:
             busy = Counter(job.kind for job, _, _ in running.values())
             for job in jobs:
                 waits = job.name not in {*seconds, *failed, *running} and set(job.after) <= set(seconds)
-                if waits and busy[job.kind] < most[job.kind]:
+                arrived = job.needs is None or job.needs.is_file()
+                if waits and arrived and busy[job.kind] < most[job.kind]:
                     busy[job.kind] += 1
                     with (work / "logs" / f"{job.name}.log").open("wb") as log:
                         command = PYTHON + job.command
@@ -209,7 +252,7 @@ def ended(name: str, code: int, taken: float, work: Path, seconds: dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("campaign", choices=list(CAMPAIGNS))
+    parser.add_argument("campaigns", nargs="+", choices=list(CAMPAIGNS))
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="runs, logs, what has ended")
     parser.add_argument("--out", type=Path, required=True, help="JSON files and answers")
@@ -218,7 +261,9 @@ def main() -> None:
     parser.add_argument("--ask", type=int, default=2, help="models that answer at the same time")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     args = parser.parse_args()
-    jobs = needed(CAMPAIGNS[args.campaign](Places(args.inputs, args.work, args.out)), args.only)
+    places = Places(args.inputs, args.work, args.out)
+    named = {job.name: job for campaign in args.campaigns for job in CAMPAIGNS[campaign](places)}
+    jobs = needed(list(named.values()), args.only)
     if args.list:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return

@@ -1,11 +1,12 @@
 """The tuning study: models recovered from text, tuned on conversations, and asked.
 
-    python studies/tune.py ask smollm2-135m --count 6000 --out prompts.jsonl
-    python studies/tune.py teach smollm2-135m --prompts prompts.jsonl --tokens 400 --out answers.jsonl
-    python studies/tune.py render smollm2-135m --chat answers=answers.jsonl \\
-        ni=natural_instructions.permissive.jsonl.xz --most 6000 --out tokens
+    python studies/tune.py ask smollm2-135m --count 12000 --out prompts.jsonl
+    python studies/tune.py teach smollm2-135m --prompts prompts.jsonl --tokens 512 --out answers.jsonl
+    python studies/tune.py render smollm2-135m --chat answers=answers.jsonl --out tokens
+    python studies/tune.py render smollm2-135m --chat ni=natural_instructions.permissive.jsonl.xz --most 3000 \\
+        --out tokens
     python studies/tune.py run half=RUN one-shot=RUN --seed 0 --teacher smollm2-135m --chat tokens/answers tokens/ni \\
-        --text wikipedia textbooks elife standardebooks mdn --tune 6M --work work --out docs/results/tune.json
+        --text wikipedia textbooks elife standardebooks mdn --tune 8M --work work --out docs/results/tune.json
     python studies/tune.py answer work/half-0 --to ifeval.prompts.jsonl vicuna_bench.question.jsonl --out answers/half-0
     python studies/tune.py agree work/half-0 --source smollm2-135m --answers answers/source/vicuna_bench.question.jsonl
     python studies/tune.py judge answers/half-0:answers/source --judge JUDGE --source answers/source --work verdicts \\
@@ -124,7 +125,8 @@ def ask(args: argparse.Namespace) -> None:
     mark = "\x00"
     before, _, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)
     row = tokenizer(before, add_special_tokens=False)["input_ids"]
-    how, ends = SamplingConfig(temperature=1.0, top_p=0.95, seed=args.seed), end_tokens(model, tokenizer)
+    how = SamplingConfig(temperature=1.0, top_k=256, top_p=0.95, seed=args.seed)
+    ends = end_tokens(model, tokenizer)
     found: dict[str, None] = {}
     number = 0
     while len(found) < args.count and number < MOST_TRIES * args.count:
@@ -145,12 +147,12 @@ def teach(args: argparse.Namespace) -> None:
 
 
 def render(args: argparse.Namespace) -> None:
-    """Token files by name below ``--out``; of rows with a field ``split`` only ``train``, no answers that were cut."""
+    """Token files by name below ``--out``; of rows with a field ``split`` only ``train``, no empty answers."""
     tokenizer = load_tokenizer(args.model)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, path in (text.split("=", 1) for text in args.chat):
         rows = (row for _, row in open_input(path, option="--chat").records())
-        kept = [row for row in rows if row.get("split", "train") == "train" and row.get("finished", True)]
+        kept = [row for row in rows if row.get("split", "train") == "train" and not is_empty(row)]
         kept = kept[:: max(1, -(-len(kept) // args.most))]
         chosen = args.out / f"{name}.jsonl"
         chosen.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
@@ -159,6 +161,11 @@ def render(args: argparse.Namespace) -> None:
         assert files.answers is not None
         learned = int((files.answers[:, 1] - files.answers[:, 0]).sum())
         print(f"{name}: {files.num_documents:,} examples, {files.num_tokens:,} tokens, {learned:,} of them answers")
+
+
+def is_empty(row: dict[str, Any]) -> bool:
+    """Whether a model said nothing in one of its answers."""
+    return any(not turn["content"].strip() for turn in row.get("messages", []) if turn["role"] == "assistant")
 
 
 def run(args: argparse.Namespace) -> None:
