@@ -370,8 +370,9 @@ def test_a_model_asks_itself_is_tuned_on_its_answers_and_agrees_with_itself(
     assert [row["id"] for row in prompts] == [0, 1, 2] and len({row["prompt"] for row in prompts}) == 3
 
     chats = [row | {"split": split} for row, split in zip(tiny_chats(6), ["train", "test"] * 3, strict=True)]
-    rows = write_rows(tmp_path / "chats.jsonl", [*chats, tiny_chats(7)[-1] | {"finished": False}])
-    assert "chats: 3 examples" in call("render", model, "--chat", f"chats={rows}", "--out", tmp_path / "tokens")
+    silent = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " "}]}
+    rows = write_rows(tmp_path / "chats.jsonl", [*chats, tiny_chats(7)[-1] | {"finished": False}, silent])
+    assert "chats: 4 examples" in call("render", model, "--chat", f"chats={rows}", "--out", tmp_path / "tokens")
 
     words = ("run", f"half={model}", "--teacher", model, "--chat", tmp_path / "tokens/chats", "--text", "pydoc:valid")
     words += ("--tune", 512, "--work", tmp_path / "work", "--out", tmp_path / "tune.json", "--set", "data.seq_len=64")
