@@ -1,9 +1,9 @@
 """From conversations to token ids: the tokenizer's own chat template, and which tokens are answers.
 
 An answer is what the template adds to the prompt that ends with its turn: the text of the turn and the token that ends
-it, unless the answer was cut. A template whose earlier turns do not change is rendered once for a whole conversation. Where they do change (some
-drop earlier reasoning, some move the system text to the last question), every answer becomes an example of its own, as
-the model will see it.
+it, unless the answer was cut. A template whose earlier turns do not change is rendered once for a whole conversation.
+Where they do change (some drop earlier reasoning, some move the system text to the last question), every answer becomes
+an example of its own, as the model will see it.
 """
 
 from __future__ import annotations
