@@ -1,6 +1,6 @@
 """Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
 
-    python studies/campaign.py tuning second-model ladder --inputs inputs --work work --out results
+    python studies/campaign.py tuning second-model ladder peers --inputs inputs --work work --out results
     python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
 
 ``inputs`` holds ``SmolLM2-135M-Instruct.Q4_1.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized; WikiText-2 as
@@ -29,12 +29,14 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import JOBS_VARIABLE
+from peers import METHOD_ROWS
 
 from dwindle.core.files import write_text_atomic
 
 TEXTS = ("wikipedia", "textbooks", "elife", "standardebooks", "mdn")
 OURS, BY_HAND, MUON = "global-group-muon+kd@1.5e-3", "one-shot+kd@2e-3", "one-shot-muon+kd@2.5e-3"
 SEEDS = (0, 1, 2)
+VICUNA = "vicuna_bench.question"
 Kind = Literal["train", "ask"]
 PYTHON = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
 """For the shell: this interpreter, whatever it is called."""
@@ -89,10 +91,21 @@ def ladder_row(
     return Job(name, shlex.join(words), (f"adapt-{seed}",) if adapted else ())
 
 
-def study(at: Places, name: str, row: str, tokens: str, seed: int, model: Path, texts: Path) -> list[str]:
-    """The words of ``ladder.py`` for one row in a file of its own."""
-    words = ["python", "studies/ladder.py", "--rows", row, "--seeds", str(seed), "--tokens", tokens]
-    words += ["--set", "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
+def study(
+    at: Places,
+    name: str,
+    row: str,
+    tokens: str,
+    seed: int,
+    model: Path,
+    texts: Path,
+    *,
+    file: str = "ladder",
+    settings: tuple[str, ...] = (),
+) -> list[str]:
+    """The words of a study for one row in a file of its own."""
+    words = ["python", f"studies/{file}.py", "--rows", row, "--seeds", str(seed), "--tokens", tokens]
+    words += ["--set", *settings, "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
     words += ["--data", *(str(texts / text) for text in TEXTS), "--model", str(model), "--valid"]
     words += [str(texts / "psychology"), "--wikitext", str(texts / "wikitext2"), "--texts"]
     words += [f"{text}={texts / text}" for text in ("marketing", "mixed.test")]
@@ -158,24 +171,26 @@ def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str =
             half = f"{at.work}/tuned/{name}-{seed}"
             agreed = (
                 f"python studies/tune.py agree {half} --source {at.source} --out {at.out}/agree-{name}-{seed}.json"
-                f" --answers {at.out}/answers/source/vicuna_bench.question.jsonl"
+                f" --answers {at.out}/answers/source/{VICUNA}.jsonl"
             )
             jobs += [start, tuned, answers_of(at, f"{name}-{seed}", half, (tuned.name,))]
             jobs.append(Job(f"agree-{name}-{seed}", agreed, (tuned.name, "answers-source"), "ask"))
             pairs += [f"{at.out}/answers/{name}-{seed}:{at.out}/answers/source"]
             if seed == 0:
-                jobs.append(answers_of(at, f"recovered-{name}-0", model, (start.name,)))
+                jobs.append(answers_of(at, f"recovered-{name}-0", model, (start.name,), (VICUNA,)))
         pairs.append(f"{at.out}/answers/ours-{seed}:{at.out}/answers/shot-{seed}")
     judged = (
         f"python studies/tune.py judge {' '.join(pairs)} --judge {at.second} --source {at.out}/answers/source"
         f" --work {at.work}/verdicts --out {at.out}/tune-winrates.json"
     )
-    asked_all = tuple(job.name for job in jobs if job.name.startswith("answers-"))
+    asked_all = tuple(job.name for job in jobs if job.name.startswith("answers-") and "recovered" not in job.name)
     return [*jobs, Job("judge", judged, asked_all, "ask", at.second)]
 
 
-def answers_of(at: Places, name: str, model: str, after: tuple[str, ...]) -> Job:
-    prompts = " ".join(f"{at.inputs}/prompts/{file}.jsonl" for file in ("ifeval.prompts", "vicuna_bench.question"))
+def answers_of(
+    at: Places, name: str, model: str, after: tuple[str, ...], files: tuple[str, ...] = ("ifeval.prompts", VICUNA)
+) -> Job:
+    prompts = " ".join(f"{at.inputs}/prompts/{file}.jsonl" for file in files)
     command = f"python studies/tune.py answer {model} --to {prompts} --out {at.out}/answers/{name}"
     return Job(f"answers-{name}", command, after, "ask")
 
@@ -195,10 +210,32 @@ def second_model(at: Places) -> list[Job]:
         row("second-ours", "global-group-muon+kd@1e-3", "7M", adapted, (adapt.name,)),
         row("second-shot", "one-shot+kd@1e-3", "8M", at.second),
         row("second-muon", "one-shot-muon+kd@1e-3", "8M", at.second),
+        row("second-shot-slow", "one-shot+kd@3e-4", "8M", at.second),
     ]
 
 
-CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model}
+def peers(at: Places, tokens: str = "8M") -> list[Job]:
+    """Other papers' methods at three sizes without training, and at half size after the same recovery."""
+    jobs = []
+
+    def row(name: str, row: str, sizes: str, kind: Kind, after: tuple[str, ...] = ()) -> None:
+        settings = ("training.optimizer=muon", "training.lr=2.5e-3")
+        words = study(at, name, row, tokens, 0, at.source, at.inputs / "tokens", file="peers", settings=settings)
+        words[words.index("--work") + 1] = str(at.work / "peers")  # what is trained was pruned before
+        words += ["--sizes", sizes, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
+        jobs.append(Job(name, shlex.join(words), after, kind))
+
+    for name in ("source", *METHOD_ROWS):
+        row(f"peers-{name}", name, "80%nonemb,60%nonemb,50%nonemb", "ask")
+    row("peers-ours-trained", "ours-trained+kd", "50%nonemb", "train")
+    row("peers-sheared-trained", "sheared-trained+kd", "50%nonemb", "train")
+    for name in METHOD_ROWS:
+        if name not in ("ours", "ours-plain"):
+            row(f"peers-{name}-trained", f"{name}-trained+kd", "50%nonemb", "train", (f"peers-{name}",))
+    return jobs
+
+
+CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model, "peers": peers}
 
 
 def run(jobs: list[Job], work: Path, most: dict[Kind, int]) -> int:
