@@ -144,11 +144,11 @@ def ladder(at: Places) -> list[Job]:
     return jobs
 
 
-def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "8M") -> list[Job]:
+def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "6M") -> list[Job]:
     """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
     prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
     instructions = at.inputs / "prompts" / "natural_instructions.permissive.jsonl.xz"
-    asked = f"python studies/tune.py ask {at.source} --count 12000 --out {prompts}"
+    asked = f"python studies/tune.py ask {at.source} --count 10000 --out {prompts}"
     taught = (
         f"python studies/tune.py teach {at.source} --prompts {prompts} --tokens 512 --out {answers}"
         f" && python studies/tune.py render {at.source} --chat answers={answers} --out {chat}"
