@@ -144,7 +144,7 @@ def ladder(at: Places) -> list[Job]:
     return jobs
 
 
-def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str = "6M") -> list[Job]:
+def tuning(at: Places, recovery: tuple[str, str] = ("11M", "12M"), tokens: str = "6M") -> list[Job]:
     """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
     prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
     instructions = at.inputs / "prompts" / "natural_instructions.permissive.jsonl.xz"
@@ -159,7 +159,7 @@ def tuning(at: Places, recovery: tuple[str, str] = ("15M", "16M"), tokens: str =
     pairs = []
     for seed in SEEDS:
         for name, row, amount in (("ours", OURS, recovery[0]), ("shot", BY_HAND, recovery[1])):
-            start = ladder_row(at, f"{name}-50-{seed}", row, amount, seed, tasks=seed == 0)
+            start = ladder_row(at, f"start-{name}-{seed}", row, amount, seed)
             model = f"$(ls -d {at.work / start.name}/{row.partition('@')[0]}*/model)"
             texts = " ".join(str(at.inputs / "tokens" / text) for text in TEXTS)
             command = (
