@@ -18,6 +18,7 @@ from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
+from dwindle.pruning.activity import LayerWalk, observe, output_rows
 from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, PruneConfig
 from dwindle.pruning.methods import METHODS, MethodName, markdown
 from dwindle.pruning.rounds import check_prunable, prune_in_rounds
@@ -109,6 +110,23 @@ def test_wanda_sp_sees_the_inputs_of_pruned_layers() -> None:
         assert sorted(best.tolist()) == list(kept.ffn)
         layers = [*prunable.alive.layers[: number + 1], *by_hand.anatomy.source.layers[number + 1 :]]
         by_hand.prune_to(Structure(by_hand.anatomy.source.hidden, tuple(layers)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_walk_sees_what_whole_passes_see(family: str) -> None:
+    """Also after the layers behind have changed; then the model computes what it did before."""
+    model = tiny_model(family)
+    prunable, walk = Prunable(model), LayerWalk()
+    for number, layer in enumerate(model.model.layers):
+        rows = list(output_rows(prunable.anatomy, [number]).values())
+        plain = observe(prunable, WINDOWS, rows)
+        walked = observe(prunable, WINDOWS, rows, passes=walk.to(list(model.model.layers), number))
+        assert plain.keys() == walked.keys() and plain
+        for name, seen in plain.items():
+            torch.testing.assert_close(walked[name].square_N, seen.square_N, rtol=0, atol=0)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.mul_(0.5)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 8}], ids=["grouped", "multi-head"])

@@ -8,8 +8,8 @@ Shapes: B sequences, T tokens of a sequence, N columns of an input, U units (hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -73,13 +73,61 @@ def activity_of(x_BTN: Tensor, stretch: int = 1) -> Activity:
     return Activity(len(flat), flat.sum(0), flat.square().sum(0), norms_BTU.mean(1).square().sum(0))
 
 
+class _Enough(Exception):
+    """Ends a forward pass: what comes after the layer is not needed."""
+
+
+class LayerWalk:
+    """Passes over the same windows for one layer after the other, when only layers behind have changed.
+
+    A pass skips the layers before the one of the last walk, computes that one as it now is, and ends after the layer of
+    this walk: two layers instead of all. What enters that layer is kept, for all windows.
+    """
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._inputs: list[Tensor] = []
+
+    @contextmanager
+    def to(self, layers: Sequence[nn.Module], last: int) -> Iterator[None]:
+        """In here, passes end after layer ``last``, which must not be before that of the walk before."""
+        before, found = iter(self._inputs), list[Tensor]()
+
+        def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (next(before), *args[1:]) if self._inputs else args
+
+        def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0])
+
+        def leave(*_: object) -> None:
+            raise _Enough
+
+        skipped = layers[: self._first]
+        handles = [layers[self._first].register_forward_pre_hook(enter), layers[last].register_forward_pre_hook(keep)]
+        handles.append(layers[last].register_forward_hook(leave))
+        for layer in skipped:
+            layer.forward = lambda stream, **_: stream
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for layer in skipped:
+                del layer.forward
+        self._first, self._inputs = last, found
+
+
 def observe(
     prunable: Prunable,
     windows: Tensor,
     rows: Sequence[Row],
     bar: Bar | None = None,
+    passes: AbstractContextManager[None] | None = None,
 ) -> dict[str, Activity]:
-    """By tensor name: of a matrix its input, of a norm's gain its output. Forward passes alone."""
+    """By tensor name: of a matrix its input, of a norm's gain its output. Forward passes alone.
+
+    ``passes`` may shorten them (``LayerWalk.to``).
+    """
     model, found = prunable.model, dict[str, Activity]()
     warn_beyond_positions(windows.shape[1], model.config)
 
@@ -97,10 +145,12 @@ def observe(
     handles = [_hook(model.get_submodule(row.module), row, add) for row in rows]
     device = next(model.parameters()).device
     try:
-        with torch.no_grad(), Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as shown:
+        shown = Bar("calibrating", len(windows)) if bar is None else nullcontext(bar)
+        with torch.no_grad(), passes or nullcontext(), shown as progress:
             for batch in torch.split(windows, batch_size(prunable, windows)):
-                model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
-                shown.advance(len(batch))
+                with suppress(_Enough):
+                    model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
+                progress.advance(len(batch))
     finally:
         for handle in handles:
             handle.remove()

@@ -18,7 +18,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count
 from dwindle.pruning import activity
-from dwindle.pruning.activity import Activity, column_scores, norm_rows, observe, output_rows
+from dwindle.pruning.activity import Activity, LayerWalk, column_scores, norm_rows, observe, output_rows
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, most_kv, round_widths, widest, with_sizes
@@ -46,6 +46,7 @@ class WandaSpStrategy(_EqualShares):
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
         self._layer = 0
+        self._walk = LayerWalk()
         self._kept: Sizes = []
 
     @property
@@ -54,7 +55,8 @@ class WandaSpStrategy(_EqualShares):
 
     def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
         rows = output_rows(self.anatomy, [self._layer])
-        seen = observe(prunable, windows, list(rows.values()), bar)
+        walk = self._walk.to(list(prunable.model.model.layers), self._layer)
+        seen = observe(prunable, windows, list(rows.values()), bar, walk)
         scores = {key: activity.wanda_sp(prunable.parameters[row.name], seen[row.name]) for key, row in rows.items()}
         return column_scores(prunable, scores)
 
