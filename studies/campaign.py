@@ -225,11 +225,12 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
         words += ["--sizes", sizes, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
         jobs.append(Job(name, shlex.join(words), after, kind))
 
-    for name in ("source", *METHOD_ROWS):
+    slowest_first = sorted(METHOD_ROWS, key=lambda name: -METHOD_ROWS[name][2])  # by rounds
+    for name in ("source", *slowest_first):
         row(f"peers-{name}", name, "80%nonemb,60%nonemb,50%nonemb", "ask")
     row("peers-ours-trained", "ours-trained+kd", "50%nonemb", "train")
     row("peers-sheared-trained", "sheared-trained+kd", "50%nonemb", "train")
-    for name in METHOD_ROWS:
+    for name in reversed(slowest_first):
         if name not in ("ours", "ours-plain"):
             row(f"peers-{name}-trained", f"{name}-trained+kd", "50%nonemb", "train", (f"peers-{name}",))
     return jobs

@@ -387,7 +387,7 @@ class Study:
         with locked(folder.with_suffix(".lock")):
             if not folder.is_dir() or not cost.is_file():
                 loaded, peak, clock = dwindle.load(self.args.model, device=DEVICE), Peak(), Clock({})
-                with clock("prune"):
+                with clock("prune"), tf32():
                     result = dwindle.prune(
                         loaded, device=DEVICE, measure=False, **self._one_shot_options(row, size, seed)
                     )

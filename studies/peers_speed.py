@@ -100,7 +100,9 @@ def figure(data: Any) -> Figure:
                 x, y = [time for time, _ in means], [loss for _, loss in means]
                 series.append(Series(name, f"task{place}", [*x], [*y], style))  # type: ignore[arg-type]
         if series:
-            panels.append(Panel(f"{QUALITY}, {label}, nats per token", "number", series, legend=not panels))
+            shown = {one.name for panel in panels for one in panel.series}
+            new = any(one.name not in shown for one in series)
+            panels.append(Panel(f"{QUALITY}, {label}, nats per token", "number", series, legend=new))
     caption = f"{rows[0]['model']} at several sizes; llama.cpp, q8_0, one thread. Lower left is better."
     x_label = "time per generated token, relative to the source"
     return Figure("peers", "Quality against latency", caption, x_label, "number", panels)

@@ -244,7 +244,10 @@ def test_the_peers_table_and_figure() -> None:
     assert drawn.caption.startswith("one at several sizes")
     assert [(s.name, s.x, s.y) for s in pruned.series] == [("flap", [0.5, 0.8], [3.5, 3.5])]
     assert [s.name for s in trained.series] == ["flap"]
-    assert "passes the whole model for each layer" in " ".join(lines)
+    assert pruned.legend and not trained.legend
+    more = script("peers_speed").figure({"rows": [*rows, rows[3] | {"row": "sheared-trained+kd"}]})
+    assert more.panels[1].legend  # it has a line that the first panel lacks
+    assert "only its order of magnitude can be compared" in " ".join(lines)
 
 
 def test_speed_is_measured_on_a_model_of_the_same_shape() -> None:

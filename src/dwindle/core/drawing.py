@@ -187,7 +187,8 @@ def _draw_series(axis: Any, series: Series) -> None:
     color, faint = _color(series.color), series.style == "faint"
     label = None if faint else series.name.split(" (")[0]
     style = {"target": (0, (1, 2)), "dashed": "--"}.get(series.style, "-")
-    marker = "o" if len(series.x) == 1 or (series.style in ("dots", "dashed") and len(series.x) <= 60) else None
+    is_marked = len(series.x) == 1 or (series.style in ("dots", "dashed") and len(series.x) <= 60)
+    marker = ("s" if series.style == "dashed" else "o") if is_marked else None  # one point has no dashes
     steps = "steps-post" if series.style == "step" else "default"
     axis.plot(
         series.x,
