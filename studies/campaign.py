@@ -3,14 +3,11 @@
     python studies/campaign.py tuning second-model ladder peers --inputs inputs --work work --out results
     python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
 
-``inputs`` holds ``SmolLM2-135M-Instruct.Q4_1.gguf``, ``tokens/`` (what ``mixture.py`` cuts, tokenized; WikiText-2 as
-``wikitext2``), ``eval/`` (sets of the tasks) and ``prompts/`` (``ifeval.prompts.jsonl``,
-``vicuna_bench.question.jsonl``, ``natural_instructions.permissive.jsonl.xz``); for ``second-model`` also
-``Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf`` and ``second-tokens/``. At most ``--train`` jobs train and ``--ask`` answer
-at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that
-are named first begin first, and one that several have runs once. Inputs of the second model may arrive later: its jobs
-wait for them. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
-fails is printed, and the jobs that need it are left out.
+``inputs`` is what ``inputs.py`` writes: models, tokens, sets of the tasks, prompts. At most ``--train`` jobs train and
+``--ask`` answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of
+campaigns that are named first begin first, and one that several have runs once. Inputs of the second model may arrive
+later: its jobs wait for them. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its
+own run. What fails is printed, and the jobs that need it are left out.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from jobs import JOBS_VARIABLE
-from peers import METHOD_ROWS
+from peers import METHOD_ROWS, OURS_AT_ONCE
 
 from dwindle.core.files import write_text_atomic
 
@@ -67,6 +64,14 @@ class Places:
     def second(self) -> Path:
         return self.inputs / "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
 
+    @property
+    def tokens(self) -> Path:
+        return self.inputs / "tokens"
+
+    @property
+    def second_tokens(self) -> Path:
+        return self.inputs / "second-tokens"
+
     def adapted(self, seed: int) -> Path:
         """The source after a million tokens of the text, under one name for all seeds."""
         return self.work / f"adapted-{seed}" / "SmolLM2-135M-adapted-1M"
@@ -86,7 +91,7 @@ def ladder_row(
     """A row of ``ladder.py``; ours starts from the adapted source, and others if asked."""
     adapted |= row == OURS
     model = at.adapted(seed) if adapted else at.source
-    words = [*study(at, name, row, tokens, seed, model, at.inputs / "tokens"), "--sizes", size]
+    words = [*study(at, name, row, tokens, seed, model, at.tokens), "--sizes", size]
     words += ["--tasks-data", str(at.inputs / "eval")] if tasks else []
     return Job(name, shlex.join(words), (f"adapt-{seed}",) if adapted else ())
 
@@ -144,6 +149,22 @@ def ladder(at: Places) -> list[Job]:
     return jobs
 
 
+def thirty(at: Places) -> list[Job]:
+    """At 30 % the settings of ours are still those of 50 %: what they should be there, on half of the tokens."""
+    jobs = adaptations(at)[:1]
+    choices: dict[str, tuple[str, tuple[str, ...]]] = {
+        "as-at-50": (OURS, ()),
+        "faster": (OURS.replace("@1.5e-3", "@2.5e-3"), ()),
+        "longer": (OURS.replace("+", "-8+"), ()),
+        "second-order": (OURS, ("prune.second_order=true",)),
+        "to-zero": (OURS, ("training.min_lr_ratio=0",)),
+    }
+    for name, (row, settings) in choices.items():
+        words = study(at, f"thirty-{name}", row, "7M", 0, at.adapted(0), at.tokens, settings=settings)
+        jobs.append(Job(f"thirty-{name}", shlex.join([*words, "--sizes", "30%nonemb"]), ("adapt-0",)))
+    return jobs
+
+
 def tuning(at: Places, recovery: tuple[str, str] = ("11M", "12M"), tokens: str = "6M") -> list[Job]:
     """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
     prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
@@ -161,7 +182,7 @@ def tuning(at: Places, recovery: tuple[str, str] = ("11M", "12M"), tokens: str =
         for name, row, amount in (("ours", OURS, recovery[0]), ("shot", BY_HAND, recovery[1])):
             start = ladder_row(at, f"start-{name}-{seed}", row, amount, seed)
             model = f"$(ls -d {at.work / start.name}/{row.partition('@')[0]}*/model)"
-            texts = " ".join(str(at.inputs / "tokens" / text) for text in TEXTS)
+            texts = " ".join(str(at.tokens / text) for text in TEXTS)
             command = (
                 f"python studies/tune.py run {name}={model} --seed {seed} --teacher {at.source} --chat {chat}/answers"
                 f" {chat}/ni --text {texts} --tune {tokens} --set distill.weight=0.75 training.lr=1e-3"
@@ -197,7 +218,7 @@ def answers_of(
 
 def second_model(at: Places) -> list[Job]:
     """Another model at half size: untouched, pruned once by both optimizers, and ours from the adapted source."""
-    texts, adapted = at.inputs / "second-tokens", at.work / "second-adapted" / "Qwen2.5-Coder-0.5B-adapted-1M"
+    texts, adapted = at.second_tokens, at.work / "second-adapted" / "Qwen2.5-Coder-0.5B-adapted-1M"
 
     def row(name: str, row: str, tokens: str, model: Path, after: tuple[str, ...] = ()) -> Job:
         words = [*study(at, name, row, tokens, 0, model, texts), "--sizes", "50%nonemb"]
@@ -220,7 +241,7 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
 
     def row(name: str, row: str, sizes: str, kind: Kind, after: tuple[str, ...] = ()) -> None:
         settings = ("training.optimizer=muon", "training.lr=2.5e-3")
-        words = study(at, name, row, tokens, 0, at.source, at.inputs / "tokens", file="peers", settings=settings)
+        words = study(at, name, row, tokens, 0, at.source, at.tokens, file="peers", settings=settings)
         words[words.index("--work") + 1] = str(at.work / "peers")  # what is trained was pruned before
         words += ["--sizes", sizes, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
         jobs.append(Job(name, shlex.join(words), after, kind))
@@ -229,14 +250,15 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     for name in ("source", *slowest_first):
         row(f"peers-{name}", name, "80%nonemb,60%nonemb,50%nonemb", "ask")
     row("peers-ours-trained", "ours-trained+kd", "50%nonemb", "train")
+    row("peers-ours-32-trained", "ours-32-trained+kd", "50%nonemb", "train")
     row("peers-sheared-trained", "sheared-trained+kd", "50%nonemb", "train")
     for name in reversed(slowest_first):
-        if name not in ("ours", "ours-plain"):
+        if name not in (*OURS_AT_ONCE, "ours-plain"):
             row(f"peers-{name}-trained", f"{name}-trained+kd", "50%nonemb", "train", (f"peers-{name}",))
     return jobs
 
 
-CAMPAIGNS = {"ladder": ladder, "tuning": tuning, "second-model": second_model, "peers": peers}
+CAMPAIGNS = {"ladder": ladder, "thirty": thirty, "tuning": tuning, "second-model": second_model, "peers": peers}
 
 
 def run(jobs: list[Job], work: Path, most: dict[Kind, int]) -> int:

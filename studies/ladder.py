@@ -56,6 +56,9 @@ ROWS = {
     "global-warm-muon": Row("global mixture after the warm-up, smoothed, Muon", (*WARM, *MUON)),
     "global-group-muon": Row("global mixture, group saliency, Muon", (*GROUP, *MUON)),
     "global-saved-muon": Row("global mixture, group saliency per parameter saved, Muon", (*SAVED, *MUON)),
+    "global-group-muon-8": Row(
+        "global mixture, group saliency, Muon, horizon 8 %", (*GROUP, *MUON, "prune.horizon=0.08")
+    ),
     "global-group-muon-long": Row("global mixture, group saliency, Muon, horizon 20 %, WSD", (*GROUP, *MUON, *LONG)),
 }
 

@@ -1,8 +1,6 @@
 """Cuts a training mixture and its held-out texts out of a folder of corpora, as JSON lines to tokenize.
 
-    python studies/mixture.py CORPUS --out mixture
-    for text in mixture/*.jsonl; do
-        dwindle tokenize $text --model smollm2-135m --out tokens/$(basename $text .jsonl); done
+    python studies/mixture.py CORPUS --out mixture      # inputs.py does this, tokenizes, and adds what studies need
 
 CORPUS holds the ``.train.jsonl.xz`` files named below, ``textbooks.valid.jsonl.xz`` (two books, of which psychology is
 chosen on and marketing reported) and ``mixed.valid`` / ``mixed.test``. Documents are shuffled with seed 0 and taken
@@ -28,6 +26,7 @@ PARTS = {
 }
 """Files of each source, and the characters to take."""
 MORE_CHARACTERS = 216_000_000
+HELD_OUT = ("mixed.valid", "mixed.test")
 
 
 def documents(path: Path) -> Iterator[dict[str, str]]:
@@ -49,28 +48,32 @@ def until(texts: list[str], characters: int) -> Iterator[str]:
         yield text
 
 
+def cut(corpus: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    left: list[str] = []
+    for name, (files, characters) in PARTS.items():
+        texts = [d["text"] for file in files for d in documents(corpus / f"{file}.train.jsonl.xz")]
+        random.Random(0).shuffle(texts)
+        taken = list(until(texts, characters))
+        write(out / f"{name}.jsonl", taken)
+        left += texts[len(taken) :]
+    random.Random(0).shuffle(left)
+    write(out / "more.jsonl", until(left, MORE_CHARACTERS))
+    books: dict[str, list[str]] = {"psychology": [], "marketing": []}
+    for document in documents(corpus / "textbooks.valid.jsonl.xz"):
+        books["psychology" if "psychology" in document["book"] else "marketing"].append(document["text"])
+    for name, texts in books.items():
+        write(out / f"{name}.jsonl", texts)
+    for name in HELD_OUT:
+        write(out / f"{name}.jsonl", (d["text"] for d in documents(corpus / f"{name}.jsonl.xz")))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    left: list[str] = []
-    for name, (files, characters) in PARTS.items():
-        texts = [d["text"] for file in files for d in documents(args.corpus / f"{file}.train.jsonl.xz")]
-        random.Random(0).shuffle(texts)
-        taken = list(until(texts, characters))
-        write(args.out / f"{name}.jsonl", taken)
-        left += texts[len(taken) :]
-    random.Random(0).shuffle(left)
-    write(args.out / "more.jsonl", until(left, MORE_CHARACTERS))
-    books: dict[str, list[str]] = {"psychology": [], "marketing": []}
-    for document in documents(args.corpus / "textbooks.valid.jsonl.xz"):
-        books["psychology" if "psychology" in document["book"] else "marketing"].append(document["text"])
-    for name, texts in books.items():
-        write(args.out / f"{name}.jsonl", texts)
-    for name in ("mixed.valid", "mixed.test"):
-        write(args.out / f"{name}.jsonl", (d["text"] for d in documents(args.corpus / f"{name}.jsonl.xz")))
+    cut(args.corpus, args.out)
 
 
 if __name__ == "__main__":

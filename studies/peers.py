@@ -38,8 +38,14 @@ METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
     "ours-plain": ("global mixture, group saliency", (*GLOBAL, "prune.metric=group"), 1),
     "ours": (f"global mixture in {ROUNDS} rounds, second order (ours)", REPAIRED, ROUNDS),
+    "ours-32": (
+        f"the same in multiples of 32 (ours), {ROUNDS} rounds",
+        (*REPAIRED, "prune.round_to=32"),
+        ROUNDS,
+    ),
 }
 """Title, settings, rounds without training."""
+OURS_AT_ONCE = ("ours", "ours-32")
 
 ROWS = {
     "source": Row("source, untouched", trained=False, sized=False),
@@ -50,10 +56,11 @@ ROWS = {
     **{
         f"{name}-trained": Row(f"{title}, then training", overrides, from_one_shot=True, rounds=rounds)
         for name, (title, overrides, rounds) in METHOD_ROWS.items()
-        if name != "ours"
+        if name not in OURS_AT_ONCE
     },
     "sheared-trained": Row("Sheared-LLaMA, masks while training", ("prune.method=sheared",)),
     "ours-trained": Row("global mixture, group saliency, while training (ours)", GROUP),
+    "ours-32-trained": Row("the same in multiples of 32 (ours)", (*GROUP, "prune.round_to=32")),
 }
 _TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared")]
 GROUPS = {

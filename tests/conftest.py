@@ -28,8 +28,9 @@ from dwindle.training import sampling
 
 sampling.NEW_TOKENS = 8  # every run ends with samples: of 32 tokens they would cost as much as its steps
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts background jobs so; tests interrupt runs
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as of background jobs and under nohup; tests interrupt runs
+        signal.signal(number, usual)
 
 
 @pytest.fixture(scope="session")
