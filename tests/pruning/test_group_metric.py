@@ -10,6 +10,7 @@ from drawn import drawn_scores
 from torch import Tensor
 
 from dwindle.anatomy.structure import Group
+from dwindle.pruning import calibration
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.metrics import metric_named
@@ -71,8 +72,13 @@ def parts(scores: Scores) -> list[Tensor]:
     return [*scores.attn, *scores.ffn, scores.stem, *scores.kv]
 
 
+@pytest.mark.parametrize("shared", [(), ("cpu",)], ids=["alone", "together"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_calibration_averages_squared_derivatives_over_sequences(family: str) -> None:
+def test_calibration_averages_squared_derivatives_over_sequences(
+    family: str, shared: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "_SHARING", shared)
+    monkeypatch.setitem(calibration._PASS_TOKENS, "cpu", 2 * 12)
     model, windows = tiny_model(family), tokens(5, 12)
     prunable = Prunable(model)  # first: its norms compute in fp64
     wanted = expected(model, windows)

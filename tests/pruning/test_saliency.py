@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
+from dwindle.pruning import calibration
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.saliency import METRICS, ElementScores, Scores, metric_named, score_model
@@ -61,6 +62,70 @@ def test_scores_equal_a_loop(family: str, name: str) -> None:
             assert mine.tolist() == pytest.approx(other, rel=1e-6)  # transformers computes the loss in float32
     frozen = ElementScores(prunable, found.gradients, found.fishers, metric).current
     assert torch.allclose(frozen.stem, scores.stem, rtol=1e-12)
+
+
+@pytest.mark.parametrize("every_matrix", [False, True])
+@pytest.mark.parametrize("name", ["taylor", "obd"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2"])
+def test_gradients_of_single_examples_from_passes_over_several(
+    family: str, name: str, every_matrix: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to autograd's, one example at a time; of a pruned query head they are zero."""
+    prunable = Prunable(tiny_model(family))
+    prunable.prune(Group("attn", ((0,), (5,), (0,))))
+    windows, model = tokens(5, 9, seed=4), prunable.model
+    wanted = {row.name for row in prunable.anatomy.rows if row.layer is not None and len(row.axes) == 2}
+    if not every_matrix:
+        wanted = {row.name for _, row in prunable.outputs}
+    means: dict[str, torch.Tensor] = {}
+    squares: dict[str, torch.Tensor] = {}
+    for window in windows:
+        model.zero_grad()
+        model(input_ids=window[None], labels=window[None]).loss.backward()
+        prunable.mask_gradients()
+        for key in wanted:
+            gradient = prunable.parameters[key].grad
+            assert gradient is not None
+            means[key] = means.get(key, 0) + gradient / len(windows)
+            squares[key] = squares.get(key, 0) + gradient.square() / len(windows)
+    model.zero_grad()
+    monkeypatch.setattr(calibration, "_SHARING", {"cpu"})
+    monkeypatch.setitem(calibration._PASS_TOKENS, "cpu", 2 * 9)
+    monkeypatch.setattr(calibration, "_EXAMPLE_ELEMENTS", 1)
+    passes: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = calibrate(prunable, windows, metric_named(name), PruneConfig(), names=wanted if every_matrix else None)
+    handle.remove()
+    assert passes == [2, 2, 1] and found.fishers.keys() == wanted
+    assert found.loss == pytest.approx(model(input_ids=windows, labels=windows).loss.item())
+    for key in wanted:
+        torch.testing.assert_close(found.fishers[key], squares[key], rtol=1e-6, atol=1e-18)  # the loss is in float32
+        if name == "taylor":
+            torch.testing.assert_close(found.gradients[key], means[key], rtol=1e-6, atol=1e-10)
+
+
+def test_a_gpu_passes_as_many_windows_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One window holds 3 MB; there are 90 MB free and 10 MB in the allocator's cache, half of which may be used."""
+    found = {"mem_get_info": (90, 200), "memory_reserved": 30, "memory_allocated": 20}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert calibration._fitting(torch.device("cuda"), 3) == 100 // 12
+    assert calibration._fitting(torch.device("cuda"), 300) == 1
+
+
+def test_gradients_of_other_things_than_matrices_take_a_pass_for_each_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo 2 has norms behind blocks, whose gains are scored with whole blocks."""
+    monkeypatch.setattr(calibration, "_SHARING", {"cpu"})
+    model, passes = tiny_model("olmo2"), list[int]()
+    prunable = Prunable(model)
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: passes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    config = PruneConfig(metric="group", groups=["ffn", "layer"])
+    assert calibrate(prunable, tokens(3, 9), metric_named("group"), config).groups is not None
+    assert passes == [1, 1, 1]
 
 
 def test_grouped_query_scores_are_those_of_the_removed_queries() -> None:

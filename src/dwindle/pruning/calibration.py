@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,12 @@ from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, un
 from dwindle.pruning.surgery import Prunable
 
 _PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens per pass where windows need not be separate; ``_PASS_LOGITS`` limits the logits."""
+"""Tokens per pass; ``_PASS_LOGITS`` limits the logits, and on a GPU memory limits passes with gradients."""
 _PASS_LOGITS = 2**29
+_SHARING = frozenset({"cuda"})
+"""Devices on which several examples share a pass: a CPU gains nothing and would need all their logits at once."""
+_EXAMPLE_ELEMENTS = 2**26
+"""Of the gradients of single examples that exist at a time."""
 
 
 @dataclass(slots=True)
@@ -90,7 +95,7 @@ def calibrate(
 
 
 def batch_size(prunable: Prunable, windows: Tensor) -> int:
-    """Windows per pass where they need not be separate."""
+    """Windows per pass."""
     device = next(prunable.model.parameters()).device
     vocab: int = prunable.model.config.vocab_size
     tokens = min(_PASS_TOKENS.get(device.type, 2048), _PASS_LOGITS // vocab)
@@ -107,10 +112,7 @@ def _passes(
     wanted: set[str] | None,
     bar: Bar,
 ) -> float:
-    """The mean loss; every window contributes an equal share of the collected tokens.
-
-    A window is a pass of its own only where it must be: for squared gradients.
-    """
+    """The mean loss; every window contributes an equal share of the collected tokens."""
     model, scored = prunable.model, dict[str, nn.Parameter]()
     if metric.needs & {"gradient", "fisher", "groups"}:
         rows = rows_with_gradients(prunable, metric, blocks="layer" in config.effective_groups)
@@ -118,81 +120,155 @@ def _passes(
         scored = {name: p for name, p in prunable.parameters.items() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    size = 1 if metric.needs & {"fisher", "groups"} else batch_size(prunable, windows)
-    first = 0
-    blocks = "layer" in config.effective_groups
-    gradients = _Gradients(prunable, found, metric)
-    with _only_these_need_gradients(model, scored.values()), gradients.taken_from(scored):
-        for batch in torch.split(windows, size):
+    gradients = _Gradients(prunable, found, metric, scored, blocks="layer" in config.effective_groups)
+    first, most = 0, batch_size(prunable, windows) if gradients.takes_batches else 1
+    size = 1 if scored and device.type == "cuda" else most  # the first window shows how much memory one needs
+    with _only_these_need_gradients(model, gradients.by_autograd), gradients.taken():
+        while first < len(windows):
+            batch = windows[first : first + size].to(device)
             last = first + len(batch)
             if taps is not None and found.inputs is not None:
                 share = found.inputs.num_tokens * last // len(windows)
                 taps.open(share - found.inputs.num_tokens * first // len(windows))
-            batch = batch.to(device)
+            before = _allocated(device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             total += loss.detach() * len(batch)
+            if first == 0:
+                size = min(most, _fitting(device, _allocated(device) - before))
             if scored:
-                gradients.share = len(batch) / len(windows)
-                loss.backward()
-                gradients.finish(scored, last, blocks=blocks)
+                gradients.add_from(loss, len(batch), len(windows))
+                gradients.finish(last)
             first = last
             bar.advance(len(batch))
+    prunable.mask_gradients(found.gradients)
+    prunable.mask_gradients(found.fishers)
     return float(total) / len(windows)
 
 
-def _on_gradient(parameter: Any, call: Callable[[Tensor], None]) -> RemovableHandle:
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
-    return handle
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _fitting(device: torch.device, held: int) -> int:
+    """Windows for half of the free memory of a GPU, if one holds so much after its forward pass and as much again is
+    needed to go back."""
+    if device.type != "cuda":
+        return sys.maxsize
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(1, free // (4 * max(held, 1)))
 
 
 class _Gradients:
     """Adds every gradient to the sums as soon as the backward pass has it, and frees it: never are all there at once.
 
-    For the metric ``group`` only its sums over rows and columns are kept.
+    Squares are of the gradient of one example (a window). Autograd gives the sum over a batch, so an example is a pass
+    of its own, whose kernels a GPU does in less time than it takes to start them. There, linear layers are watched
+    instead: the gradient of an example is δᵀx, from the layer's input x and the derivative δ of the example's loss by
+    its output. Where anything else is scored (norms, biases), an example is a pass there, too.
+
+    For the metric ``group`` only sums over rows and columns are kept.
     """
 
-    def __init__(self, prunable: Prunable, found: Calibration, metric: Metric) -> None:
-        self._prunable, self._found, self._needs = prunable, found, metric.needs
-        self.share = 1.0
-        """Of the windows in the present pass."""
+    def __init__(
+        self,
+        prunable: Prunable,
+        found: Calibration,
+        metric: Metric,
+        scored: Mapping[str, nn.Parameter],
+        *,
+        blocks: bool,
+    ) -> None:
+        self._prunable, self._found, self._needs, self._scored = prunable, found, metric.needs, scored
+        self._share, self._blocks = 1.0, blocks
         self._matrices = {row.name for _, row in prunable.outputs}
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        """Row and column sums of every example of a pass."""
         self._vectors: dict[str, Tensor] = {}
         self._taken: set[str] = set()
+        self._of_examples = bool(metric.needs & {"fisher", "groups"})
+        self._watched: dict[str, nn.Module] = {}
+        if self._of_examples and next(prunable.model.parameters()).device.type in _SHARING:
+            names = {id(parameter): name for name, parameter in scored.items()}
+            for module in prunable.model.modules():
+                if isinstance(module, nn.Linear) and id(module.weight) in names:
+                    self._watched[names[id(module.weight)]] = module
+            if self._watched.keys() != scored.keys():
+                self._watched = {}
+
+    @property
+    def takes_batches(self) -> bool:
+        return bool(self._watched) or not self._of_examples
+
+    @property
+    def by_autograd(self) -> list[nn.Parameter]:
+        """Parameters whose gradients the backward pass computes."""
+        return [] if self._watched else [*self._scored.values()]
 
     @contextmanager
-    def taken_from(self, scored: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        handles = [_on_gradient(p, partial(self._take, name)) for name, p in scored.items()]
+    def taken(self) -> Iterator[None]:
+        handles: list[RemovableHandle] = [
+            module.register_forward_hook(partial(self._watch, name)) for name, module in self._watched.items()
+        ]
+        for name, parameter in {} if self._watched else self._scored.items():
+            handles.append(cast(Any, parameter).register_post_accumulate_grad_hook(partial(self._take_gradient, name)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _take(self, name: str, parameter: Tensor) -> None:
-        self._prunable.mask_gradients([name])
+    def add_from(self, loss: Tensor, count: int, of: int) -> None:
+        """Backward pass of the mean loss of ``count`` of the windows."""
+        self._share = (1 if self._watched else count) / of
+        (loss * count if self._watched else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _watch(self, name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.requires_grad:
+            output.requires_grad_()  # the first layer that is scored: nothing before it is differentiated
+        x_BTI = args[0].detach()
+        cast(Any, output).register_hook(lambda delta_BTO: self._take_examples(name, x_BTI, delta_BTO))
+
+    def _take_examples(self, name: str, x_BTI: Tensor, delta_BTO: Tensor) -> None:
+        at_once = max(1, _EXAMPLE_ELEMENTS // (x_BTI.shape[-1] * delta_BTO.shape[-1]))
+        for x, delta in zip(torch.split(x_BTI, at_once), torch.split(delta_BTO, at_once), strict=True):
+            self._take(name, delta.mT @ x)
+
+    def _take_gradient(self, name: str, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None, name
+        self._take(name, gradient[None])
+
+    def _take(self, name: str, gradients_B: Tensor) -> None:
+        """Of some examples, or the mean over a batch."""
         self._taken.add(name)
+        is_one = len(gradients_B) == 1
         if "groups" in self._needs and name in self._matrices:
-            self._sums[name] = group_sums(parameter.detach(), gradient)
+            sums = group_sums(self._scored[name].detach(), gradients_B)
+            before = self._sums.get(name, (sums[0][:0], sums[1][:0]))
+            self._sums[name] = torch.cat([before[0], sums[0]]), torch.cat([before[1], sums[1]])
         elif "groups" in self._needs:
-            self._vectors[name] = gradient
+            self._vectors[name] = gradients_B[0]
         if "gradient" in self._needs:
-            _add(self._found.gradients, name, gradient, self.share)
+            _add(self._found.gradients, name, gradients_B[0] if is_one else gradients_B.sum(0), self._share)
         if "fisher" in self._needs:
             assert isinstance(self._found.fishers, dict)
-            _add(self._found.fishers, name, gradient.square(), self.share)
+            squares = gradients_B[0].square() if is_one else gradients_B.norm(dim=0).square()
+            _add(self._found.fishers, name, squares, self._share)
 
-    def finish(self, scored: Mapping[str, nn.Parameter], count: int, *, blocks: bool) -> None:
-        """After a backward pass: the last of the first ``count`` sequences, over which ``group`` is averaged."""
-        assert self._taken == {*scored}, "a gradient is missing"
+    def finish(self, count: int) -> None:
+        """After a backward pass: the last of the first ``count`` windows, over which ``group`` is averaged."""
+        assert self._taken == {*self._scored}, "a gradient is missing"
         self._taken.clear()
-        if "groups" in self._needs:
+        if "groups" not in self._needs:
+            return
+        in_pass = len(next(iter(self._sums.values()))[0])
+        for place in range(in_pass):
+            sums = {name: (rows[place], columns[place]) for name, (rows, columns) in self._sums.items()}
             this = begin_scores(
-                self._prunable, self._vectors, None, metric_named("group"), blocks=blocks, reduced=self._sums
+                self._prunable, self._vectors, None, metric_named("group"), blocks=self._blocks, reduced=sums
             )()
-            self._found.groups = this.smoothed(self._found.groups, 1 - 1 / count)
+            self._found.groups = this.smoothed(self._found.groups, 1 - 1 / (count - in_pass + place + 1))
+        self._sums.clear()
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor, share: float) -> None:

@@ -334,11 +334,11 @@ def _kv_sums(structure: Structure, heads: Sequence[Tensor]) -> list[Tensor]:
 def _sums(score: Score, w_OI: Tensor, g_OI: Tensor, f_OI: Tensor | None) -> tuple[Tensor, Tensor]:
     """Row and column sums of the element scores."""
     element_OI = score(w_OI, g_OI, g_OI.square() if f_OI is None else f_OI)
-    return element_OI.sum(1, dtype=torch.float64), element_OI.sum(0, dtype=torch.float64)
+    return element_OI.sum(-1, dtype=torch.float64), element_OI.sum(-2, dtype=torch.float64)
 
 
 def group_sums(weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column sums of a matrix for the metric ``group``: all that it needs of a gradient."""
+    """Row and column sums of a matrix for the metric ``group``: all that it needs of a gradient, or of several."""
     return _sums(derivative, local(weight), local(gradient), None)
 
 

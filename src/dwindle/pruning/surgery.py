@@ -14,7 +14,7 @@ RMSNorm of it in families that have one there; no gradient but that of a bias re
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -97,18 +97,20 @@ class Prunable:
         """Remove one group: one event."""
         self.prune_to(self.alive.without(group), optimizer)
 
-    def mask_gradients(self, names: Collection[str] | None = None) -> None:
+    def mask_gradients(self, gradients: Mapping[str, Tensor] | None = None) -> None:
         """Clear the gradients of pruned columns that would get one; call after backward, before clipping.
 
-        ``names``: of these tensors alone.
+        ``gradients``: these, by tensor name, instead of those of the parameters.
         """
+
+        def of(name: str) -> Tensor | None:
+            return self.parameters[name].grad if gradients is None else gradients.get(name)
+
         for layer, columns in self._idle_columns.items():
-            name = self.anatomy.output_row(layer, "attn").name
-            if (gradient := self.parameters[name].grad) is not None and (names is None or name in names):
+            if (gradient := of(self.anatomy.output_row(layer, "attn").name)) is not None:
                 local(gradient).index_fill_(1, columns, 0.0)
         for row in self._idle_rows:
-            gradient = self.parameters[row.name].grad
-            if gradient is not None and (names is None or row.name in names):
+            if (gradient := of(row.name)) is not None:
                 local(gradient).zero_()
 
     def compacted(self, keep: Structure | None = None, *, last: bool = False) -> nn.Module:
