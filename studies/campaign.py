@@ -13,6 +13,7 @@ own run. What fails is printed, and the jobs that need it are left out.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -33,6 +34,7 @@ from dwindle.core.files import write_text_atomic
 TEXTS = ("wikipedia", "textbooks", "elife", "standardebooks", "mdn")
 OURS, BY_HAND, MUON = "global-group-muon+kd@1.5e-3", "one-shot+kd@2e-3", "one-shot-muon+kd@2.5e-3"
 SEEDS = (0, 1, 2)
+PEER_SIZES = ("50%nonemb", "80%nonemb", "60%nonemb")
 VICUNA = "vicuna_bench.question"
 Kind = Literal["train", "ask"]
 PYTHON = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
@@ -236,25 +238,27 @@ def second_model(at: Places) -> list[Job]:
 
 
 def peers(at: Places, tokens: str = "8M") -> list[Job]:
-    """Other papers' methods at three sizes without training, and at half size after the same recovery."""
+    """Other papers' methods without training and after the same recovery: half size first, then others, then seeds."""
     jobs = []
 
-    def row(name: str, row: str, sizes: str, kind: Kind, after: tuple[str, ...] = ()) -> None:
+    def row(name: str, row: str, sizes: str, seed: int, kind: Kind, after: tuple[str, ...] = ()) -> None:
         settings = ("training.optimizer=muon", "training.lr=2.5e-3")
-        words = study(at, name, row, tokens, 0, at.source, at.tokens, file="peers", settings=settings)
+        words = study(at, name, row, tokens, seed, at.source, at.tokens, file="peers", settings=settings)
         words[words.index("--work") + 1] = str(at.work / "peers")  # what is trained was pruned before
         words += ["--sizes", sizes, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
         jobs.append(Job(name, shlex.join(words), after, kind))
 
     slowest_first = sorted(METHOD_ROWS, key=lambda name: -METHOD_ROWS[name][2])  # by rounds
-    for name in ("source", *slowest_first):
-        row(f"peers-{name}", name, "80%nonemb,60%nonemb,50%nonemb", "ask")
-    row("peers-ours-trained", "ours-trained+kd", "50%nonemb", "train")
-    row("peers-ours-32-trained", "ours-32-trained+kd", "50%nonemb", "train")
-    row("peers-sheared-trained", "sheared-trained+kd", "50%nonemb", "train")
-    for name in reversed(slowest_first):
-        if name not in (*OURS_AT_ONCE, "ours-plain"):
-            row(f"peers-{name}-trained", f"{name}-trained+kd", "50%nonemb", "train", (f"peers-{name}",))
+    row("peers-source", "source", "50%nonemb", 0, "ask")
+    for seed in SEEDS:
+        for name in slowest_first:
+            row(f"peers-{name}-{seed}", name, ",".join(PEER_SIZES), seed, "ask")
+    while_training = (*OURS_AT_ONCE, "sheared")
+    at_once = [name for name in reversed(slowest_first) if name not in (*OURS_AT_ONCE, "ours-plain")]
+    for seed, size in itertools.product(SEEDS, PEER_SIZES):
+        for name in (*while_training, *at_once):
+            after = (f"peers-{name}-{seed}",) if name in at_once else ()
+            row(f"peers-{name}-trained-{size[:2]}-{seed}", f"{name}-trained+kd", size, seed, "train", after)
     return jobs
 
 
