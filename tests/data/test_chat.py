@@ -15,8 +15,9 @@ from chats import ENDS, chat_tokenizer, tiny_chats, turns, write_rows
 from dwindle.core.errors import UserError
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.conversations import conversation_of, open_conversations
+from dwindle.data.conversations import conversation_of, conversations_in
 from dwindle.data.packing import PackedChat, best_fit
+from dwindle.data.readers import open_input
 from dwindle.data.token_files import open_token_files
 from dwindle.data.training_data import TrainingData, open_chat, open_training_data
 
@@ -268,9 +269,9 @@ def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     rows = [{"messages": turns(f"q{n}", f"a{n}")} for n in range(5)]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    lines = open_conversations(write_rows(tmp_path / "chat.jsonl", rows), option="task.chat")
-    table = open_conversations(str(tmp_path / "chat.parquet"), option="task.chat")
-    assert [c.messages for c in table.documents()] == [c.messages for c in lines.documents()]
+    lines = open_input(write_rows(tmp_path / "chat.jsonl", rows), option="task.chat")
+    table = open_input(str(tmp_path / "chat.parquet"), option="task.chat")
+    assert [c.messages for c in conversations_in(table)] == [c.messages for c in conversations_in(lines)]
 
 
 def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
             return iter(rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: Stream()))
-    found = open_conversations("hf:org/chats", option="task.chat").documents()
+    found = conversations_in(open_input("hf:org/chats", option="task.chat"))
     assert [next(found).messages for _ in range(3)] == [row["messages"] for row in rows[:3]]
     with pytest.raises(UserError, match=r"task.chat: hf:org/chats:4 has no assistant turn"):
         next(found)

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from dwindle.core.errors import UserError, first_line
-from dwindle.data.conversations import Conversation, Message
+from dwindle.data.conversations import Conversation, Message, conversations_in
+from dwindle.data.readers import TextInput
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.sources.common import check_ids
 
@@ -105,6 +106,10 @@ class ChatEncoder:
     def identity(self) -> str:
         """Everything that determines the ids of a conversation."""
         return f"{self.base.identity}/chat-cut/{self.template_fingerprint}"
+
+    def encode_input(self, source: TextInput) -> Iterator[EncodedPiece]:
+        """The examples of all conversations of an input."""
+        return self.encode(conversations_in(source, self.input_joint))
 
     def encode(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
         """The examples of all conversations, in order."""

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
 from dwindle.data.chat import ChatEncoder
-from dwindle.data.conversations import open_conversations
-from dwindle.data.readers import INDEX_NAME, expand_inputs, open_input
+from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 from dwindle.sources.common import check_ids
 
@@ -46,26 +45,6 @@ _ANSWERS_NAME = "answers.bin"
 _CONVERSATIONS_NAME = "conversations.bin"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _HASH_BLOCK_BYTES = 1 << 20
-
-
-class Input(Protocol):
-    """What is written: a text or conversations, which an encoder of the same kind understands."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    def digest(self) -> tuple[int, str]: ...
-
-    def documents(self) -> Iterator[Any]: ...
 
 
 class TokenFiles:
@@ -198,12 +177,7 @@ def write_token_files(
     names = expand_inputs(list(inputs), option)
     refuse_sources(Path(out_dir).expanduser(), names)
     encoder = ChatEncoder(tokenizer) if chat else DocumentEncoder(tokenizer)
-    opened: list[Input] = []
-    for name in names:
-        if isinstance(encoder, ChatEncoder):
-            opened.append(open_conversations(name, option=option, input_joint=encoder.input_joint))
-        else:
-            opened.append(open_input(name, text_field=text_field, option=option))
+    opened = [open_input(name, text_field=text_field, option=option) for name in names]
     return write_inputs(
         opened,
         encoder,
@@ -215,7 +189,7 @@ def write_token_files(
 
 
 def write_inputs(
-    inputs: Sequence[Input],
+    inputs: Sequence[TextInput],
     encoder: DocumentEncoder | ChatEncoder,
     out_dir: Path,
     *,
@@ -359,7 +333,7 @@ class _ShardWriter:
         self._in_shard = 0
 
 
-def _write_input(source: Input, encoder: DocumentEncoder | ChatEncoder, writer: _ShardWriter) -> dict[str, Any]:
+def _write_input(source: TextInput, encoder: DocumentEncoder | ChatEncoder, writer: _ShardWriter) -> dict[str, Any]:
     tokens_before = writer.num_tokens
     for piece in _with_progress(source, encoder):
         writer.append(piece)
@@ -370,8 +344,8 @@ def _write_input(source: Input, encoder: DocumentEncoder | ChatEncoder, writer: 
     return {"name": Path(source.name).name, "bytes": size, "sha256": sha256, "tokens": tokens}
 
 
-def _with_progress(source: Input, encoder: DocumentEncoder | ChatEncoder) -> Iterator[EncodedPiece]:
-    pieces = encoder.encode(source.documents())
+def _with_progress(source: TextInput, encoder: DocumentEncoder | ChatEncoder) -> Iterator[EncodedPiece]:
+    pieces = encoder.encode_input(source)
     first = next(pieces)  # some readers know their total only once they have started
     yield first
     shown = 0

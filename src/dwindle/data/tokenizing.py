@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dwindle.core.errors import UserError
+from dwindle.data.readers import TextInput
 from dwindle.sources.common import check_ids
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class DocumentEncoder:
     def identity(self) -> str:
         """Everything that determines the ids of a text."""
         return f"{self.fingerprint}/{self.end_of_text}/{self.beginning_of_text}/{self.dtype.str}"
+
+    def encode_input(self, source: TextInput) -> Iterator[EncodedPiece]:
+        """All documents of an input."""
+        return self.encode(source.documents())
 
     def encode(self, documents: Iterable[str]) -> Iterator[EncodedPiece]:
         """All documents in order, in batches, so that the tokenizer uses all cores."""

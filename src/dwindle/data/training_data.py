@@ -17,7 +17,6 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.conversations import ConversationInput, open_conversations
 from dwindle.data.mixture import Mixture, PackedDataset, Windows
 from dwindle.data.packing import ChatStream, PackedChat, TextRows
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
@@ -231,13 +230,12 @@ def open_chat(paths: Sequence[str], encoder: ChatEncoder, *, cache_dir: Path, op
             files.check_ids(encoder.base.num_embeddings, option)
             parts.append(files)
             continue
-        source = open_conversations(name, option=option, input_joint=encoder.input_joint)
-        parts.append(cached_token_files(source, encoder, cache_dir, "", None))
+        parts.append(cached_token_files(open_input(name, option=option), encoder, cache_dir, "", None))
     return ChatStream(parts)
 
 
 def cached_token_files(
-    source: TextInput | ConversationInput,
+    source: TextInput,
     encoder: DocumentEncoder | ChatEncoder,
     cache_dir: Path,
     text_field: str,
