@@ -65,7 +65,7 @@ def plain_tokens(tokenizer: Any, pieces: list[tuple[str, bool]]) -> tuple[list[i
 def encoded(tokenizer: Any, *rows: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
     encoder = ChatEncoder(tokenizer)
     found = []
-    for piece in encoder.encode(conversation_of(row, "file:1", encoder.input_joint) for row in rows):
+    for piece in encoder.encode_conversations(conversation_of(row, "file:1", encoder.input_joint) for row in rows):
         learned = [False] * len(piece.ids)
         assert piece.answers is not None
         for start, stop in piece.answers.tolist():
@@ -328,11 +328,11 @@ def test_turns_that_a_template_drops_are_found_although_their_text_is_elsewhere(
     tokenizer.chat_template = NO_TOOL
     encoder = ChatEncoder(tokenizer)
     plain = {"messages": [{"role": "system", "content": ""}, *turns("2+2=4?", "yes", "1+1?", "2")]}
-    assert list(encoder.encode([conversation_of(plain, "file:1")])), "an empty system text is no loss"
+    assert list(encoder.encode_conversations([conversation_of(plain, "file:1")])), "an empty system text is no loss"
     called = turns("2+2=4?", "look it up")
     called += [{"role": "tool", "content": said}, {"role": "assistant", "content": "yes"}]
     with pytest.raises(UserError, match=r"^file:2 turn 3: the chat template leaves out the role 'tool'"):
-        list(encoder.encode([conversation_of({"messages": called}, "file:2")]))
+        list(encoder.encode_conversations([conversation_of({"messages": called}, "file:2")]))
 
 
 @pytest.mark.parametrize(
@@ -358,5 +358,5 @@ def test_templates_that_cannot_be_used_are_refused(template: str, message: str) 
     tokenizer.chat_template = template
     encoder = ChatEncoder(tokenizer)
     with pytest.raises(UserError, match=f"^file:7 .*({message})") as caught:
-        list(encoder.encode([conversation_of({"messages": TALK}, "file:7")]))
+        list(encoder.encode_conversations([conversation_of({"messages": TALK}, "file:7")]))
     assert "\n" not in str(caught.value)

@@ -111,6 +111,12 @@ class TokenFiles:
                 largest = int(shard[start : start + _HASH_BLOCK_BYTES].max())
                 check_ids(largest, num_embeddings, f"{option}: {self.directory} holds")
 
+    def check_encoder(self, encoder: DocumentEncoder, option: str = "data") -> None:
+        """Raise UserError unless the encoder could have written the files, and its model has their ids."""
+        self.check_tokenizer(encoder.fingerprint, option)
+        self.check_template(encoder.template_fingerprint, option)
+        self.check_ids(encoder.num_embeddings, option)
+
     def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
         """Raise UserError if the files were written with another tokenizer."""
         if fingerprint != self.tokenizer_fingerprint:
@@ -190,7 +196,7 @@ def write_token_files(
 
 def write_inputs(
     inputs: Sequence[TextInput],
-    encoder: DocumentEncoder | ChatEncoder,
+    encoder: DocumentEncoder,
     out_dir: Path,
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -208,26 +214,25 @@ def write_inputs(
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens: {max_tokens} must be at least 1")
-    base = encoder if isinstance(encoder, DocumentEncoder) else encoder.base
     with atomic_directory(
         out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
     ) as folder:
-        with _ShardWriter(folder, base.dtype, shard_tokens, max_tokens) as writer:
+        with _ShardWriter(folder, encoder.dtype, shard_tokens, max_tokens) as writer:
             entries = [_write_input(source, encoder, writer) for source in inputs if not writer.is_full]
         index = {
             "kind": _KIND,
             "format": FORMAT,
-            "dtype": base.dtype.name,
+            "dtype": encoder.dtype.name,
             "tokens": writer.num_tokens,
             "sha256": writer.sha256,
             "shards": writer.shards,
             "documents": writer.write_document_starts(),
-            "tokenizer": base.fingerprint,
-            "end_of_text": base.end_of_text,
-            "beginning_of_text": base.beginning_of_text,
+            "tokenizer": encoder.fingerprint,
+            "end_of_text": encoder.end_of_text,
+            "beginning_of_text": encoder.beginning_of_text,
             "inputs": entries,
         }
-        if isinstance(encoder, ChatEncoder):
+        if encoder.template_fingerprint is not None:
             index |= {"kind": _CHAT_KIND, "template": encoder.template_fingerprint, **writer.write_answers()}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_token_files(out_dir)
@@ -333,7 +338,7 @@ class _ShardWriter:
         self._in_shard = 0
 
 
-def _write_input(source: TextInput, encoder: DocumentEncoder | ChatEncoder, writer: _ShardWriter) -> dict[str, Any]:
+def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWriter) -> dict[str, Any]:
     tokens_before = writer.num_tokens
     for piece in _with_progress(source, encoder):
         writer.append(piece)
@@ -344,7 +349,7 @@ def _write_input(source: TextInput, encoder: DocumentEncoder | ChatEncoder, writ
     return {"name": Path(source.name).name, "bytes": size, "sha256": sha256, "tokens": tokens}
 
 
-def _with_progress(source: TextInput, encoder: DocumentEncoder | ChatEncoder) -> Iterator[EncodedPiece]:
+def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[EncodedPiece]:
     pieces = encoder.encode_input(source)
     first = next(pieces)  # some readers know their total only once they have started
     yield first

@@ -50,6 +50,9 @@ class DocumentEncoder:
     only the tokens at a split can differ from encoding the whole document.
     """
 
+    template_fingerprint: str | None = None
+    """Of the chat template of conversations; None for text."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.end_of_text = end_of_text_id(tokenizer)
