@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,10 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.build import build_on_meta, is_custom, restore_buffers
-from dwindle.anatomy.families import outside_family
-from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError, first_line
@@ -33,6 +29,7 @@ from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
@@ -275,14 +272,10 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
     with atomic_directory(out, marker=QUANTIZATION, overwrite=overwrite) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         model.config.save_pretrained(folder)
-        if is_custom(model.config):
-            shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
-        if (table := outside_family(model.config.model_type)) is not None:
-            write_family(table, folder)
+        write_beside(model, result.tokenizer, folder, custom_code=is_custom(model.config))
         _mark_config(folder / "config.json", result)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
-        result.tokenizer.save_pretrained(folder)
         description = {"format": FORMAT, **result.to_json()}
         (folder / QUANTIZATION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
