@@ -113,6 +113,8 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if langdetect and NLTK's data were not there."""
     import nltk
 
+    ifeval.Checkers()  # their module is imported once: with langdetect, where it is installed, for later tests
+
     def missing(*args: Any) -> None:
         raise LookupError
 
