@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="needs the eval extra (lm_eval)")
 
-from eval_sets import PAGES, write_sets
+from eval_sets import DOCUMENTS, PAGES, write_sets
 
-from dwindle.evaluation.evaluate import evaluate, evaluate_model, load_data
+from dwindle.evaluation.config import EvalConfig
+from dwindle.evaluation.evaluate import check_engine, evaluate, evaluate_model, load_data
 from dwindle.evaluation.harness import stock_tasks
 from dwindle.evaluation.perplexity import detokenize
 from dwindle.evaluation.results import EvalResult
@@ -130,3 +132,16 @@ def test_a_model_is_left_as_it_was(training: bool, tmp_path: Path) -> None:
     both = [evaluate_model(model, tiny_tokenizer(), data, engine=engine) for engine in ("dwindle", "harness")]
     assert_equal_results(*both)
     assert all(module.training == training for module in model.modules())
+
+
+def test_the_harness_keeps_nobody_else_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--engine harness --data hub`` fetches documents; the harness itself then asks no hub."""
+    import datasets
+
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    check_engine(EvalConfig(engine="harness"))
+    assert "HF_DATASETS_OFFLINE" not in os.environ and not datasets.config.HF_HUB_OFFLINE
+    with stock_tasks({"piqa": DOCUMENTS["piqa"]}):
+        assert datasets.config.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
