@@ -14,12 +14,13 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
-from dwindle.core.errors import UserError, install_hint
+from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.export import onnx_graph
 from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.export.resize import Blocks
+from dwindle.sources.gguf_file import import_gguf
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 from dwindle.sources.gguf_rope import llama3_divisors, yarn_factor
 
@@ -51,15 +52,6 @@ class Written:
     """Tensors that could not be stored in the requested type."""
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters whose values the type rounded."""
-
-
-def import_gguf() -> Any:
-    try:
-        import gguf
-        import gguf.quants
-    except ImportError as error:
-        raise UserError(f"writing GGUF needs the gguf package: {install_hint('gguf')}") from error
-    return gguf
 
 
 def architecture_of(model: Any) -> str:
@@ -165,7 +157,7 @@ def write_gguf(
     threads: int = 1,
 ) -> Written:
     """Write all tensors and the metadata; rows that are not a whole number of blocks are stored with more bits."""
-    gguf = import_gguf()
+    gguf = import_gguf("writing GGUF")
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     try:
