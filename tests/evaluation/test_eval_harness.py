@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 pytest.importorskip("lm_eval", reason="needs the eval extra (lm_eval)")
 
 from eval_sets import DOCUMENTS, PAGES, write_sets
 
 from dwindle.evaluation.config import EvalConfig
-from dwindle.evaluation.evaluate import check_engine, evaluate, evaluate_model, load_data
+from dwindle.evaluation.evaluate import _versions, check_engine, evaluate, evaluate_model, load_data
 from dwindle.evaluation.harness import stock_tasks
 from dwindle.evaluation.perplexity import detokenize
 from dwindle.evaluation.results import EvalResult
@@ -145,3 +149,20 @@ def test_the_harness_keeps_nobody_else_from_the_hub(monkeypatch: pytest.MonkeyPa
     with stock_tasks({"piqa": DOCUMENTS["piqa"]}):
         assert datasets.config.HF_HUB_OFFLINE
     assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_harness_in_a_folder_is_not_recorded_with_the_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``--target``, or a path to its source: there is no metadata of a package."""
+    check_engine(EvalConfig(engine="harness"))
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(sys.modules["lm_eval"], "__version__", "0.4.13", raising=False)
+    assert _versions("harness") == {
+        "dwindle": "source",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lm_eval": "0.4.13",
+    }
