@@ -171,27 +171,19 @@ def write_token_files(
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     text_field: str = "text",
-    max_tokens: int | None = None,
     overwrite: bool = False,
     chat: bool = False,
     option: str = "data",
 ) -> TokenFiles:
     """Tokenize every input, in order, into one directory, which appears once it is complete.
 
-    ``max_tokens`` stops early, for inputs that are longer than needed. With ``chat`` they are conversations.
+    With ``chat`` the inputs are conversations.
     """
-    names = expand_inputs(list(inputs), option)
-    refuse_sources(Path(out_dir).expanduser(), names)
+    names, out = expand_inputs(list(inputs), option), Path(out_dir).expanduser()
+    refuse_sources(out, names)
     encoder = ChatEncoder(tokenizer) if chat else DocumentEncoder(tokenizer)
     opened = [open_input(name, text_field=text_field, option=option) for name in names]
-    return write_inputs(
-        opened,
-        encoder,
-        Path(out_dir).expanduser(),
-        shard_tokens=shard_tokens,
-        max_tokens=max_tokens,
-        overwrite=overwrite,
-    )
+    return write_inputs(opened, encoder, out, shard_tokens=shard_tokens, overwrite=overwrite)
 
 
 def write_inputs(
@@ -207,8 +199,8 @@ def write_inputs(
 ) -> TokenFiles:
     """``write_token_files`` for readers and an encoder that are already open.
 
-    ``keep_existing`` is for caches: if another process was faster, its equal result is used. ``out_option`` is the
-    option named in messages about ``out_dir``.
+    ``max_tokens`` stops early, for text that is longer than needed. ``keep_existing`` is for caches: if another process
+    was faster, its equal result is used. ``out_option`` is the option named in messages about ``out_dir``.
     """
     if shard_tokens < 1:
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
