@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -317,8 +316,8 @@ def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_leng
 
 def _item_lines(data: TaskData, scores: Sequence[Sequence[float]]) -> Iterator[str]:
     for item, values in zip(data.items, scores, strict=True):
-        record = {"task": data.task.name, "item": item.index, "gold": item.question.gold, "loglikelihoods": values}
-        yield json.dumps(record) + "\n"
+        named = {"task": data.task.name, "item": item.index, "gold": item.question.gold}
+        yield json_line(named | {"loglikelihoods": values})
 
 
 def _versions(engine: str) -> dict[str, str]:
