@@ -15,8 +15,9 @@ from chats import ENDS, chat_tokenizer, tiny_chats, turns, write_rows
 from dwindle.core.errors import UserError
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.conversations import conversation_of, open_conversations
+from dwindle.data.conversations import conversation_of, conversations_in
 from dwindle.data.packing import PackedChat, best_fit
+from dwindle.data.readers import open_input
 from dwindle.data.token_files import open_token_files
 from dwindle.data.training_data import TrainingData, open_chat, open_training_data
 
@@ -64,7 +65,7 @@ def plain_tokens(tokenizer: Any, pieces: list[tuple[str, bool]]) -> tuple[list[i
 def encoded(tokenizer: Any, *rows: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
     encoder = ChatEncoder(tokenizer)
     found = []
-    for piece in encoder.encode(conversation_of(row, "file:1", encoder.input_joint) for row in rows):
+    for piece in encoder.encode_conversations(conversation_of(row, "file:1", encoder.input_joint) for row in rows):
         learned = [False] * len(piece.ids)
         assert piece.answers is not None
         for start, stop in piece.answers.tolist():
@@ -268,9 +269,9 @@ def test_parquet_rows_are_read_like_lines(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     rows = [{"messages": turns(f"q{n}", f"a{n}")} for n in range(5)]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    lines = open_conversations(write_rows(tmp_path / "chat.jsonl", rows), option="task.chat")
-    table = open_conversations(str(tmp_path / "chat.parquet"), option="task.chat")
-    assert [c.messages for c in table.documents()] == [c.messages for c in lines.documents()]
+    lines = open_input(write_rows(tmp_path / "chat.jsonl", rows), option="task.chat")
+    table = open_input(str(tmp_path / "chat.parquet"), option="task.chat")
+    assert [c.messages for c in conversations_in(table)] == [c.messages for c in conversations_in(lines)]
 
 
 def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_datasets_of_the_hub_are_streamed(monkeypatch: pytest.MonkeyPatch) -> No
             return iter(rows)
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: Stream()))
-    found = open_conversations("hf:org/chats", option="task.chat").documents()
+    found = conversations_in(open_input("hf:org/chats", option="task.chat"))
     assert [next(found).messages for _ in range(3)] == [row["messages"] for row in rows[:3]]
     with pytest.raises(UserError, match=r"task.chat: hf:org/chats:4 has no assistant turn"):
         next(found)
@@ -327,11 +328,11 @@ def test_turns_that_a_template_drops_are_found_although_their_text_is_elsewhere(
     tokenizer.chat_template = NO_TOOL
     encoder = ChatEncoder(tokenizer)
     plain = {"messages": [{"role": "system", "content": ""}, *turns("2+2=4?", "yes", "1+1?", "2")]}
-    assert list(encoder.encode([conversation_of(plain, "file:1")])), "an empty system text is no loss"
+    assert list(encoder.encode_conversations([conversation_of(plain, "file:1")])), "an empty system text is no loss"
     called = turns("2+2=4?", "look it up")
     called += [{"role": "tool", "content": said}, {"role": "assistant", "content": "yes"}]
     with pytest.raises(UserError, match=r"^file:2 turn 3: the chat template leaves out the role 'tool'"):
-        list(encoder.encode([conversation_of({"messages": called}, "file:2")]))
+        list(encoder.encode_conversations([conversation_of({"messages": called}, "file:2")]))
 
 
 @pytest.mark.parametrize(
@@ -357,5 +358,5 @@ def test_templates_that_cannot_be_used_are_refused(template: str, message: str) 
     tokenizer.chat_template = template
     encoder = ChatEncoder(tokenizer)
     with pytest.raises(UserError, match=f"^file:7 .*({message})") as caught:
-        list(encoder.encode([conversation_of({"messages": TALK}, "file:7")]))
+        list(encoder.encode_conversations([conversation_of({"messages": TALK}, "file:7")]))
     assert "\n" not in str(caught.value)

@@ -13,7 +13,8 @@ import pytest
 
 from dwindle.core.errors import UserError
 from dwindle.data import tokenizing as tokenizing_module
-from dwindle.data.token_files import open_token_files, write_token_files
+from dwindle.data.readers import open_input
+from dwindle.data.token_files import open_token_files, write_inputs, write_token_files
 from dwindle.data.tokenizing import DocumentEncoder, split_text, tokenizer_fingerprint
 from dwindle.data.training_data import open_stream
 
@@ -130,8 +131,8 @@ def test_long_documents_are_encoded_in_pieces(
 
 
 def test_max_tokens_stops(tmp_path: Path, tokenizer: Any, documents: list[str]) -> None:
-    inputs = [write_lines(tmp_path / "a.jsonl", documents), "pydoc"]
-    files = write_token_files(inputs, tokenizer, tmp_path / "out", max_tokens=57)
+    inputs = [open_input(name) for name in (write_lines(tmp_path / "a.jsonl", documents), "pydoc")]
+    files = write_inputs(inputs, DocumentEncoder(tokenizer), tmp_path / "out", max_tokens=57)
     assert files.num_tokens == 57
     assert files.read(0, 57).tolist() == expected_ids(tokenizer, documents)[:57]
     assert len(files.index["inputs"]) == 1

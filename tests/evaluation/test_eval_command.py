@@ -60,6 +60,18 @@ def test_a_result_survives_its_file(dwindle: Command) -> None:
     dwindle("eval", "model", "--tasks", "piqa,wikitext", "--data", "sets", "--out", "result.json")
     result = read_result(Path("result.json"))
     assert EvalResult.from_json(result.to_json(), "x") == result
+    whole = json.loads(Path("result.json").read_text())
+    row = whole["tasks"][0]
+    for damaged in (
+        {"texts": [1]},
+        {"texts": {"a": 1}},
+        {"tasks": [row | {"acc": "x"}]},
+        {"generated": 3},
+        {"limit": "a"},
+    ):
+        Path("damaged.json").write_text(json.dumps(whole | damaged))
+        code, _, err = dwindle("table", "damaged.json")
+        assert code == 2 and "damaged.json: is not a result of" in err
 
 
 def test_skipped_items_are_shown(dwindle: Command) -> None:

@@ -16,6 +16,7 @@ from dwindle.evaluation import data as places
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import load_data
 from dwindle.evaluation.perplexity import load_wikitext, split_pages
+from dwindle.evaluation.prompts import read_prompts
 from dwindle.evaluation.tasks import COMMONSENSE, TASKS, resolve_tasks
 
 
@@ -122,6 +123,16 @@ def test_empty_unusable_and_damaged_files_are_named(tmp_path: Path) -> None:
     file.write_bytes(gzip.compress(b"{}\n" * 1000)[:-9])
     with pytest.raises(UserError, match=r"piqa\.validation\.jsonl\.gz cannot be read"):
         load_task(TASKS["piqa"], [str(tmp_path)])
+
+
+def test_files_of_windows_are_read_as_others(tmp_path: Path) -> None:
+    """A byte order mark is no part of the first line, and the line ends are no part of prompts."""
+    (tmp_path / "piqa.validation.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + json.dumps(DOCUMENTS["piqa"][0]).encode() + b"\r\n"
+    )
+    assert load_task(TASKS["piqa"], [str(tmp_path)]).num_skipped == 0
+    (tmp_path / "prompts.txt").write_bytes("\ufeffGood day.\r\n\r\nOne\u2028two\x0c\r\n".encode())
+    assert [prompt.text for prompt in read_prompts(tmp_path / "prompts.txt")] == ["Good day.", "One\u2028two\x0c"]
 
 
 def test_a_missing_set_is_named_with_three_ways_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,8 @@ def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if langdetect and NLTK's data were not there."""
     import nltk
 
+    ifeval.Checkers()  # their module is imported once: with langdetect, where it is installed, for later tests
+
     def missing(*args: Any) -> None:
         raise LookupError
 
@@ -258,6 +260,9 @@ def test_exact_match_on_a_file_of_ones_own(tmp_path: Path) -> None:
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=120)
     found = evaluate_model(model, tiny_tokenizer(), load_data(["exact_match"], [str(tmp_path)]), tokens=4)
     assert found.generated[0].num_items == 3  # the prompt is longer than the context: its beginning is cut
+    write_lines(tmp_path / "exact_match.test.jsonl", [rows[0], {"question": "Which sign?", "answer": "+"}])
+    data = load_generation(GENERATION_TASKS["exact_match"], [str(tmp_path)])
+    assert len(data.items) == 1 and "line 2: a field has the wrong form (nothing of the answer" in data.skipped[0]
     (tmp_path / "exact_match.dev.jsonl").write_text('{"question": "x"}\n')
     with pytest.raises(UserError, match=r"example line 1 of exact_match is broken"):
         load_generation(GENERATION_TASKS["exact_match"], [str(tmp_path)])

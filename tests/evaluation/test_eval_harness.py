@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 pytest.importorskip("lm_eval", reason="needs the eval extra (lm_eval)")
 
-from eval_sets import PAGES, write_sets
+from eval_sets import DOCUMENTS, PAGES, write_sets
 
-from dwindle.evaluation.evaluate import evaluate, evaluate_model, load_data
+from dwindle.evaluation.config import EvalConfig
+from dwindle.evaluation.evaluate import _versions, check_engine, evaluate, evaluate_model, load_data
 from dwindle.evaluation.harness import stock_tasks
 from dwindle.evaluation.perplexity import detokenize
 from dwindle.evaluation.results import EvalResult
@@ -130,3 +136,33 @@ def test_a_model_is_left_as_it_was(training: bool, tmp_path: Path) -> None:
     both = [evaluate_model(model, tiny_tokenizer(), data, engine=engine) for engine in ("dwindle", "harness")]
     assert_equal_results(*both)
     assert all(module.training == training for module in model.modules())
+
+
+def test_the_harness_keeps_nobody_else_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--engine harness --data hub`` fetches documents; the harness itself then asks no hub."""
+    import datasets
+
+    monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    check_engine(EvalConfig(engine="harness"))
+    assert "HF_DATASETS_OFFLINE" not in os.environ and not datasets.config.HF_HUB_OFFLINE
+    with stock_tasks({"piqa": DOCUMENTS["piqa"]}):
+        assert datasets.config.HF_HUB_OFFLINE
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_harness_in_a_folder_is_not_recorded_with_the_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with ``--target``, or a path to its source: there is no metadata of a package."""
+    check_engine(EvalConfig(engine="harness"))
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(sys.modules["lm_eval"], "__version__", "0.4.13", raising=False)
+    assert _versions("harness") == {
+        "dwindle": "source",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lm_eval": "0.4.13",
+    }

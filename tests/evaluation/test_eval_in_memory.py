@@ -80,6 +80,15 @@ def test_families_without_a_table(place: Path, tmp_path: Path, name: str) -> Non
         assert score == pytest.approx(expected, abs=1e-3)
 
 
+def test_items_of_a_broken_model_are_json(place: Path, tmp_path: Path) -> None:
+    model, items = tiny_model("llama", vocab_size=257, dtype=torch.float32), tmp_path / "items.jsonl"
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    dwindle.evaluate((model, tiny_tokenizer()), ["piqa"], data=[str(place / "sets")], items=items)
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in items.read_text().splitlines()]
+    assert rows and all(value is None for row in rows for value in row["loglikelihoods"])
+
+
 class Loud(torch.nn.Module):
     """A layer of one's own."""
 

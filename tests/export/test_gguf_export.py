@@ -335,6 +335,30 @@ def test_a_wrong_file_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("type_", ["f16", "bf16", "q8_0", "q4_0", "q4_k_m", "iq4_nl"])
+def test_stored_weights_that_are_not_the_sources_are_found(
+    type_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runtimes are compared with the weights as stored, so those must be the source's, but for rounding."""
+    loaded, rightly = tiny_loaded(), gguf_writer.quantize
+
+    def wrongly(gguf: Any, values: Any, kind: Any, threads: int) -> Any:
+        return rightly(gguf, 2 * values if kind.name != "F32" else values, kind, threads)
+
+    export(loaded, "gguf", tmp_path / "good.gguf", type=type_)
+    monkeypatch.setattr(gguf_writer, "quantize", wrongly)
+    with pytest.raises(Mismatch, match=r"rounding changed .* by (9|10)\d%"):
+        export(loaded, "gguf", tmp_path / "bad.gguf", type=type_)
+    assert not (tmp_path / "bad.gguf").exists()
+
+
+def test_a_tied_head_that_llamacpp_wants_apart_is_stored_and_verified(tmp_path: Path) -> None:
+    loaded = tiny_loaded("olmo2", "odd", tie_word_embeddings=True)
+    for type_ in ("f16", "q8_0"):
+        found = export(loaded, "gguf", tmp_path / f"{type_}.gguf", type=type_).verified
+        assert found is not None and found.max_error < 0.05
+
+
 def test_a_file_llamacpp_refuses_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path, *args: Any, **kwargs: Any) -> gguf_writer.Written:
         path.write_bytes(b"GGUF" + bytes(100))

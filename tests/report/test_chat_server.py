@@ -216,3 +216,27 @@ def test_the_page_is_self_contained_and_inert() -> None:
         connection.close()
     assert "</script><b>" not in page and "connect-src 'self'" in page and "default-src 'none'" in page
     assert "http://" not in page and "https://" not in page
+
+
+def test_the_body_of_a_refused_request_is_never_read_as_the_next_one() -> None:
+    """A page of another name that leads to this machine could hide a request in the body of a form."""
+    parrot = Parrot()
+    with serving(parrot) as server:
+        content = body()
+        own = f"Host: 127.0.0.1:{server.server_port}\r\nContent-Type: application/json\r\n"
+        hidden = f"POST /answer HTTP/1.1\r\n{own}Content-Length: {len(content)}\r\n\r\n".encode() + content
+        for method in ("POST", "GET"):
+            head = f"{method} / HTTP/1.1\r\nHost: evil.example\r\nContent-Length: {len(hidden)}\r\n\r\n"
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as connection:
+                connection.sendall(head.encode() + hidden)
+                received = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert received.startswith(b"HTTP/1.1 403") and received.count(b"HTTP/1.1") == 1
+        assert parrot.num_started == 0
+
+
+@pytest.mark.parametrize("length", ["", "-1", "1e3", "\xb2", "9" * 5000])
+def test_a_length_that_is_none_gets_one_line(length: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(Parrot()) as server:
+        status, _, reply = ask(server, b"", **{"Content-Length": length})
+        assert status == 400 and "needs a length" in json.loads(reply)["error"]
+    assert "Traceback" not in capfd.readouterr().err

@@ -72,6 +72,14 @@ def test_licence_comes_from_the_card_beside_a_local_source(tmp_path: Path) -> No
     assert origin_of("/gone/away/model.gguf").name == "model.gguf"
 
 
+def test_a_licence_that_was_added_to_the_card_of_a_hub_model_stays(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    assert origin_of("org/name", card) == origin_of("org/name")
+    card.write_text("---\nlicense: mit\nbase_model: org/name\n---\n")
+    found = origin_of("org/name", card)
+    assert (found.name, found.hub_id, found.licence) == ("org/name", "org/name", "mit")
+
+
 def test_local_paths_are_not_published(tmp_path: Path) -> None:
     recipe = (
         'model = "/home/me/private/tiny"\ntrain = ["/data/books.txt", "pydoc:train", "~/x/y.txt"]\nlr = 1e-3 # 1/2\n'

@@ -319,6 +319,8 @@ def test_latency_and_results_of_other_versions(tmp_path: Path) -> None:
     (latency,) = result_tables(open_run(run))
     assert latency.rows[0][:4] == ["m", "torch", "1", "1M"] and latency.rows[0][6] == "1.5 (1.25–2)"
     assert latency.note == "3 repeats. From latency.json."
+    (run / "latency.json").write_text(json.dumps({"rows": [{**row, "decode_ms_per_token": spread}], "repeats": "3"}))
+    assert result_tables(open_run(run))[0].note == "From latency.json."
     (run / "evaluation.json").write_text(json.dumps({"format": "dwindle-eval-9", "tasks": [{"odd": 1}]}))
     assert result_tables(open_run(run))[0].rows == [["1"]]
 

@@ -340,9 +340,9 @@ class Stub(BaseHTTPRequestHandler):
             self.send_header("Location", "http://127.0.0.1:9/elsewhere")
             self.end_headers()
             return
-        if self.mode == "busy" and len(self.seen) == 1:
+        if self.mode in ("busy", "odd") and len(self.seen) == 1:
             self.send_response(429)
-            self.send_header("Retry-After", "0")
+            self.send_header("Retry-After", "0" if self.mode == "busy" else "\xb2")
             self.end_headers()
             return
         text = body["messages"][0]["content"]
@@ -366,6 +366,14 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()
         thread.join()
+
+
+def test_a_time_to_wait_that_is_no_number_is_ignored(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(judges.time, "sleep", waited.append)
+    Stub.mode = "odd"
+    assert AddressJudge(address, "m").judge(Pair(1, "q", "a long answer", "b"), a_first=True) == 1.0
+    assert waited == [1.0]
 
 
 def test_an_address_judges_only_when_it_is_allowed(

@@ -256,6 +256,14 @@ def test_llama3_rope_is_recovered_from_its_divisors(tmp_path: Path) -> None:
     divisors[5] *= 1.5
     with pytest.raises(UserError, match="rope_freqs"):
         load(write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": divisors}))
+    for odd in (0.0, -2.0, np.inf, np.nan):
+        for damaged in (np.full_like(divisors, odd), np.append(divisors[1:], np.float32(odd)), divisors[:-1]):
+            with pytest.raises(UserError, match="rope_freqs"):
+                load(write_gguf(tmp_path / "n.gguf", model, extra={"rope_freqs.weight": damaged}))
+    for theta in (0.0, -5.0):
+        for extra in ({}, {"rope_freqs.weight": llama3_divisors(32.0, 500000.0, 64)}):
+            with pytest.raises(UserError, match=r"llama\.rope\.freq_base is"):
+                load(write_gguf(tmp_path / "n.gguf", model, keys={"rope.freq_base": theta}, extra=extra))
 
 
 def test_phi3_longrope_tables(tmp_path: Path) -> None:

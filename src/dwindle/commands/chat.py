@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +9,13 @@ import typer
 
 from dwindle.commands.app import SHIP, Device, app
 from dwindle.commands.options import options_of
+from dwindle.commands.report import serve
 from dwindle.core.errors import UserError
 from dwindle.core.terminal import plain, say
 from dwindle.evaluation.config import GenerateConfig, SamplingConfig
 
 if TYPE_CHECKING:
-    from dwindle.run.chat import ChatModel, Conversation
+    from dwindle.run.chat import Conversation
 
 
 @app.command(rich_help_panel=SHIP)
@@ -45,7 +45,10 @@ def chat(
                 name = plain(model.facts.name)
                 say(f"note: {name} has no chat template: it continues your last message as plain text", error=True)
         if page:
-            _serve(loaded, port, sampling, system, open_page, as_json)
+            from dwindle.report.chat_server import ChatServer
+
+            with ChatServer(loaded, port, config=sampling, system=system) as server:
+                serve(server, open_page, as_json)
         else:
             _talk(Conversation(loaded, sampling, system=system))
 
@@ -77,20 +80,3 @@ def _talk(talk: Conversation) -> None:
 
 def _write(text: str) -> None:
     print(plain(text, keep="\n\t"), end="", flush=True)
-
-
-def _serve(
-    models: list[ChatModel], port: int, config: SamplingConfig, system: str, open_page: bool, as_json: bool
-) -> None:
-    """Serve the page until Ctrl-C."""
-    from dwindle.commands.report import open_in_browser
-    from dwindle.report.chat_server import ChatServer
-
-    with ChatServer(models, port, config=config, system=system) as server:
-        print(json.dumps({"url": server.url}) if as_json else f"{server.url} (Ctrl-C to stop)", flush=True)
-        if open_page:
-            open_in_browser(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            say("stopped", error=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +12,9 @@ from dwindle.commands.guidance import export_command, say_next
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import REPORT
 from dwindle.core.terminal import plain, say
+
+if TYPE_CHECKING:
+    from dwindle.report.loopback import LoopbackServer
 
 RunArgument = Annotated[
     list[str],
@@ -46,12 +48,15 @@ def report(
         raise UserError("--out: cannot be combined with --watch: omit one of them")
     found = open_run(run)
     if watch:
-        _serve(run, port, open_page, published, as_json)
+        from dwindle.report.server import ReportServer
+
+        with ReportServer(found, port, published=published) as server:
+            serve(server, open_page, as_json)
         return
     summary = summarise(found, published=published)
     path = write_page(render_page(summary), out or found.directory.report, overwrite=overwrite)
     if open_page:
-        open_in_browser(path.resolve().as_uri())
+        _open_in_browser(path.resolve().as_uri())
     if as_json:
         figures = [figure["id"] for figure in summary["figures"]]
         print_result({"report": str(path), "figures": figures, "missing": summary["missing"]}, as_json)
@@ -63,25 +68,18 @@ def report(
         say_next({"a file for llama.cpp": export_command(run, run.rstrip("/"))})
 
 
-def _serve(run: str, port: int, open_page: bool, published: bool, as_json: bool) -> None:
-    """Serve the report until Ctrl-C."""
-    from dwindle.report.run import Run
-    from dwindle.report.server import ReportServer
-
-    with ReportServer(Run(Path(run)), port, published=published) as server:
-        if as_json:
-            print(json.dumps({"url": server.url}), flush=True)
-        else:
-            print(f"{server.url} (Ctrl-C to stop)", flush=True)
-        if open_page:
-            open_in_browser(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            say("stopped", error=True)
+def serve(server: LoopbackServer, open_page: bool, as_json: bool) -> None:
+    """Serve a page until Ctrl-C."""
+    print(json.dumps({"url": server.url}) if as_json else f"{server.url} (Ctrl-C to stop)", flush=True)
+    if open_page:
+        _open_in_browser(server.url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        say("stopped", error=True)
 
 
-def open_in_browser(url: str) -> None:
+def _open_in_browser(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):

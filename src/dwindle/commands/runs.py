@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,5 @@ def runs(
     from dwindle.report.runs import list_runs, render_runs
 
     rows = list_runs(Path(folder))
-    if as_json:
-        print(json.dumps([row.to_json() for row in rows]))
-        return
-    print_result(render_runs(rows) if rows else f"no runs in {folder}", as_json)
+    shown = render_runs(rows) if rows else f"no runs in {folder}"
+    print_result([row.to_json() for row in rows] if as_json else shown, as_json)

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
 from dwindle.core.errors import UserError, first_line
-from dwindle.data.conversations import Conversation, Message
+from dwindle.data.conversations import Conversation, Message, conversations_in
+from dwindle.data.readers import TextInput
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.sources.common import check_ids
 
@@ -77,17 +78,17 @@ class Example:
     answers: list[tuple[int, int]] = field(default_factory=list)
 
 
-class ChatEncoder:
-    """Encodes conversations; the interface is that of ``DocumentEncoder``."""
+class ChatEncoder(DocumentEncoder):
+    """Encodes conversations as examples: text in the tokenizer's chat template, and which of its tokens are answers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.base = DocumentEncoder(tokenizer)
-        if self.base.backend is None:
+        super().__init__(tokenizer)
+        if self.backend is None:
             raise UserError(f"tokenizer: {type(tokenizer).__name__} does not say where its tokens are in the text")
-        self.template = chat_template_of(tokenizer, self.base)
+        self.template = chat_template_of(tokenizer, self)
+        self.template_fingerprint = hashlib.sha256(self.template.encode()).hexdigest()
         self.input_joint = input_joint(self.template)
         """What stands between an instruction and its input."""
-        self._tokenizer = tokenizer
         self._kept: set[tuple[str | None, ...]] = set()
         """Roles between their neighbours' that the template is known to keep."""
         self._special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
@@ -98,24 +99,24 @@ class ChatEncoder:
         return next((token for token, name in names if name in self._special), None)
 
     @property
-    def template_fingerprint(self) -> str:
-        return hashlib.sha256(self.template.encode()).hexdigest()
-
-    @property
     def identity(self) -> str:
         """Everything that determines the ids of a conversation."""
-        return f"{self.base.identity}/chat-cut/{self.template_fingerprint}"
+        return f"{super().identity}/chat-cut/{self.template_fingerprint}"
 
-    def encode(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
+    def encode_input(self, source: TextInput) -> Iterator[EncodedPiece]:
+        """The examples of all conversations of an input."""
+        return self.encode_conversations(conversations_in(source, self.input_joint))
+
+    def encode_conversations(self, conversations: Iterable[Conversation]) -> Iterator[EncodedPiece]:
         """The examples of all conversations, in order."""
         examples = (numbered for conversation in conversations for numbered in enumerate(self.examples(conversation)))
         while batch := list(islice(examples, _BATCH)):
             texts = [example.text for _, example in batch]
-            encoded = self.base.backend.encode_batch(texts, add_special_tokens=False)
+            encoded = self.backend.encode_batch(texts, add_special_tokens=False)
             for (number, example), encoding in zip(batch, encoded, strict=True):
-                check_ids(max(encoding.ids, default=0), self.base.num_embeddings, "tokenizer: gives")
+                check_ids(max(encoding.ids, default=0), self.num_embeddings, "tokenizer: gives")
                 answers = _token_spans(np.array(encoding.offsets).reshape(-1, 2), example.answers)
-                yield EncodedPiece(np.array(encoding.ids, dtype=self.base.dtype), True, answers, number == 0)
+                yield EncodedPiece(np.array(encoding.ids, dtype=self.dtype), True, answers, number == 0)
 
     def examples(self, conversation: Conversation) -> Iterator[Example]:
         """One example, or several where the template changes earlier turns."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dwindle.core.errors import UserError
-from dwindle.data.readers import TextInput, open_input, without_lone_surrogates
+from dwindle.data.readers import TextInput, without_lone_surrogates
 
 Message = dict[str, str]
 
@@ -44,49 +44,14 @@ class Conversation:
         return UserError(f"{self.place} {problem}")
 
 
-class ConversationInput:
-    """One input of conversations, with the interface of a ``TextInput``."""
-
-    def __init__(self, rows: TextInput, input_joint: str) -> None:
-        self.rows = rows
-        self.input_joint = input_joint
-
-    @property
-    def name(self) -> str:
-        return self.rows.name
-
-    @property
-    def unit(self) -> str:
-        return self.rows.unit
-
-    @property
-    def position(self) -> int:
-        return self.rows.position
-
-    @property
-    def total(self) -> int:
-        return self.rows.total
-
-    @property
-    def cache_key(self) -> str:
-        return self.rows.cache_key
-
-    def digest(self) -> tuple[int, str]:
-        return self.rows.digest()
-
-    def documents(self) -> Iterator[Conversation]:
-        """Every conversation; an input without any is an error."""
-        empty = True
-        for number, record in self.rows.records():
-            empty = False
-            yield conversation_of(record, f"{self.rows.option}: {self.name}:{number}", self.input_joint)
-        if empty:
-            raise UserError(f"{self.rows.option}: {self.name} contains no conversations: give a file with some")
-
-
-def open_conversations(name: str, *, option: str, input_joint: str = "\n\n") -> ConversationInput:
-    """The reader for a file name or id; ``input_joint`` stands between an ``instruction`` and its ``input``."""
-    return ConversationInput(open_input(name, option=option), input_joint)
+def conversations_in(rows: TextInput, input_joint: str = "\n\n") -> Iterator[Conversation]:
+    """Every conversation of an input, an error if it has none; the joint stands between instruction and input."""
+    empty = True
+    for number, record in rows.records():
+        empty = False
+        yield conversation_of(record, f"{rows.option}: {rows.name}:{number}", input_joint)
+    if empty:
+        raise UserError(f"{rows.option}: {rows.name} contains no conversations: give a file with some")
 
 
 def conversation_of(record: dict[str, Any], place: str, input_joint: str = "\n\n") -> Conversation:

@@ -13,7 +13,7 @@ import numpy as np
 from dwindle.core.sizes import parse_count
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.conversations import open_conversations
+from dwindle.data.conversations import conversations_in
 from dwindle.data.packing import ChatStream, PackedChat
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
 from dwindle.data.token_files import is_token_files, open_token_files
@@ -99,10 +99,10 @@ def _conversations(
 
 def _first_rows(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], float]:
     """(The first examples of a file, their share of it)."""
-    source = open_conversations(name, option="task.chat", input_joint=encoder.input_joint)
-    rows = list(islice(source.documents(), _READ_CONVERSATIONS + 1))
+    source = open_input(name, option="task.chat")
+    rows = list(islice(conversations_in(source, encoder.input_joint), _READ_CONVERSATIONS + 1))
     share = min(max(source.position, 1) / max(source.total, 1), 1.0) if len(rows) > _READ_CONVERSATIONS else 1.0
-    return list(encoder.encode(rows)), share
+    return list(encoder.encode_conversations(rows)), share
 
 
 def _first_files(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], float]:
@@ -140,8 +140,7 @@ def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -
     """Exact for token files; extrapolated from the beginning for text."""
     if is_token_files(name):
         files = open_token_files(name)
-        files.check_tokenizer(encoder.fingerprint, option)
-        files.check_ids(encoder.num_embeddings, option)
+        files.check_encoder(encoder, option)
         return files.num_tokens
     texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)
     sample, left = list[str](), _ENCODED_CHARS

@@ -132,6 +132,14 @@ class TextInput(ABC):
     def _share_read(self) -> float:
         return min(max(self.position, 1) / max(self.total, 1), 1.0)
 
+    def _text_of(self, record: dict[str, Any], field: str, line: int | None = None) -> str:
+        if field not in record:
+            raise self._error(_no_field(field, record), line)
+        text = record[field]
+        if not isinstance(text, str):
+            raise self._error(f"has a field {field!r} that is not text", line)
+        return without_lone_surrogates(text)
+
     def _error(self, problem: str, line: int | None = None) -> UserError:
         place = self.name if line is None else f"{self.name}:{line}"
         return UserError(f"{self.option}: {place} {problem}")
@@ -231,7 +239,7 @@ class JsonLinesInput(FileInput):
 
     def _texts(self) -> Iterator[str]:
         for number, record in self.records():
-            yield self._text_of(record, number)
+            yield self._text_of(record, self.text_field, number)
 
     def _record_of(self, line: str, number: int) -> dict[str, Any]:
         try:
@@ -241,14 +249,6 @@ class JsonLinesInput(FileInput):
         if not isinstance(record, dict):
             raise self._error('is not a JSON object: each line must look like {"text": …}', number)
         return record
-
-    def _text_of(self, record: dict[str, Any], number: int) -> str:
-        if self.text_field not in record:
-            raise self._error(_no_field(self.text_field, record), number)
-        text = record[self.text_field]
-        if not isinstance(text, str):
-            raise self._error(f"has a field {self.text_field!r} that is not text", number)
-        return without_lone_surrogates(text)
 
 
 class ParquetInput(FileInput):
@@ -350,12 +350,7 @@ class HubInput(TextInput):
 
     def _texts(self) -> Iterator[str]:
         for record in self._stream():
-            if self.text_field not in record:
-                raise self._error(_no_field(self.text_field, record))
-            text = record[self.text_field]
-            if not isinstance(text, str):
-                raise self._error(f"has a field {self.text_field!r} that is not text")
-            text = without_lone_surrogates(text)
+            text = self._text_of(record, self.text_field)
             self._hash(text)
             yield text
 

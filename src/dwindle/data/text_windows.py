@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _PASSAGE_CHARS = 20_000
 _CHARS_PER_TOKEN = 8
 _STREAMED_PASSAGES_FACTOR = 4
+_OPTION = "--data"
+"""How messages call the text of a calibration."""
 
 
 def validation_windows(
@@ -60,14 +62,11 @@ def calibration_windows(
     seq_len: int,
     seed: int,
     text_field: str = "text",
-    option: str = "--data",
 ) -> Tensor:
-    """int64 [num_sequences, seq_len]: random windows of the packed text, the same for the same seed.
-
-    Only a random sample of passages is tokenized, so a large text costs little more than reading it.
-    """
-    stream = _calibration_stream(paths, tokenizer, num_sequences, seq_len, seed, text_field, option)
-    return random_windows(stream, num_sequences, seq_len, seed, option)
+    """int64 [num_sequences, seq_len]: random windows of the packed text, the same for the same seed."""
+    return calibration_and_held_out(
+        paths, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, num_held_out=0, text_field=text_field
+    )[0]
 
 
 def calibration_and_held_out(
@@ -79,46 +78,36 @@ def calibration_and_held_out(
     seed: int,
     num_held_out: int,
     text_field: str = "text",
-    option: str = "--data",
 ) -> tuple[Tensor, Tensor]:
-    """The windows of ``calibration_windows``, and others of the same text (at most ``num_held_out``, maybe none)."""
-    stream = _calibration_stream(paths, tokenizer, num_sequences, seq_len, seed, text_field, option)
-    windows = random_windows(stream, num_sequences, seq_len, seed, option)
-    return windows, held_out_windows(stream, num_sequences, seq_len, seed, num_held_out)
+    """The windows of ``calibration_windows``, and others of the same text (at most ``num_held_out``, maybe none).
 
-
-def _calibration_stream(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    num_sequences: int,
-    seq_len: int,
-    seed: int,
-    text_field: str,
-    option: str,
-) -> TokenStream:
+    Only a random sample of passages is tokenized, so a large text costs little more than reading it.
+    """
     for name, value in (("num_sequences", num_sequences), ("seq_len", seq_len)):
         if value < 1:
             raise UserError(f"calibration {name}: {value} must be at least 1")
     encoder = DocumentEncoder(tokenizer)
-    names = expand_inputs(list(paths), option)
+    names = expand_inputs(list(paths), _OPTION)
     token_dirs = [name for name in names if is_token_files(name)]
     texts = [name for name in names if name not in token_dirs]
-    parts: list[TokenPart] = list(open_stream(token_dirs, encoder, option=option).parts) if token_dirs else []
+    parts: list[TokenPart] = list(open_stream(token_dirs, encoder, option=_OPTION).parts) if token_dirs else []
     if texts:
         num_chars = num_sequences * (seq_len + 1) * _CHARS_PER_TOKEN
-        passages = _sample_passages(texts, num_chars, seed, text_field, option)
+        passages = _sample_passages(texts, num_chars, seed, text_field)
         parts.append(MemoryTokens.encode(", ".join(texts), encoder, passages))
-    return TokenStream(parts)
+    stream = TokenStream(parts)
+    windows = random_windows(stream, num_sequences, seq_len, seed, _OPTION)
+    return windows, held_out_windows(stream, num_sequences, seq_len, seed, num_held_out)
 
 
-def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str, option: str) -> list[str]:
+def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str) -> list[str]:
     """A random sample of passages in text order, with at least ``num_chars`` characters if the text is long enough.
 
     Each passage draws a number from the seed and its position; the lowest are kept. One pass, bounded memory.
     """
     kept: list[tuple[int, int, str]] = []
     kept_chars = 0
-    for position, text in enumerate(_passages(names, num_chars, text_field, option)):
+    for position, text in enumerate(_passages(names, num_chars, text_field)):
         draw = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
         heapq.heappush(kept, (-int.from_bytes(draw, "little"), position, text))
         kept_chars += len(text)
@@ -127,11 +116,11 @@ def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field
     return [text for _, _, text in sorted(kept, key=lambda item: item[1])]
 
 
-def _passages(names: Sequence[str], num_chars: int, text_field: str, option: str) -> Iterator[str]:
+def _passages(names: Sequence[str], num_chars: int, text_field: str) -> Iterator[str]:
     """Documents, long ones split; of a Hugging Face dataset only a few times the required length."""
     for name in names:
         read_chars = 0
-        for document in open_input(name, text_field=text_field, option=option).documents():
+        for document in open_input(name, text_field=text_field, option=_OPTION).documents():
             yield from split_text(document, _PASSAGE_CHARS)
             read_chars += len(document)
             if name.startswith(HUB_PREFIX) and read_chars > _STREAMED_PASSAGES_FACTOR * num_chars:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
 from dwindle.data.chat import ChatEncoder
-from dwindle.data.conversations import open_conversations
-from dwindle.data.readers import INDEX_NAME, expand_inputs, open_input
+from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
 from dwindle.sources.common import check_ids
 
@@ -46,26 +45,6 @@ _ANSWERS_NAME = "answers.bin"
 _CONVERSATIONS_NAME = "conversations.bin"
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _HASH_BLOCK_BYTES = 1 << 20
-
-
-class Input(Protocol):
-    """What is written: a text or conversations, which an encoder of the same kind understands."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def unit(self) -> str: ...
-
-    @property
-    def position(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    def digest(self) -> tuple[int, str]: ...
-
-    def documents(self) -> Iterator[Any]: ...
 
 
 class TokenFiles:
@@ -132,6 +111,12 @@ class TokenFiles:
                 largest = int(shard[start : start + _HASH_BLOCK_BYTES].max())
                 check_ids(largest, num_embeddings, f"{option}: {self.directory} holds")
 
+    def check_encoder(self, encoder: DocumentEncoder, option: str = "data") -> None:
+        """Raise UserError unless the encoder could have written the files, and its model has their ids."""
+        self.check_tokenizer(encoder.fingerprint, option)
+        self.check_template(encoder.template_fingerprint, option)
+        self.check_ids(encoder.num_embeddings, option)
+
     def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
         """Raise UserError if the files were written with another tokenizer."""
         if fingerprint != self.tokenizer_fingerprint:
@@ -186,37 +171,24 @@ def write_token_files(
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     text_field: str = "text",
-    max_tokens: int | None = None,
     overwrite: bool = False,
     chat: bool = False,
     option: str = "data",
 ) -> TokenFiles:
     """Tokenize every input, in order, into one directory, which appears once it is complete.
 
-    ``max_tokens`` stops early, for inputs that are longer than needed. With ``chat`` they are conversations.
+    With ``chat`` the inputs are conversations.
     """
-    names = expand_inputs(list(inputs), option)
-    refuse_sources(Path(out_dir).expanduser(), names)
+    names, out = expand_inputs(list(inputs), option), Path(out_dir).expanduser()
+    refuse_sources(out, names)
     encoder = ChatEncoder(tokenizer) if chat else DocumentEncoder(tokenizer)
-    opened: list[Input] = []
-    for name in names:
-        if isinstance(encoder, ChatEncoder):
-            opened.append(open_conversations(name, option=option, input_joint=encoder.input_joint))
-        else:
-            opened.append(open_input(name, text_field=text_field, option=option))
-    return write_inputs(
-        opened,
-        encoder,
-        Path(out_dir).expanduser(),
-        shard_tokens=shard_tokens,
-        max_tokens=max_tokens,
-        overwrite=overwrite,
-    )
+    opened = [open_input(name, text_field=text_field, option=option) for name in names]
+    return write_inputs(opened, encoder, out, shard_tokens=shard_tokens, overwrite=overwrite)
 
 
 def write_inputs(
-    inputs: Sequence[Input],
-    encoder: DocumentEncoder | ChatEncoder,
+    inputs: Sequence[TextInput],
+    encoder: DocumentEncoder,
     out_dir: Path,
     *,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -227,33 +199,32 @@ def write_inputs(
 ) -> TokenFiles:
     """``write_token_files`` for readers and an encoder that are already open.
 
-    ``keep_existing`` is for caches: if another process was faster, its equal result is used. ``out_option`` is the
-    option named in messages about ``out_dir``.
+    ``max_tokens`` stops early, for text that is longer than needed. ``keep_existing`` is for caches: if another process
+    was faster, its equal result is used. ``out_option`` is the option named in messages about ``out_dir``.
     """
     if shard_tokens < 1:
         raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"max_tokens: {max_tokens} must be at least 1")
-    base = encoder if isinstance(encoder, DocumentEncoder) else encoder.base
     with atomic_directory(
         out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
     ) as folder:
-        with _ShardWriter(folder, base.dtype, shard_tokens, max_tokens) as writer:
+        with _ShardWriter(folder, encoder.dtype, shard_tokens, max_tokens) as writer:
             entries = [_write_input(source, encoder, writer) for source in inputs if not writer.is_full]
         index = {
             "kind": _KIND,
             "format": FORMAT,
-            "dtype": base.dtype.name,
+            "dtype": encoder.dtype.name,
             "tokens": writer.num_tokens,
             "sha256": writer.sha256,
             "shards": writer.shards,
             "documents": writer.write_document_starts(),
-            "tokenizer": base.fingerprint,
-            "end_of_text": base.end_of_text,
-            "beginning_of_text": base.beginning_of_text,
+            "tokenizer": encoder.fingerprint,
+            "end_of_text": encoder.end_of_text,
+            "beginning_of_text": encoder.beginning_of_text,
             "inputs": entries,
         }
-        if isinstance(encoder, ChatEncoder):
+        if encoder.template_fingerprint is not None:
             index |= {"kind": _CHAT_KIND, "template": encoder.template_fingerprint, **writer.write_answers()}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_token_files(out_dir)
@@ -359,7 +330,7 @@ class _ShardWriter:
         self._in_shard = 0
 
 
-def _write_input(source: Input, encoder: DocumentEncoder | ChatEncoder, writer: _ShardWriter) -> dict[str, Any]:
+def _write_input(source: TextInput, encoder: DocumentEncoder, writer: _ShardWriter) -> dict[str, Any]:
     tokens_before = writer.num_tokens
     for piece in _with_progress(source, encoder):
         writer.append(piece)
@@ -370,8 +341,8 @@ def _write_input(source: Input, encoder: DocumentEncoder | ChatEncoder, writer: 
     return {"name": Path(source.name).name, "bytes": size, "sha256": sha256, "tokens": tokens}
 
 
-def _with_progress(source: Input, encoder: DocumentEncoder | ChatEncoder) -> Iterator[EncodedPiece]:
-    pieces = encoder.encode(source.documents())
+def _with_progress(source: TextInput, encoder: DocumentEncoder) -> Iterator[EncodedPiece]:
+    pieces = encoder.encode_input(source)
     first = next(pieces)  # some readers know their total only once they have started
     yield first
     shown = 0

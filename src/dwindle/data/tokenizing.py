@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dwindle.core.errors import UserError
+from dwindle.data.readers import TextInput
 from dwindle.sources.common import check_ids
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class DocumentEncoder:
     only the tokens at a split can differ from encoding the whole document.
     """
 
+    template_fingerprint: str | None = None
+    """Of the chat template of conversations; None for text."""
+
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.end_of_text = end_of_text_id(tokenizer)
@@ -64,6 +68,10 @@ class DocumentEncoder:
     def identity(self) -> str:
         """Everything that determines the ids of a text."""
         return f"{self.fingerprint}/{self.end_of_text}/{self.beginning_of_text}/{self.dtype.str}"
+
+    def encode_input(self, source: TextInput) -> Iterator[EncodedPiece]:
+        """All documents of an input."""
+        return self.encode(source.documents())
 
     def encode(self, documents: Iterable[str]) -> Iterator[EncodedPiece]:
         """All documents in order, in batches, so that the tokenizer uses all cores."""

@@ -17,7 +17,6 @@ from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.config import DataConfig, TaskConfig
-from dwindle.data.conversations import ConversationInput, open_conversations
 from dwindle.data.mixture import Mixture, PackedDataset, Windows
 from dwindle.data.packing import ChatStream, PackedChat, TextRows
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
@@ -207,9 +206,7 @@ def open_stream(
     for name in expand_inputs(list(paths), option):
         if is_token_files(name):
             files = open_token_files(name)
-            files.check_tokenizer(encoder.fingerprint, option)
-            files.check_template(None, option)
-            files.check_ids(encoder.num_embeddings, option)
+            files.check_encoder(encoder, option)
             parts.append(files)
             continue
         source = open_input(name, text_field=text_field, option=option)
@@ -226,19 +223,16 @@ def open_chat(paths: Sequence[str], encoder: ChatEncoder, *, cache_dir: Path, op
     for name in expand_inputs(list(paths), option):
         if is_token_files(name):
             files = open_token_files(name)
-            files.check_tokenizer(encoder.base.fingerprint, option)
-            files.check_template(encoder.template_fingerprint, option)
-            files.check_ids(encoder.base.num_embeddings, option)
+            files.check_encoder(encoder, option)
             parts.append(files)
             continue
-        source = open_conversations(name, option=option, input_joint=encoder.input_joint)
-        parts.append(cached_token_files(source, encoder, cache_dir, "", None))
+        parts.append(cached_token_files(open_input(name, option=option), encoder, cache_dir, "", None))
     return ChatStream(parts)
 
 
 def cached_token_files(
-    source: TextInput | ConversationInput,
-    encoder: DocumentEncoder | ChatEncoder,
+    source: TextInput,
+    encoder: DocumentEncoder,
     cache_dir: Path,
     text_field: str,
     max_tokens: int | None,
@@ -254,8 +248,7 @@ def cached_token_files(
     directory = cache_dir / f"{stem}-{key}"
     if (directory / INDEX_NAME).is_file():
         files = open_token_files(directory)
-        base = encoder if isinstance(encoder, DocumentEncoder) else encoder.base
-        files.check_ids(base.num_embeddings, "data.cache_dir")
+        files.check_ids(encoder.num_embeddings, "data.cache_dir")
         return files
     return write_inputs(
         [source], encoder, directory, max_tokens=max_tokens, keep_existing=True, out_option="data.cache_dir"

@@ -180,7 +180,7 @@ def read_text(path: Path) -> str:
     compression = path.suffix if path.suffix in COMPRESSIONS else None
     try:
         with path.open("rb") as raw:
-            return open_compressed(raw, compression, f"--data: {path}").read().decode("utf-8")
+            return open_compressed(raw, compression, f"--data: {path}").read().decode("utf-8-sig")
     except (OSError, EOFError, lzma.LZMAError, zlib.error, CorruptError, UnicodeDecodeError) as error:
         raise UserError(f"--data: {path} cannot be read ({error}): download it again") from error
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -317,8 +316,8 @@ def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_leng
 
 def _item_lines(data: TaskData, scores: Sequence[Sequence[float]]) -> Iterator[str]:
     for item, values in zip(data.items, scores, strict=True):
-        record = {"task": data.task.name, "item": item.index, "gold": item.question.gold, "loglikelihoods": values}
-        yield json.dumps(record) + "\n"
+        named = {"task": data.task.name, "item": item.index, "gold": item.question.gold}
+        yield json_line(named | {"loglikelihoods": values})
 
 
 def _versions(engine: str) -> dict[str, str]:
@@ -327,6 +326,7 @@ def _versions(engine: str) -> dict[str, str]:
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "source" if name == "dwindle" else str(getattr(torch, "__version__", ""))
+        except importlib.metadata.PackageNotFoundError:  # it was imported from a folder
+            loaded = None if name == "dwindle" else sys.modules.get(name)
+            found[name] = str(getattr(loaded, "__version__", "source"))
     return found

@@ -155,7 +155,7 @@ def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int |
         try:
             if isinstance(row, BrokenItem):
                 raise row
-            item = _item(number, row, before, checkers)
+            item = _item(task, number, row, before, checkers)
         except BrokenItem as problem:
             data.skip(f"{label}: {problem}")
             continue
@@ -171,12 +171,16 @@ def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int |
     return data
 
 
-def _item(number: int, row: Mapping[str, Any], before: str, checkers: Checkers | None) -> GenerationItem:
+def _item(
+    task: GenerationTask, number: int, row: Mapping[str, Any], before: str, checkers: Checkers | None
+) -> GenerationItem:
     try:
         if checkers is not None:
             checkers.check_document(row)
             return GenerationItem(number, _id(row["key"]), row["prompt"], row)
-        question, _ = _solved(row)
+        question, answer = _solved(row)
+        if not task.normalise(answer):
+            raise ValueError("nothing of the answer is compared, so no answer at all would be right")
         name = number if row.get("id") is None else row["id"]
         return GenerationItem(number, _id(name), before + question, row)
     except KeyError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,8 +54,6 @@ _MMLU_DESCRIPTIONS = {
 
 def import_harness() -> Any:
     """Import ``lm_eval``, or raise with the command that installs it."""
-    # Set before the import, which configures ``datasets``: it must not use the network.
-    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     try:
         for module in ("lm_eval.evaluator", "lm_eval.models.huggingface", "lm_eval.tasks"):
             importlib.import_module(module)
@@ -75,7 +72,7 @@ def stock_tasks(
     """
     lm_eval = import_harness()
     root = Path(lm_eval.tasks.__file__).parent
-    with tempfile.TemporaryDirectory(prefix="dwindle-harness-") as temporary, _quiet():
+    with tempfile.TemporaryDirectory(prefix="dwindle-harness-") as temporary, _quiet(), _offline():
         folder = Path(temporary)
         for name, rows in documents.items():
             file = folder / f"{name}.jsonl"
@@ -90,6 +87,18 @@ def stock_tasks(
         manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(folder))
         loaded = manager.load([_task_name(name) for name in documents])
         yield {name: loaded["tasks"][_task_name(name)] for name in documents}
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """``datasets`` asks no hub within the context; before it, documents may have been fetched there."""
+    from datasets import config
+
+    before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def _task_name(name: str) -> str:

@@ -168,7 +168,7 @@ class AddressJudge:
                 if error.code != 429 and error.code < 500:
                     break
                 wait = error.headers.get("Retry-After", "")
-                time.sleep(min(float(wait) if wait.isdigit() else 2.0**number, 60.0))
+                time.sleep(min(float(wait) if wait.isdecimal() else 2.0**number, 60.0))
             except (OSError, http.client.HTTPException) as error:
                 reason = " ".join(str(getattr(error, "reason", error)).split())
                 time.sleep(min(2.0**number, 60.0) / 4)

@@ -44,8 +44,8 @@ def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -
     if not path.is_file():
         raise UserError(f"--prompts {path}: does not exist: give a .jsonl or .txt file")
     if path.suffix == ".txt":
-        rows = [(f"line {number}", {"prompt": line}) for number, line in enumerate(read_text(path).split("\n"), 1)]
-        found = [(label, row) for label, row in rows if row["prompt"].strip()]
+        lines = enumerate(read_text(path).replace("\r\n", "\n").split("\n"), 1)
+        found = [(f"line {number}", {"prompt": line}) for number, line in lines if line.strip()]
     else:
         found = list(json_lines(path))
     prompts = [make_prompt(row, number, f"{path}, {label}", joint) for number, (label, row) in enumerate(found[:limit])]

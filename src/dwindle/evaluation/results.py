@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table
@@ -22,7 +23,6 @@ from dwindle.core.sizes import format_count
 from dwindle.evaluation.tasks import COMMONSENSE
 
 FORMAT = "dwindle-eval-1"
-_LISTS = ("format", "average", "tasks", "texts", "generated")
 
 
 @dataclass(slots=True)
@@ -156,14 +156,9 @@ class EvalResult(Shown):
         try:
             if data["format"] != FORMAT:
                 raise ValueError("another format")
-            kept = {key: value for key, value in data.items() if key not in _LISTS}
-            return EvalResult(
-                **kept,
-                tasks=[TaskResult(**row) for row in data["tasks"]],
-                texts=[TextResult(**_with_infinity(row)) for row in data["texts"]],
-                generated=[GenerationResult(**row) for row in data.get("generated", ())],
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            texts = [_with_infinity(row) for row in data["texts"]]
+            return TypeAdapter(EvalResult).validate_python(data | {"texts": texts})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"{name}: is not a result of `dwindle eval --out`: give one, or a model") from error
 
     def render(self) -> RenderableType:

@@ -35,6 +35,7 @@ from dwindle.export.resize import Blocks, Resized, resize
 from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
+from dwindle.sources.gguf_file import import_gguf
 from dwindle.sources.loading import Loaded, load, model_of_run
 
 FORMATS = ("hf", "gguf", "onnx", "transformers.js", "executorch")
@@ -158,7 +159,7 @@ def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
 def _check_target(to: str, target: Path, kind: str, verify: bool, overwrite: bool, sources: Sequence[str]) -> None:
     """Report a missing package or an unusable ``out`` before any work."""
     if to == "gguf":
-        gguf_writer.import_gguf()
+        import_gguf("writing GGUF")
         gguf_types.check_quantizer(kind)
         if verify:
             require_xllamacpp()

@@ -11,8 +11,9 @@ from dwindle.core.errors import UserError
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_types import TYPES
 from dwindle.export.gguf_vocabulary import Vocabulary, vocabulary_of
-from dwindle.export.gguf_writer import add_about, architecture_of, import_gguf, padding_for, rope_tables, tensors_of
+from dwindle.export.gguf_writer import add_about, architecture_of, padding_for, rope_tables, tensors_of
 from dwindle.export.resize import resize
+from dwindle.sources.gguf_file import import_gguf
 
 _HEADER_BYTES, _TENSOR_BYTES = 24, 24
 """Magic number, version and two counts; of a tensor the lengths of its name, its axes, its type and place."""
@@ -47,7 +48,7 @@ def predicted_bytes(model: Any, vocabulary: Vocabulary | int, *, type_: str, **a
 
     ``vocabulary`` may be given as its ``vocabulary_bytes``.
     """
-    gguf = import_gguf()
+    gguf = import_gguf("writing GGUF")
     writer = gguf.GGUFWriter(None, architecture_of(model))
     add_about(writer, model, type_, about)
     header = _HEADER_BYTES + _metadata_bytes(gguf, writer)
@@ -65,7 +66,7 @@ def predicted_bytes(model: Any, vocabulary: Vocabulary | int, *, type_: str, **a
 
 def vocabulary_bytes(vocabulary: Vocabulary) -> int:
     """Bytes of the metadata of a vocabulary."""
-    gguf = import_gguf()
+    gguf = import_gguf("writing GGUF")
     writer = gguf.GGUFWriter(None, "")
     writer.kv_data[0].clear()  # the architecture
     vocabulary.write(writer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +14,15 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
-from dwindle.core.errors import UserError, install_hint
+from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.export import onnx_graph
 from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.export.resize import Blocks
+from dwindle.sources.gguf_file import import_gguf
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
-from dwindle.sources.gguf_rope import yarn_factor
+from dwindle.sources.gguf_rope import llama3_divisors, yarn_factor
 
 _PER_LAYER = {"llama", "mistral", "qwen2"}
 """Families that llama.cpp's ``deci`` graph computes: a Llama, with or without q/k/v biases."""
@@ -52,15 +52,6 @@ class Written:
     """Tensors that could not be stored in the requested type."""
     stored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters whose values the type rounded."""
-
-
-def import_gguf() -> Any:
-    try:
-        import gguf
-        import gguf.quants
-    except ImportError as error:
-        raise UserError(f"writing GGUF needs the gguf package: {install_hint('gguf')}") from error
-    return gguf
 
 
 def architecture_of(model: Any) -> str:
@@ -166,7 +157,7 @@ def write_gguf(
     threads: int = 1,
 ) -> Written:
     """Write all tensors and the metadata; rows that are not a whole number of blocks are stored with more bits."""
-    gguf = import_gguf()
+    gguf = import_gguf("writing GGUF")
     architecture = architecture_of(model)
     writer = gguf.GGUFWriter(path, architecture)
     try:
@@ -378,15 +369,7 @@ def rope_tables(config: Any, head_dim: int) -> dict[str, npt.NDArray[np.float32]
         }
     if rope.get("rope_type") != "llama3":
         return {}
-    original, low, high = (
-        float(rope[key]) for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    divisors = []
-    for place in range(0, head_dim, 2):
-        wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (place / head_dim)
-        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
-        divisors.append(1 / ((1 - smooth) / float(rope["factor"]) + smooth))
-    return {"rope_freqs.weight": np.asarray(divisors, np.float32)}
+    return {"rope_freqs.weight": np.asarray(llama3_divisors(rope, head_dim), np.float32)}
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -136,12 +136,7 @@ def _write_files(
     custom_code = weights and layout is None and is_custom(model.config)
     if layout is not None:
         deci.write_config(model, folder)
-    if custom_code:
-        shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
-    if (table := outside_family(model.config.model_type)) is not None:
-        write_family(table, folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    write_beside(model, tokenizer, folder, custom_code=custom_code)
     (folder / STRUCTURE).write_text(json.dumps(structure) + "\n", encoding="utf-8")
     (folder / LEDGER).write_text("".join(map(json_line, about["ledger"])), encoding="utf-8")
     if (quality := about.get("quality")) is not None:
@@ -164,6 +159,16 @@ def _write_files(
     (folder / "README.md").write_text(model_card(card), encoding="utf-8")
     if (figure := card_figure.architecture_svg(structure, about["ledger"])) is not None:
         (folder / card_figure.NAME).write_text(figure, encoding="utf-8")
+
+
+def write_beside(model: Any, tokenizer: Any, folder: Path, *, custom_code: bool) -> None:
+    """What loading needs beside weights and configuration: our modelling file, a family's table, the tokenizer."""
+    if custom_code:
+        shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
+    if (table := outside_family(model.config.model_type)) is not None:
+        write_family(table, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _layer_parameters(config: Any, structure: Structure) -> list[int]:

@@ -45,10 +45,10 @@ def origin_of(source: str, card: Path | None = None) -> Origin:
     if path.exists():
         facts = _card_facts((path if path.is_dir() else path.parent) / "README.md")
         return _from_card(path.resolve().name, facts, _quantised_file(path))
+    facts = {} if card is None else _card_facts(card)
     if _HUB_ID.fullmatch(source):
-        return Origin(source, source)
-    name = re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source
-    return _from_card(name, {} if card is None else _card_facts(card))
+        return _from_card(source, facts | {"base_model": source})
+    return _from_card(re.split(r"[/\\]", source.rstrip("/\\"))[-1] or source, facts)
 
 
 def _from_card(name: str, facts: dict[str, str], dequantised: str = "") -> Origin:

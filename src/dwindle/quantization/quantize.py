@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -18,15 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.build import build_on_meta, is_custom, restore_buffers
-from dwindle.anatomy.families import outside_family, register_beside
-from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
-from dwindle.core.limits import check_sizes
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.reading import read_json
@@ -34,6 +29,7 @@ from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
+from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
@@ -276,14 +272,10 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
     with atomic_directory(out, marker=QUANTIZATION, overwrite=overwrite) as folder:
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         model.config.save_pretrained(folder)
-        if is_custom(model.config):
-            shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
-        if (table := outside_family(model.config.model_type)) is not None:
-            write_family(table, folder)
+        write_beside(model, result.tokenizer, folder, custom_code=is_custom(model.config))
         _mark_config(folder / "config.json", result)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
-        result.tokenizer.save_pretrained(folder)
         description = {"format": FORMAT, **result.to_json()}
         (folder / QUANTIZATION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(_card(result, out), encoding="utf-8")
@@ -349,10 +341,9 @@ def _is_quantized(name: str, model: Any) -> bool:
 
 def _rebuilt(folder: Path, scheme: Scheme, tensors: dict[str, Tensor]) -> Any:
     """The model with its rounded layers."""
-    raw = json.loads(json.dumps(read_json(folder / "config.json")), object_hook=_with_infinities)
-    check_sizes(raw, str(folder))
-    register_beside(folder, raw["model_type"])
-    model: Any = build_on_meta(_config(raw))
+    config = huggingface.read_config(folder, str(folder))
+    del config.quantization_config  # whose layers are ours here, not those of a library
+    model: Any = build_on_meta(config)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and module is not model.lm_head:
             layer = layer_from(tensors, name, scheme.rounds)
@@ -362,22 +353,3 @@ def _rebuilt(folder: Path, scheme: Scheme, tensors: dict[str, Tensor]) -> Any:
                 layer.bias = layer.bias.float()
             _replace(model, name, layer)
     return model
-
-
-def _with_infinities(data: dict[str, Any]) -> Any:
-    """transformers writes an infinite number as an object, because JSON has none."""
-    return float(data["__float__"]) if data.keys() == {"__float__"} else data
-
-
-def _config(raw: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    from dwindle.anatomy.modeling_dwindle import PREFIX, classes_for
-
-    values = {k: v for k, v in raw.items() if k not in ("quantization_config", "auto_map", "model_type")}
-    if raw["model_type"].startswith(PREFIX):
-        config: Any = classes_for(raw["model_type"])[0](**values)
-    else:
-        config = AutoConfig.for_model(raw["model_type"], **values)
-    config._attn_implementation = config._experts_implementation = None  # no kernels from the hub
-    return config

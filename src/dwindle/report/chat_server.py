@@ -7,6 +7,7 @@ told to come back (503). A client that goes away stops its answer.
 from __future__ import annotations
 
 import json
+import re
 import select
 import socket
 import threading
@@ -120,7 +121,6 @@ class _Handler(LoopbackHandler):
         path = self.asked_path()
         if path is None:
             return
-        self.close_connection = True  # also where the body was not read
         if not self._is_own_page():
             self.answer_text(HTTPStatus.FORBIDDEN, "only this server's own page may ask")
         elif path != "/answer":
@@ -157,7 +157,7 @@ class _Handler(LoopbackHandler):
 
     def _request(self) -> tuple[Desk, list[dict[str, str]], SamplingConfig]:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY_BYTES:
             raise UserError(f"the request needs a length of at most {MAX_BODY_BYTES:,} bytes: start a new chat")
         try:
             body = parse_json(self.rfile.read(int(length)))

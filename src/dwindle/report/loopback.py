@@ -119,6 +119,8 @@ class LoopbackHandler(BaseHTTPRequestHandler):
 
     def asked_path(self) -> str | None:
         """The path of a request; None if it was answered because it is not for us."""
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body that is not read would be taken for the next request
         if not self._is_own_name():
             self.answer_text(HTTPStatus.FORBIDDEN, "use the address 127.0.0.1")
             return None

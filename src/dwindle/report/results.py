@@ -42,7 +42,7 @@ def _recognised(value: Any) -> tuple[str, list[Row]]:
     try:
         if isinstance(value, dict) and "decode_ms_per_token" in value["rows"][0]:
             return _latency_note(value), [_latency_row(row) for row in value["rows"]]
-    except (KeyError, IndexError, TypeError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         pass  # another version: shown as is
     return "", rows_of(value)
 

@@ -224,7 +224,7 @@ class _Header:
 
 def _block_sizes(ggml_type: int, name: str, path: Path) -> tuple[int, int]:
     """Elements and bytes of one block of a quantised type."""
-    gguf = _import_gguf()
+    gguf = import_gguf()
     try:
         elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(ggml_type)]
     except (ValueError, KeyError) as error:
@@ -246,7 +246,7 @@ def _num_bytes(info: TensorInfo, name: str, path: Path) -> int:
 
 
 def _dequantize(raw: npt.NDArray[np.uint8], info: TensorInfo, name: str, path: Path) -> npt.NDArray[np.float32]:
-    gguf = _import_gguf()
+    gguf = import_gguf()
     kind = gguf.GGMLQuantizationType(info.ggml_type)
     elements, size = _block_sizes(info.ggml_type, name, path)
     blocks = raw.reshape(-1, info.shape[-1] // elements * size)
@@ -260,10 +260,11 @@ def _dequantize(raw: npt.NDArray[np.uint8], info: TensorInfo, name: str, path: P
     return values
 
 
-def _import_gguf() -> Any:
+def import_gguf(purpose: str = "reading quantised GGUF files") -> Any:
+    """The ``gguf`` package; without it, an error that says what it is needed for."""
     try:
         import gguf
         import gguf.quants
     except ImportError as error:
-        raise UserError(f"reading quantised GGUF files needs the gguf package: {install_hint('gguf')}") from error
+        raise UserError(f"{purpose} needs the gguf package: {install_hint('gguf')}") from error
     return gguf

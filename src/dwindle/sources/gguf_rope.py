@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from dwindle.core.limits import MAX_WIDTH
-from dwindle.sources.gguf_file import GgufFile, unsupported
+from dwindle.sources.gguf_file import GgufFile, damaged, unsupported
 
 
 def rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """``rope_parameters`` of the file; an error if transformers has no exact counterpart."""
     rope: dict[str, Any] = {"rope_theta": file.number("rope.freq_base", 10000.0)}
+    if rope["rope_theta"] <= 0:
+        raise damaged(file.path, f"{file.architecture}.rope.freq_base is {rope['rope_theta']}")
     rotary_dim = int(file.number("rope.dimension_count", head_dim)) or head_dim
     if rotary_dim != head_dim:
         if file.architecture not in ("phi3", "glm4"):
@@ -110,17 +114,28 @@ def _llama3_rope(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     stored = file.read("rope_freqs.weight").reshape(-1)
     if (stored == 1.0).all():
         return {"rope_type": "default"}
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    for index, divisor in enumerate(stored.tolist()):
-        wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
-        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
-        expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(divisor - expected) > 1e-3 * expected:
-            raise unsupported(file, "has a rope_freqs table that is not Llama 3's")
-    return {
+    factor = float(stored.max())
+    rope = {
         "rope_type": "llama3",
         "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
     }
+    expected = llama3_divisors(rope | {"rope_theta": theta}, head_dim) if 1 < factor < math.inf else []
+    if stored.shape != (len(expected),) or not np.allclose(stored, expected, rtol=1e-3, atol=0):
+        raise unsupported(file, "has a rope_freqs table that is not Llama 3's")
+    return rope
+
+
+def llama3_divisors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    """What Llama 3's scaling divides each frequency by: nothing of the fast ones, ``factor`` of the slow ones."""
+    low, high, original = (
+        float(rope[key]) for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    found = []
+    for place in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * float(rope["rope_theta"]) ** (place / head_dim)
+        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        found.append(1 / ((1 - smooth) / float(rope["factor"]) + smooth))
+    return found

@@ -346,19 +346,8 @@ def _check_safetensors(path: Path, where: str) -> None:
 
 def _integers(files: list[Path], safetensors: bool) -> dict[str, str]:
     """The dtype of every stored integer tensor, by name; no values are read."""
-    found: dict[str, str] = {}
-    for path in files:
-        if safetensors:
-            with safe_open(path, framework="pt") as handle:
-                types = {name: str(handle.get_slice(name).get_dtype()) for name in handle.keys()}  # noqa: SIM118
-            found |= {name: _torch_name(kind) for name, kind in types.items() if not kind.startswith(("F", "BF"))}
-        else:
-            stored = torch.load(path, map_location="meta", weights_only=True)
-            whole = {name: tensor.dtype for name, tensor in stored.items() if not tensor.is_floating_point()}
-            found |= {name: str(dtype).removeprefix("torch.") for name, dtype in whole.items()}
-    return found
-
-
-def _torch_name(kind: str) -> str:
-    """``I8`` of a safetensors file is ``int8``."""
-    return re.sub(r"^(u?)i?(?=\d)", r"\1int", kind.lower())
+    stored: dict[str, Any] = dict(stored_tensors(files, torch.device("cpu"))) if safetensors else {}
+    for path in () if safetensors else files:
+        stored |= torch.load(path, map_location="meta", weights_only=True)
+    whole = {name: tensor.dtype for name, tensor in stored.items() if not tensor.is_floating_point()}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in whole.items()}
