@@ -213,6 +213,9 @@ def test_perplexities_are_reported(tmp_path: Path) -> None:
     )
     assert set(found.perplexity) == {"source", "plain", "quantized"}
     assert found.perplexity["quantized"] == pytest.approx(found.perplexity["source"], rel=0.1)
+    assert "against the source" in found._repr_html_()
+    unmeasured = quantize(tiny_source(), scheme="w8", sequences=2, seq_len=16)
+    assert "perplexity" not in unmeasured._repr_html_()
     json.dumps(found.to_json())
 
 
