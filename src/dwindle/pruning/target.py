@@ -108,7 +108,7 @@ def parse_target(text: str, anatomy: Anatomy, option: str = "--to", files: FileS
         wanted *= count.total
     elif size.kind == "nonemb share":
         wanted = count.embedding + size.value * count.non_embedding
-    if size.kind == "count" and wanted <= _PERHAPS_PERCENT:
+    if size.kind == "count" and wanted < _PERHAPS_PERCENT:
         raise UserError(f"{option} {text.strip()}: is {wanted:,.0f} parameters: for a share write {wanted:.0f}%")
     if wanted >= count.total:
         raise UserError(
