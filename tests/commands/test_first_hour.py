@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 
 import dwindle
 from dwindle.commands import main as cli
+from dwindle.export.running import ways_to_run
 from dwindle.pruning.ledger import read_ledger
 from edge_models import tiny_loaded
 from tiny import tiny_directory
@@ -103,3 +105,11 @@ def test_results_are_tables_in_a_notebook(tmp_path: Path) -> None:
     exported = dwindle.export_model(source, "hf", tmp_path / "out")
     assert "verified in transformers" in exported._repr_html_()
     assert dwindle.generate(tmp_path / "out", "Once", tokens=4)
+
+
+@pytest.mark.parametrize("out", ["half", "it's mine", 'a "b"'])
+def test_the_line_of_python_can_be_read_and_pasted(out: str) -> None:
+    line = ways_to_run(out, "hf", custom_code=True)["Python"]
+    program, flag, code = shlex.split(line)
+    assert (program, flag) == ("python", "-c") and repr(out)[1:-1] in ast.unparse(ast.parse(code))
+    assert out != "half" or line.count("'") == 2

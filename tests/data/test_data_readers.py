@@ -7,6 +7,8 @@ import json
 import logging
 import lzma
 import random
+import shutil
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -104,9 +106,26 @@ def test_missing_empty_unknown_and_not_utf8(tmp_path: Path) -> None:
     assert "blank.jsonl contains no text" in complaint(tmp_path / "blank.jsonl")
     (tmp_path / "a.docx").write_text("x")
     assert ".jsonl" in complaint(tmp_path / "a.docx") and ".parquet" in complaint(tmp_path / "a.docx")
-    (tmp_path / "latin.txt").write_bytes("größer".encode("latin-1"))
-    assert "not UTF-8" in complaint(tmp_path / "latin.txt")
+    (tmp_path / "notes.md").write_text("x")
+    assert complaint(tmp_path / "notes.md").endswith("plain text must end in .txt")
     assert "is a directory" in complaint(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["windows-1252", "utf-16"])
+@pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
+def test_the_command_for_text_that_is_not_utf8_converts_it(encoding: str, tmp_path: Path) -> None:
+    """It is pasted into a shell; without -f, iconv would take UTF-8 for granted and fail, too."""
+    text = "“größer” – it’s 5 €"
+    (tmp_path / "my text.txt").write_bytes(text.encode(encoding))
+    message = complaint(tmp_path / "my text.txt")
+    assert "not UTF-8" in message
+    subprocess.run(["sh", "-c", message.partition("convert it with ")[2]], check=True)
+    assert list(read_documents(str(tmp_path / "my text.utf8.txt"))) == [text]
+
+
+def test_compressed_text_that_is_not_utf8_is_unpacked_first(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt.gz").write_bytes(gzip.compress("größer".encode("latin-1")))
+    assert "not UTF-8 text: unpack and convert it" in complaint(tmp_path / "latin.txt.gz")
 
 
 def test_wildcards_are_sorted(tmp_path: Path) -> None:

@@ -43,7 +43,8 @@ def dwindle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_eval_prints_tables_and_json(dwindle: Command) -> None:
-    code, out, _ = dwindle("eval", "model", "--data", "sets", "--out", "result.json", "--items", "items.jsonl")
+    code, out, err = dwindle("eval", "model", "--data", "sets", "--out", "result.json", "--items", "items.jsonl")
+    assert "next: dwindle table result.json OTHER.json" in err
     assert code == 0
     for word in ("ARC-c", "WinoGrande", "acc_norm", "average of the seven", "prompt: Question:"):
         assert word in out

@@ -144,9 +144,9 @@ def test_what_a_runtime_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_model_given_twice_is_two_rows(tmp_path: Path) -> None:
-    assert latency._named(["x/a", "x/a", "y/b"]) == {"a": "x/a", "a (2)": "x/a", "b": "y/b"}
-    assert latency._named(["x/a", "y/a", Path("x/a")]) == {"x/a": "x/a", "y/a": "y/a", "x/a (2)": "x/a"}
-    assert latency._named(["a (2)", "a", "a"]) == {"a (2)": "a (2)", "a": "a", "a (3)": "a"}
+    assert latency.named_models(["x/a", "x/a", "y/b"]) == {"a": "x/a", "a (2)": "x/a", "b": "y/b"}
+    assert latency.named_models(["x/a", "y/a", Path("x/a")]) == {"x/a": "x/a", "y/a": "y/a", "x/a (2)": "x/a"}
+    assert latency.named_models(["a (2)", "a", "a"]) == {"a (2)": "a (2)", "a": "a", "a (3)": "a"}
 
 
 def test_the_table_fits_into_80_columns() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from copy import deepcopy
 from io import StringIO
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import dwindle
 from dwindle.anatomy.shrink import Float64Throughout
+from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.quantization.clipping import CLIPS_4, group_clips
 from dwindle.quantization.compressed_tensors import pack, unpack
@@ -213,6 +216,9 @@ def test_perplexities_are_reported(tmp_path: Path) -> None:
     )
     assert set(found.perplexity) == {"source", "plain", "quantized"}
     assert found.perplexity["quantized"] == pytest.approx(found.perplexity["source"], rel=0.1)
+    assert "against the source" in found._repr_html_()
+    unmeasured = quantize(tiny_source(), scheme="w8", sequences=2, seq_len=16)
+    assert "perplexity" not in unmeasured._repr_html_()
     json.dumps(found.to_json())
 
 
@@ -278,3 +284,16 @@ def test_smollm2_w8a8_within_two_percent(shared_data: Path) -> None:
     print(json.dumps(found.to_json()))
     assert found.perplexity["quantized"] < 1.02 * found.perplexity["source"]
     assert found.perplexity["quantized"] < found.perplexity["plain"]
+
+
+def test_the_command_ends_with_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_directory(tmp_path / "model")
+    arguments = ["dwindle", "quantize", "model", "--scheme", "w8", "--out", "q", "--sequences", "2", "--seq-len", "16"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    said = capsys.readouterr().err
+    assert "next: dwindle eval q --text TEXT" in said and "next: vllm serve q " in said

@@ -313,3 +313,15 @@ weight = 0.0
     recipe = recipe_of_run(tmp_path / "recipe.toml")
     assert recipe.prune.metric == metric and recipe.prune.effective_selection == "coupled"
     assert recipe.teacher_weight == 0 and recipe.training.optimizer == "adamw"
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "folder", "a.gguf"])
+def test_a_model_in_the_place_of_a_recipe_is_told_what_is_missing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    (tmp_path / "a.gguf").write_text("")
+    with pytest.raises(UserError, match=f"{name} is a model, not a recipe.*dwindle pretrain {name} TEXT --to 50%$"):
+        load_recipe(name)

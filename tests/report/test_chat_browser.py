@@ -192,3 +192,21 @@ def test_desktop_and_phone_light_and_dark(
             assert browser.console() == []
     finally:
         browser.look_like(width=1280)
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (("/a/long/path/stories.bin", "runs/half/model"), ["stories.bin", "half"]),
+        (("org/model-a", "runs/half.gguf"), ["model-a", "half.gguf"]),
+        (("one/half", "two/half"), ["one/half", "two/half"]),
+    ],
+)
+def test_models_are_headed_by_what_distinguishes_them(
+    browser: Browser, names: tuple[str, str], shown: list[str]
+) -> None:
+    with serving(*map(Parrot, names)) as server:
+        browser.open(server.url)
+        heads = 'return [...document.querySelectorAll("header h2")]'
+        assert browser.run(f"{heads}.map((one) => one.textContent)") == shown
+        assert browser.run(f"{heads}.map((one) => one.title)") == list(names)

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
+from dwindle.core.errors import UserError
 from dwindle.export.exporting import export
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.target import Shape, parse_target, sizes_of
-from tiny import tiny_directory
+from tiny import tiny_directory, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +268,8 @@ def test_a_result_in_a_prompt_is_one_line(tmp_path: Path) -> None:
     shown = repr(result)
     assert "\n" not in shown and len(shown) < 200 + len(str(source))
     assert str(source) in shown and f"{len(result.ledger) - 1} events" in shown and "hidden" in shown
+
+
+def test_a_forgotten_percent_sign_is_told() -> None:
+    with pytest.raises(UserError, match=r"--to 50: is 50 parameters: for a share write 50%$"):
+        parse_target("50", Anatomy.of(tiny_model("llama")))

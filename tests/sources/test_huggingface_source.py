@@ -360,3 +360,26 @@ def test_integer_weights_without_a_quantisation_are_named(dtype: torch.dtype, fo
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     fails(folder, name, f"is stored as {str(dtype).removeprefix('torch.')}, ")
+
+
+def test_where_the_hub_is_silent_what_is_near_and_here_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt path of two parts looks like a hub id, and the alias holds nearly the model that was asked for."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "books-to-50pct").mkdir(parents=True)
+    fails("runs/books-to-50", "no such path is here either: did you mean runs/books-to-50pct?")
+    fails("HuggingFaceTB/SmolLM2-135M", "smollm2-135m (HuggingFaceTB/SmolLM2-135M-Instruct from a pip package)")
+
+
+def test_a_folder_of_runs_is_not_the_gguf_file_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "half").mkdir(parents=True)
+    (tmp_path / "runs" / "half.gguf").write_bytes(b"GGUF")
+    (tmp_path / "runs" / "half" / "recipe.toml").write_text("")
+    fails(tmp_path / "runs", "holds runs", str(tmp_path / "runs" / "half"))

@@ -238,3 +238,12 @@ def read_entries(path: Path) -> list[tuple[str, float]]:
         entries.append((data[position + 8 : position + 8 + length].decode(), score))
         position += 8 + length
     return entries
+
+
+def test_a_folder_with_one_is_told_to_name_it(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.bin", random_weights(), version=0, shared=True)
+    with pytest.raises(UserError, match=r"has no config\.json: give the llama2\.c file in it, .*m\.bin$"):
+        load(tmp_path)
+    file.write_bytes(b"something else")
+    with pytest.raises(UserError, match=r"config\.json does not exist"):
+        load(tmp_path)

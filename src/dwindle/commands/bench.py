@@ -28,14 +28,14 @@ def latency(
     as_json: Json = False,
 ) -> None:
     """Time prefill and decoding of several models, as ratios to the first."""
-    from dwindle.evaluation.latency import measure_latency
+    from dwindle.evaluation.latency import measure_latency, named_models
 
     try:
         counts = [int(part) for part in threads.split(",") if part.strip()]
     except ValueError as error:
         raise UserError(f"--threads {threads!r}: give whole numbers, such as 1,2") from error
     found = measure_latency(
-        [resolve_model(model) for model in models],
+        {name: resolve_model(model) for name, model in named_models(models).items()},  # a run's model is named after it
         runtime=[part.strip() for part in runtime.split(",") if part.strip()],
         threads=counts or [1],
         prompt_tokens=prompt,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Annotated
 
 import typer
 
 from dwindle.commands.app import JUDGE, Device, Json, Model, TextField, app, print_result
 from dwindle.commands.evaluation_options import Data, Tasks, Text
+from dwindle.commands.guidance import say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.evaluation.config import EvalConfig
@@ -53,6 +55,8 @@ def evaluate(
     if out is not None:
         write_text_atomic(Path(out), json.dumps(result.to_json()) + "\n", option="--out")
     print_result(result.to_json() if as_json else result.render(), as_json)
+    if out is not None and not as_json:
+        say_next({"beside others": f"dwindle table {quote(out)} OTHER.json"})
 
 
 def _check_files(out: str | None, items: str | None, overwrite: bool) -> None:

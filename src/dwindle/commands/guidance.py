@@ -43,5 +43,11 @@ def pretrain_command(model: str, texts: Sequence[str], to: str) -> str:
     return " ".join(["dwindle pretrain", quote(model), *map(quote, texts), "--to", quote(to)])
 
 
+def served_by_vllm(model: str) -> str:
+    """vLLM must be allowed to run the modelling file of a model that has one."""
+    flag = " --trust-remote-code" if (Path(model) / "modeling_dwindle.py").is_file() else ""
+    return f"vllm serve {quote(model)}{flag}"
+
+
 def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from dwindle.core.sizes import format_duration
 from dwindle.core.terminal import plain
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Bar:
             self._last_line = time.monotonic()
             done, total = self._task.completed, self._task.total or 0
             left_s = (self._task.elapsed or 0) / max(done, 1) * (total - done)
-            print(f"{self._task.description}: {done:.0f}/{total:.0f}, {left_s:.0f} s left", file=sys.stderr)
+            print(f"{self._task.description}: {done:.0f}/{total:.0f}, {format_duration(left_s)} left", file=sys.stderr)
 
 
 def status(description: str) -> AbstractContextManager[Any]:

@@ -20,6 +20,9 @@ from dwindle.core.terminal import plain
 NEEDS_TRAINING = 0.1
 """Nats per token that a result may be above its source before training is advised."""
 
+_SHOWN = 200
+"""Characters of a prompt that a terminal shows."""
+
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
     """Bits per byte from the nats of a whole text: comparable between tokenizers, as nats per token are not."""
@@ -89,7 +92,8 @@ class Quality:
         """The samples for a terminal: the prompt, then both continuations, each on one line."""
         lines = []
         for sample in self.samples:
-            lines.append(f"greedy: {one_line(sample.prompt)} …")
+            prompt = one_line(sample.prompt)  # of a conversation it can be a page; what is continued is its end
+            lines.append(f"greedy: {prompt if len(prompt) <= _SHOWN else f'… {prompt[-_SHOWN:]}'} …")
             for name, text in (("source", sample.source), ("result", sample.result)):
                 if text is not None:
                     lines.append(f"  {name}: {one_line(text)}")

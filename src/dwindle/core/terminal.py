@@ -7,10 +7,13 @@ square brackets that rich reads as markup. Everything that commands print goes t
 from __future__ import annotations
 
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def plain(text: str, *, keep: str = "") -> str:
@@ -35,6 +38,11 @@ def _spelled(letter: str) -> str:
 def say(text: str, *, error: bool = False, flush: bool = False) -> None:
     """Print plain lines on standard output, or on standard error; line breaks are ours."""
     print(plain(text, keep="\n\t"), file=sys.stderr if error else sys.stdout, flush=flush)
+
+
+def titled(title: str, table: Table) -> Group:
+    """A table below its title. Rich would wrap the title at the width of the table, and break the paths in it."""
+    return Group(Text(plain(title, keep="\n"), style="table.title"), table)
 
 
 class PlainConsole(Console):

@@ -6,6 +6,7 @@ files. Every error is one line that names the file.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 from dwindle.core.errors import UserError, first_line
@@ -62,7 +64,7 @@ def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data
         return JsonLinesInput(path, compression, text_field, option)
     if kind == ".txt":
         return PlainTextInput(path, compression, option)
-    raise UserError(f"{option}: {path_or_id} has an unknown format: use one of {ACCEPTED}")
+    raise UserError(f"{option}: {path_or_id} has an unknown format: use one of {ACCEPTED}; plain text must end in .txt")
 
 
 def expand_inputs(paths: list[str], option: str = "data") -> list[str]:
@@ -171,9 +173,19 @@ class FileInput(TextInput):
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error, CorruptError) as error:
             raise self._error(f"is damaged or truncated ({error}): fetch it again") from error
         except UnicodeDecodeError as error:
-            raise self._error("is not UTF-8 text: convert it, for example with iconv -t utf-8") from error
+            raise self._error(self._conversion()) from error
         except OSError as error:
             raise self._error(f"cannot be read ({error.strerror or error})") from error
+
+    def _conversion(self) -> str:
+        """What is wrong with text that is not UTF-8, and the command that mends it; iconv assumes UTF-8 unless told."""
+        if self.path.suffix.lower() in COMPRESSIONS:
+            return "is not UTF-8 text: unpack and convert it"
+        with self.path.open("rb") as file:
+            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding, known = ("utf-16", "UTF-16") if utf16 else ("windows-1252", "perhaps Windows-1252")
+        place, out = quote(self.name), quote(str(self.path.with_suffix(f".utf8{self.path.suffix}")))
+        return f"is not UTF-8 text but {known}: convert it with iconv -f {encoding} -t utf-8 {place} > {out}"
 
     @contextmanager
     def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:

@@ -211,7 +211,7 @@ def measure_latency(
     """
     runtimes = [runtime] if isinstance(runtime, str) else list(runtime)
     counts = [threads] if isinstance(threads, int) else list(threads)
-    named = dict(models) if isinstance(models, Mapping) else _named(models)
+    named = dict(models) if isinstance(models, Mapping) else named_models(models)
     _check(named, runtimes, counts, prompt_tokens, new_tokens, repeats)
     table = LatencyTable([], prompt_tokens, new_tokens, repeats, type)
     with ExitStack() as stack:
@@ -300,7 +300,7 @@ def _outside(whole: list[float], single: list[float], num_layers: int) -> float 
     return min(1.0, max(0.0, (one - (full - one) / (num_layers - 1)) / full))
 
 
-def _named(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
+def named_models(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """File names if they are unique, else full paths; a model given twice (to see the noise) is numbered."""
     paths = [os.fspath(model) for model in models]
     short = [Path(path).name or path for path in paths]

@@ -134,7 +134,7 @@ def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str) -> list[in
     Templates are code of others: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{where}: the model has no chat template: leave --chat out, or pass --no-chat")
+        raise UserError(f"{where}: the model has no chat template: pass --no-chat to continue plain text")
     try:
         ids = tokenizer.apply_chat_template([*messages], add_generation_prompt=True, return_dict=False)
     except Exception as error:  # of jinja, or anything that the template's code leads to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from shlex import quote
 
@@ -38,6 +39,6 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
     if layout == "deci":
         return {"vLLM": f"vllm serve {place} --trust-remote-code"}
     remote = ", trust_remote_code=True" if custom_code else ""
-    call = f"pipeline('text-generation', {str(out)!r}{remote})({PROMPT!r}, max_new_tokens=48)"
-    code = f"from transformers import pipeline; print({call}[0]['generated_text'])"
+    call = f'pipeline("text-generation", {json.dumps(str(out))}{remote})("{PROMPT}", max_new_tokens=48)'
+    code = f'from transformers import pipeline; print({call}[0]["generated_text"])'
     return {"transformers": ours, "Python": f"python -c {quote(code)}"}

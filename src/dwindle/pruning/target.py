@@ -87,6 +87,9 @@ def is_share(text: str, option: str = "at") -> bool:
     return parse_size(text, option).kind in ("share", "nonemb share")
 
 
+_PERHAPS_PERCENT = 100
+"""No model has so few parameters: a percent sign was forgotten."""
+
 FileSizes = Callable[[str], Callable[[Structure], int]]
 """The sizes of files of a type, by structure; export is a later room, so its callers bring them."""
 
@@ -105,6 +108,8 @@ def parse_target(text: str, anatomy: Anatomy, option: str = "--to", files: FileS
         wanted *= count.total
     elif size.kind == "nonemb share":
         wanted = count.embedding + size.value * count.non_embedding
+    if size.kind == "count" and wanted < _PERHAPS_PERCENT:
+        raise UserError(f"{option} {text.strip()}: is {wanted:,.0f} parameters: for a share write {wanted:.0f}%")
     if wanted >= count.total:
         raise UserError(
             f"{option} {text.strip()}: the source has {count.total:,} parameters ({format_count(count.total)}), so "

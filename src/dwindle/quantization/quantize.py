@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Group
 from rich.table import Table
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,7 @@ from dwindle.core.progress import track
 from dwindle.core.reading import read_json
 from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
+from dwindle.core.terminal import titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
@@ -82,7 +84,7 @@ class Quantized(Shown):
     bytes_after: int
     smoothing: Smoothing | None = field(repr=False)
     in_rows: int = 0
-    """Layers of a w4 model that groups do not divide: they have 8-bit rows."""
+    """Linear layers of a w4 model that groups do not divide: they have 8-bit rows."""
     perplexity: dict[str, float] = field(default_factory=dict)
     """``source``, ``plain`` (rounded without smoothing or clipping) and ``quantized``."""
 
@@ -100,22 +102,26 @@ class Quantized(Shown):
             "layers_in_8_bit_rows": self.in_rows,
         }
 
-    def render(self) -> Table:
+    def render(self) -> Group:
         title = f"{self.source}, {self.scheme}: {SCHEMES[self.scheme].note}"
         if self.in_rows:
-            title += f"\n{self.in_rows} layers have widths that groups of {self.group} do not divide: 8-bit rows there"
-        table = Table(title=title, title_justify="left")
-        for column in ("", "weights", "perplexity", "against the source"):
+            title += f"\n{self.in_rows} linear layers have widths that groups of {self.group} do not divide: "
+            title += "8-bit rows there"
+        table = Table()
+        for column in ("", "weights", *(("perplexity", "against the source") if self.perplexity else ())):
             table.add_column(column, justify="right")
         names = {"source": "source", "plain": "rounded only", "quantized": _recipe(self.smoothing)}
         for key, name in names.items():
             if key == "plain" and key not in self.perplexity:
                 continue
             size = self.bytes_before if key == "source" else self.bytes_after
-            value = self.perplexity.get(key)
-            change = f"{value / self.perplexity['source'] - 1:+.2%}" if value is not None and key != "source" else ""
-            table.add_row(name, format_bytes(size), f"{value:.3f}" if value is not None else "-", change)
-        return table
+            measured: tuple[str, ...] = ()
+            if self.perplexity:
+                value = self.perplexity[key]
+                change = "" if key == "source" else f"{value / self.perplexity['source'] - 1:+.2%}"
+                measured = (f"{value:.3f}", change)
+            table.add_row(name, format_bytes(size), *measured)
+        return titled(title, table)
 
 
 def _recipe(smoothing: Smoothing | None) -> str:

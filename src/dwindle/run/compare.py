@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from dwindle.core.json_safe import finite
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
+from dwindle.core.terminal import titled
 from dwindle.data.config import DataConfig, check_inputs
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
@@ -101,7 +103,7 @@ class Comparison(Shown):
         found: dict[str, Any] = finite({"format": FORMAT, **asdict(self)})
         return found
 
-    def render(self) -> Table:
+    def render(self) -> Group:
         """One row for each metric, one column for each size; with training, ``before → after``."""
         ratios = list(dict.fromkeys(cell.ratio for cell in self.cells))
         title = f"{self.model}: nats per token on held-out text; untouched {self.loss:.3f}"
@@ -109,7 +111,7 @@ class Comparison(Shown):
             title += f"; without training → with {format_count(self.training_tokens)} tokens"
         if self.tasks:
             title += f"; below it {_task_words(self.tasks)}, untouched {_average(self.tasks):.1%}"
-        table = Table("removed", title=title, title_justify="left")
+        table = Table("removed")
         by_place = {(cell.name, cell.ratio): cell for cell in self.cells}
         for ratio in ratios:
             sizes = {cell.parameters for cell in self.cells if cell.ratio == ratio}
@@ -117,7 +119,7 @@ class Comparison(Shown):
         for name in dict.fromkeys(cell.name for cell in self.cells):
             label = f"{name}\n  {_task_words(self.tasks)}" if self.tasks else name
             table.add_row(label, *(_text(by_place.get((name, ratio))) for ratio in ratios))
-        return table
+        return titled(title, table)
 
 
 def _text(cell: Cell | None) -> str:

@@ -18,6 +18,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
+from dwindle.core.terminal import titled
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.latency import measure_latency
 from dwindle.export.huggingface import check_output, save_model
@@ -58,7 +59,7 @@ class Demo(Shown):
 
     def render(self) -> Group:
         """The table, then a sample of each model."""
-        table = Table(title=f"perplexity on {self.text}; models in {self.folder}", title_justify="left")
+        table = Table()
         table.add_column("")
         for column in self.columns:
             table.add_column(column.name, justify="right")
@@ -73,7 +74,7 @@ class Demo(Shown):
         for label, show in rows.items():
             table.add_row(label, *(show(column) for column in self.columns))
         samples = [Panel(column.sample, title=column.name, title_align="left") for column in self.columns]
-        return Group(table, *samples)
+        return Group(titled(f"perplexity on {self.text}; models in {self.folder}", table), *samples)
 
 
 def run_demo(recipe: Recipe, folder: Path, *, sequences: int, overwrite: bool) -> Demo:

@@ -30,6 +30,7 @@ from dwindle.anatomy.families import register_family
 from dwindle.anatomy.shrink import VOCAB, Float64Throughout, random_model, tiny_config
 from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.terminal import titled
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.surgery import Prunable
@@ -110,7 +111,7 @@ class FamilyCheck:
     def render(self) -> Lines:
         """A table with a row for each way of pruning, what failed, and a verdict."""
         sizes = "{layers} layers, hidden {hidden}, {heads} heads on {kv_heads} of size {head_dim}, FFN {ffn}"
-        table = Table("pruned", title=f"{self.model_type}: {sizes.format(**self.tiny)}", title_justify="left")
+        table = Table("pruned")
         for name in COMPARED:
             table.add_column(name, justify="right")
         for way in dict.fromkeys(check.way for check in self.checks):
@@ -123,7 +124,7 @@ class FamilyCheck:
         verdict = f"all {len(self.checks)} checks passed"
         if failed:
             verdict = f"{len(failed)} of {len(self.checks)} checks failed: a row of the table is wrong or missing"
-        return Lines(table, *lines, verdict)
+        return Lines(titled(f"{self.model_type}: {sizes.format(**self.tiny)}", table), *lines, verdict)
 
 
 def check_family(model: str | PathLike[str], *, family: str | PathLike[str] | None = None) -> FamilyCheck:

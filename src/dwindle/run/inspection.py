@@ -17,6 +17,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
+from dwindle.core.terminal import titled
 from dwindle.export.card_structure import mistral_note
 from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
@@ -58,8 +59,8 @@ class Inspection(Shown):
         notes = [Text(text) for text in (origin, note) if text]
         return Stack(self._sizes(), *notes, self._parts(), self._groups())
 
-    def _sizes(self) -> Table:
-        table = Table(title=f"{self.source}: {self.model_type}, {self._kind()}", title_justify="left")
+    def _sizes(self) -> Stack:
+        table = Table()
         for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
             table.add_column(column, justify="right")
         for first, last in self._runs():
@@ -67,7 +68,7 @@ class Inspection(Shown):
             name = f"{first}" if first == last else f"{first}-{last}"
             sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
             table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
-        return table
+        return titled(f"{self.source}: {self.model_type}, {self._kind()}", table)
 
     def _kind(self) -> str:
         if self.quantization is None:
@@ -110,7 +111,8 @@ class Inspection(Shown):
         table.add_column("parameters", justify="right")
         table.add_column("share", justify="right")
         for key, size in self.groups.items():
-            table.add_row(names[key], f"{format_count(size)} ({size:,})", f"{size / self.parameters['total']:.2%}")
+            count = format_count(size) if size < 1000 else f"{format_count(size)} ({size:,})"
+            table.add_row(names[key], count, f"{size / self.parameters['total']:.2%}")
         return table
 
 

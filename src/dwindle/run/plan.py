@@ -250,7 +250,7 @@ class Plan(Shown):
             "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
             f"{self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
-            "parameters": f"{self.parameters_before:,} → {self._target_text()}",
+            "parameters": self._parameters_text(),
             "events": self._events_text(),
             "shape now": sizes_text(self.shape_before),
             "shape at the end": sizes_text(self.shape_target or {}),
@@ -266,6 +266,10 @@ class Plan(Shown):
             if text:
                 table.add_row(name, text)
         return table
+
+    def _parameters_text(self) -> str:
+        before = f"{self.parameters_before:,}"
+        return f"{before} → {self._target_text()}" if self.parameters_target < self.parameters_before else before
 
     def _target_text(self) -> str:
         if self.file is None:

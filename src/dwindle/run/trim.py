@@ -14,6 +14,7 @@ from rich.table import Table
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality, text_names
+from dwindle.core.terminal import titled
 from dwindle.data.readers import read_documents
 from dwindle.data.vocabulary import vocabulary_of
 from dwindle.data.vocabulary_config import VocabularyConfig
@@ -61,13 +62,14 @@ class Trimmed(Shown):
 
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then what it costs."""
-        table = Table(title=self.source if out is None else f"{self.source} → {out}", title_justify="left")
+        table, title = Table(), self.source if out is None else f"{self.source} → {out}"
         for column in ("", "tokens", "parameters", "embedding"):
             table.add_column(column, justify="right")
         sizes = (self.vocabulary.num_rows, len(self.vocabulary.kept))
         for name, tokens, count in zip(("before", "after"), sizes, (self.before, self.after), strict=True):
             table.add_row(name, f"{tokens:,}", f"{count.total:,}", f"{count.embedding:,}")
-        return Group(table, *([] if self.quality is None else [f"{self.quality.bits()} ({self._measured_on()})"]))
+        cost = [] if self.quality is None else [f"{self.quality.bits()} ({self._measured_on()})"]
+        return Group(titled(title, table), *cost)
 
     def _measured_on(self) -> str:
         assert self.quality is not None

@@ -53,8 +53,8 @@ def looks_like_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None
 
 
-def fetch(repo_id: str, *, weights: bool) -> Path:
-    """Download ``repo_id`` to the local cache and return its directory.
+def fetch(repo_id: str, *, weights: bool, instead: str = "a local directory can be given instead") -> Path:
+    """Download ``repo_id`` to the local cache and return its directory; ``instead`` ends the message of a failure.
 
     One request with a short timeout precedes the download, which would retry for minutes if the hub does not answer. If
     it fails, a complete copy in the cache is used. Everything else works on a directory, so hub ids and directories
@@ -74,7 +74,7 @@ def fetch(repo_id: str, *, weights: bool) -> Path:
         cached = _cached(repo_id, weights=weights)
         if cached is not None:
             return cached
-        raise UserError(f"source {repo_id}: {_hub_reason(error)}; a local directory can be given instead") from error
+        raise UserError(f"source {repo_id}: {_hub_reason(error)}; {instead}") from error
     return folder
 
 

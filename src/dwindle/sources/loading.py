@@ -135,7 +135,7 @@ def check_source(source: str | os.PathLike[str]) -> None:
 
 def locate(where: str, *, weights: bool) -> tuple[SourceKind, Path]:
     """The kind of a source and its file or directory."""
-    return _locate_here(where) or ("huggingface", huggingface.fetch(where, weights=weights))
+    return _locate_here(where) or ("huggingface", huggingface.fetch(where, weights=weights, instead=_instead(where)))
 
 
 def _locate_here(where: str) -> tuple[SourceKind, Path] | None:
@@ -159,6 +159,16 @@ def _locate_here(where: str) -> tuple[SourceKind, Path] | None:
     raise UserError(f"source {where!r}: {meant or kinds}")
 
 
+def _instead(repo_id: str) -> str:
+    """What to give where the hub does not answer: what has nearly this name here, or the alias of nearly this model."""
+    if meant := _did_you_mean(Path(repo_id)):
+        return f"no such path is here either: {meant}"
+    for name, alias in ALIASES.items():
+        if alias.hub_id.lower().startswith(repo_id.lower()):
+            return f"{name} ({alias.hub_id} from a pip package) needs no network, or give a local directory"
+    return "a local directory can be given instead"
+
+
 def _did_you_mean(path: Path) -> str:
     """The nearest alias, file or directory; empty if nothing is near."""
     folder = path.parent
@@ -171,13 +181,25 @@ def _in_directory(folder: Path, where: str) -> tuple[SourceKind, Path]:
     if (folder / "config.json").is_file():
         return "huggingface", folder
     ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs and (runs := sorted(child for child in folder.iterdir() if RunDirectory(child).recipe.is_file())):
+        raise UserError(f"source {where}: holds runs: give one of them, such as {runs[0]}, or {ggufs[0]}")
     if len(ggufs) == 1:
         return "gguf", ggufs[0]
     if ggufs:
         raise UserError(f"source {where}: holds {len(ggufs)} GGUF files: give one of them, such as {ggufs[0]}")
     if (model := model_of_run(folder)) is not None:
         raise UserError(f"source {where}: is a run of dwindle pretrain: give its model, {model}")
+    if files := [file for file in sorted(folder.glob("*.bin")) if _is_llama2c(file)]:
+        raise UserError(f"source {where}: has no config.json: give the llama2.c file in it, {files[0]}")
     return "huggingface", folder
+
+
+def _is_llama2c(file: Path) -> bool:
+    try:
+        llama2c.read_header(file)
+    except (UserError, OSError):
+        return False
+    return True
 
 
 def model_of_run(folder: Path) -> Path | None:

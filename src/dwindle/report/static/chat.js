@@ -28,6 +28,12 @@ function count(number) {
   return String(number);
 }
 
+// the last part of a path says which model it is, the first parts where it lies: a phone has room for one of them
+const lasts = models.map((model) => model.name.replace(/\/(model\/?)?$/, "").split("/").pop());
+const arePaths = models.every((model) => /^[\p{L}\p{N} ._~/-]+$/u.test(model.name));
+const shown = arePaths && lasts.every((name) => name && lasts.filter((other) => other === name).length === 1)
+  ? lasts : models.map((model) => model.name);
+
 const main = document.querySelector("main");
 main.style.setProperty("--count", models.length);
 
@@ -35,7 +41,7 @@ const header = make("header");
 const cards = header.appendChild(make("div", "wide columns"));
 models.forEach((model, number) => {
   const card = cards.appendChild(make("div", `model c${number % 4}`));
-  card.appendChild(make("h2", "", model.name)).title = model.name;
+  card.appendChild(make("h2", "", shown[number])).title = model.name;
   const shape = `${count(model.parameters)} parameters · ${bytes(model.size_bytes)} on disk · ${model.runtime}`;
   card.appendChild(make("p", "", shape));
   if (!model.is_chat) card.appendChild(make("p", "", "no chat template: continues your text"));
@@ -215,7 +221,7 @@ async function ask(question) {
   const cells = models.map((model, number) => {
     const cell = row.appendChild(make("div", `said c${number % 4}`));
     cell.dataset.model = number;
-    cell.appendChild(make("div", "who", model.name));
+    cell.appendChild(make("div", "who", shown[number]));
     cell.appendChild(make("p", "text", ""));
     cell.appendChild(make("p", "stats", ""));
     return cell;
