@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from chats import chat_directory, tiny_chats, write_rows
 from dwindle.anatomy.anatomy import Anatomy
@@ -13,6 +14,7 @@ from dwindle.core.sizes import format_duration
 from dwindle.data.batches import BatchStream
 from dwindle.data.training_data import TrainingData, open_training_data
 from dwindle.recipe.recipe import Recipe
+from dwindle.run import rehearsal
 from dwindle.run.rehearsal import Cost, Rehearsed, _predict, _Rehearsal, cut_evenly, planned
 from dwindle.sources.loading import load_config, load_tokenizer
 from runs import tiny_recipe
@@ -80,6 +82,32 @@ def test_a_plan_with_its_time_leaves_nothing_behind(
     assert sorted(place.rglob("*")) == before
     quick = planned(chosen, measure=False)
     assert quick.seconds is None and quick.text_tokens == plan.text_tokens
+
+
+def test_a_plan_says_when_one_thread_is_much_faster(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are timed with all threads and with one; the number of threads is then what it was."""
+    threads = torch.get_num_threads()
+    seen: list[int] = []
+    run = _Rehearsal._run
+
+    def timed(self: _Rehearsal, steps: int) -> float:
+        seen.append(torch.get_num_threads())
+        run(self, steps)
+        return 3.14 if torch.get_num_threads() > 1 else 1.0
+
+    monkeypatch.setattr(_Rehearsal, "_run", timed)
+    monkeypatch.setattr(rehearsal, "_QUICK_S", 1e9)
+    try:
+        torch.set_num_threads(2)
+        assert "one thread trains 3.1 times as fast as 2 here" in planned(recipe(place)).warnings[-1]
+        assert torch.get_num_threads() == 2 and seen[-2:] == [2, 1]
+        monkeypatch.setattr(rehearsal, "_MUCH_FASTER", 3.2)
+        assert not [text for text in planned(recipe(place)).warnings if "thread" in text]
+        torch.set_num_threads(1)
+        planned(recipe(place))
+        assert torch.get_num_threads() == seen[-1] == 1
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])

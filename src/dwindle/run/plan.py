@@ -247,8 +247,8 @@ class Plan(Shown):
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
         rows = {
-            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} sequences, "
-            f"{self.micro_batch} at a time)",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} "
+            f"sequence{'s' if self.sequences_per_step > 1 else ''}, {self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
             "parameters": self._parameters_text(),
             "events": self._events_text(),

@@ -62,6 +62,9 @@ _SLOW_S = 5.0
 _WINDOWS, _FEW_WINDOWS = 8, 1
 _SAMPLES = 2
 _DISK_PROBE_BYTES = 1 << 25
+_QUICK_S = 0.25
+"""A step that takes longer is that of a model for which threads are worth their waiting: it is not tried with one."""
+_MUCH_FASTER = 2.0
 
 
 @dataclass(slots=True)
@@ -97,6 +100,8 @@ class Rehearsed:
     """Only one step was run at the first size: its memory is without the optimizer's moments, which follow it."""
     run_s: float = 0.0
     """The whole run, without tokenizing the text."""
+    gain_of_one_thread: float = 1.0
+    """How much faster a step is with a single thread; 1 where that was not tried."""
 
 
 def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None) -> Plan:
@@ -111,6 +116,11 @@ def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None)
         least = plan.memory_bytes_estimate if found.is_one_step else 0
         plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600
+        if found.gain_of_one_thread >= _MUCH_FASTER:
+            plan.warnings.append(
+                f"one thread trains {found.gain_of_one_thread:.1f} times as fast as {torch.get_num_threads()} here: "
+                "other programs may be using this CPU: set OMP_NUM_THREADS=1"
+            )
     return plan
 
 
@@ -144,8 +154,9 @@ def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
         is_one_step = job.trainer.step == _WARM
         memory = torch.cuda.max_memory_reserved() if device == "cuda" else peak_memory_bytes()
         end = job.measure() if job.shrink() else first
+        gain = 1.0 if device == "cuda" or end.step_s(1) > _QUICK_S else job.gain_of_one_thread()
         disk = _disk_bytes_per_s(Path(folder))
-    found = Rehearsed(begin_s, first, end, disk, memory, is_one_step)
+    found = Rehearsed(begin_s, first, end, disk, memory, is_one_step, gain_of_one_thread=gain)
     found.run_s = _predict(recipe, found, Anatomy.of_config(config), start)
     return found
 
@@ -263,6 +274,18 @@ class _Rehearsal(Job):
         self.trainer.num_steps = self.trainer.step + steps
         self.trainer.run()
         return time.perf_counter() - started
+
+    def gain_of_one_thread(self) -> float:
+        """How much faster a few steps are with one thread than with those that this process has."""
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return 1.0
+        with_all = self._run(_TIMED)
+        try:
+            torch.set_num_threads(1)
+            return with_all / self._run(_TIMED)
+        finally:
+            torch.set_num_threads(threads)
 
     def _window_s(self, count: int) -> float:
         assert self.validator is not None
