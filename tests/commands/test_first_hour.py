@@ -86,6 +86,17 @@ def test_the_help_follows_a_users_path_and_imports_no_torch() -> None:
     assert "dwindle new MODEL TEXT --to 50%" in out and out.rstrip().endswith("False")
 
 
+def test_a_misspelt_recipe_is_told_without_waiting_for_torch() -> None:
+    script = (
+        "import sys; sys.argv = ['dwindle', 'pretrain', 'demmo']; sys.stderr = sys.stdout\n"
+        "from dwindle.commands.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print(end.code)\n"
+        "print('torch' in sys.modules)"
+    )
+    assert re.search(r"did you mean demo\?\n2\nFalse$", started(script).rstrip())
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [("dwindle pre", "pretrain"), ("dwindle pretrain smollm2-135m-to-80m-m", "smollm2-135m-to-80m-mixed")],

@@ -10,8 +10,9 @@ import typer
 from dwindle.commands.app import SHRINK, Json, app
 from dwindle.commands.plan_output import Goal, Measure, Price, Tokens, split_overrides
 from dwindle.commands.training_output import DryRun, Out, Overwrite, Processes, Ranks, Training, train
+from dwindle.core.config import read_toml
 from dwindle.core.errors import UserError
-from dwindle.recipe.library import ready_recipes
+from dwindle.recipe.library import find_recipe, ready_recipes
 
 
 @app.command(rich_help_panel=SHRINK)
@@ -46,17 +47,18 @@ def pretrain(
 
 
 def _chosen(recipe: str, arguments: list[str], to: str | None, goal: str, tokens: str | None) -> tuple[Any, str]:
-    """The recipe and its name; errors appear before the slow imports where a file is read."""
+    """The recipe and its name; a wrong path and wrong TOML are told before the slow imports."""
     if to is not None:
         from dwindle.run.new import new_recipe, recipe_name
 
         texts, overrides = split_overrides(arguments)
         made = new_recipe(recipe, texts, to, goal=goal, tokens=tokens, overrides=overrides)
         return made[1], recipe_name(recipe, to)
-    from dwindle.recipe.recipe import load_recipe
-
     if tokens is not None:
         raise UserError(f"--tokens {tokens}: needs --to: with a recipe, write training.tokens={tokens}")
     if goal != "quality":
         raise UserError(f"--for {goal}: needs --to: a recipe states its own settings")
-    return load_recipe(recipe, arguments), Path(recipe).name.removesuffix(".toml")
+    tables = read_toml(find_recipe(recipe))
+    from dwindle.recipe.recipe import recipe_from
+
+    return recipe_from(tables, arguments, recipe), Path(recipe).name.removesuffix(".toml")
