@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -37,4 +38,5 @@ def trim(
     )
     print_result({"out": out} | result.to_json() if as_json else result.render(out), as_json)
     if not as_json:
-        say_next({"a file for llama.cpp": export_command(out, out)})
+        again = {"training mends it": f"dwindle new {shlex.join([out, *text])} --to 80%"} if text else {}
+        say_next({**again, "a file for llama.cpp": export_command(out, out)})
