@@ -16,15 +16,9 @@ from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import (
-    LayerCurvature,
-    Metric,
-    Scores,
-    begin_scores,
-    group_sums,
-    metric_named,
-    rows_with_gradients,
-)
+from dwindle.pruning.curvature import LayerCurvature
+from dwindle.pruning.metrics import Metric, metric_named
+from dwindle.pruning.saliency import Scores, begin_scores, group_sums, rows_with_gradients
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 

@@ -27,10 +27,12 @@ from dwindle.distributed.collectives import num_processes
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import rounded_up
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
+from dwindle.pruning.curvature import AdamFisher, LayerCurvature
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Ledger, first_events, prune_event
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
-from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named, rows_with_gradients
+from dwindle.pruning.saliency import Scores, begin_scores, rows_with_gradients
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
@@ -310,30 +312,6 @@ class Pruner(Callback):
         attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
         kv, blocks = ([tensors[f"{part}.{i}"] for i in layers if f"{part}.{i}" in tensors] for part in ("kv", "blocks"))
         self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
-
-
-class AdamFisher(Mapping[str, Tensor]):
-    """Adam's second moment as diagonal Fisher, by tensor name; computed one tensor at a time, without a sync."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Empty before Adam's first step, when there is only the gradient."""
-        self._states = {
-            n: optimizer.state[p] for n, p in parameters.items() if "exp_avg_sq" in optimizer.state.get(p, {})
-        }
-        self._beta = optimizer.param_groups[0].get("betas", (0.0, 0.0))[1]
-
-    def __getitem__(self, name: str) -> Tensor:
-        state = self._states[name]
-        stored = local(state["exp_avg_sq"])
-        wide = stored.to(torch.promote_types(stored.dtype, torch.float32))
-        moment: Tensor = wide / (1 - self._beta ** torch.as_tensor(state["step"]).double())
-        return moment
-
-    def __iter__(self) -> Any:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
 
 
 class AttachedPruner:

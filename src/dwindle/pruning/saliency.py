@@ -19,77 +19,11 @@ from dwindle.anatomy.anatomy import Row, places
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
-from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
-from dwindle.pruning.gram import Inputs
-from dwindle.pruning.metrics import METRICS, Metric, Score, derivative, metric_named
+from dwindle.pruning.curvature import LayerCurvature
+from dwindle.pruning.metrics import Metric, Score, derivative
 from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
-
-__all__ = [
-    "METRICS",
-    "ElementScores",
-    "LayerCurvature",
-    "Metric",
-    "Scores",
-    "begin_scores",
-    "group_sums",
-    "metric_named",
-    "rows_with_gradients",
-    "score_model",
-]
-
-
-class LayerCurvature(Mapping[str, Tensor]):
-    """f of the layer-wise metrics, by tensor name; computed one tensor at a time, on access.
-
-    A layer-wise score measures the change of one layer's output, in that layer's scale, but stem scores add layers and
-    the choice between kinds compares them. So every projection's scores are divided by their sum: an element's score
-    is its share of its projection's total, whatever the scale of inputs and weights.
-    """
-
-    def __init__(
-        self,
-        prunable: Prunable,
-        inputs: Mapping[str, Inputs],
-        metric: Metric,
-        damping: float,
-        exchange: Exchange | None = None,
-    ) -> None:
-        self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
-        self._exchange = exchange or Exchange()
-        rows = [row for kind, row in prunable.outputs if kind != "whole"]
-        self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        number, row = self._rows[name]
-        parameter: Tensor = self._prunable.parameters[name]
-        weight = local(parameter.detach())
-        f_I = weight.new_zeros(weight.shape[1])
-        assert row.module in self._inputs, f"inputs of {row.module} were not recorded"  # get() would hide a KeyError
-        seen = self._inputs[row.module].at_owner(number, self._exchange)
-        if self._exchange.is_mine(number):
-            f_I.copy_(self._curvature(seen, row))
-        f_I = self._exchange.from_owner(number, f_I)
-        total = (weight.square().sum(0) * f_I).sum()
-        total = same_everywhere(total, parameter, partial=True)
-        return (f_I / total.clamp(min=torch.finfo(f_I.dtype).tiny))[None]
-
-    def _curvature(self, seen: Inputs, row: Row) -> Tensor:
-        f_I = seen.mean_square()
-        if self._metric.curvature == "diagonal":
-            return f_I
-        prunable = self._prunable
-        alive = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
-        assert alive is not None
-        alive = alive.to(f_I.device)
-        return torch.zeros_like(f_I).index_copy(0, alive, 1 / seen.inverse_diagonal(alive, self._damping))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes
 from dwindle.distributed.shards import gathered, is_idle, is_sharded, local, row_range
 from dwindle.pruning.gram import Gram, Inputs, Regression, Sample, finished, removal_update, spread
-from dwindle.pruning.saliency import Metric
+from dwindle.pruning.metrics import Metric
 from dwindle.pruning.surgery import Prunable
 
 Sink = Callable[[str, Tensor], None]
