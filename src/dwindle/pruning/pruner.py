@@ -107,15 +107,12 @@ class Pruner(Callback):
         config = own_loop_config(settings)
         _refuse_model(model)
         prunable = Prunable(model)
-        anatomy = prunable.anatomy
+        anatomy, first = prunable.anatomy, config.warmup_steps or 0
+        if first >= num_steps:
+            raise UserError(f"warmup_steps: {first} leaves none of the {num_steps} steps for events: lower it")
         target = parse_target(config.target, anatomy, "target")
-        pacing = training_pacing(
-            config,
-            start=anatomy.count(anatomy.source).total,
-            end=final_count(anatomy, target),
-            first_step=config.warmup_steps or 0,
-            num_steps=num_steps,
-        )
+        start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
+        pacing = training_pacing(config, start=start, end=end, first_step=first, num_steps=num_steps)
         its_config = cast(Any, model).config
         source = source or getattr(its_config, "_name_or_path", "") or its_config.model_type
         place = Path(os.devnull if ledger is None else ledger)
@@ -431,13 +428,11 @@ class AttachedPruner:
         if physical_structure(state["pruner"]) != prunable.physical:
             raise UserError("state: was saved with a compacted model: attach to the model that compact() returned")
         self.step, self.tokens = int(state["step"]), int(state["tokens"])
-        if self._path.is_file():
+        if self._path != Path(os.devnull):
             truncate_to(self._path, int(state["ledger_bytes"]))
         self.pruner.load_state_dict(dict(state["pruner"]))
-        if state["tensors"]:
-            device = next(iter(prunable.parameters.values())).device
-            saved = state["tensors"].items()
-            tensors = {name: torch.tensor(t, dtype=getattr(torch, dtype), device=device) for name, (dtype, t) in saved}
+        if saved := state["tensors"]:
+            tensors = {name: torch.tensor(t, dtype=getattr(torch, dtype)) for name, (dtype, t) in saved.items()}
             self.pruner.load_tensors(tensors)
 
     def close(self) -> None:
