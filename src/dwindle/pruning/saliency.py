@@ -47,6 +47,13 @@ class Scores:
         """For a strategy that scores groups itself, from what it observed in a model of this structure."""
         return cls(structure, [], [], torch.zeros(0))
 
+    @classmethod
+    def zero(cls, structure: Structure) -> Scores:
+        """Nothing is worth anything, for results that depend on sizes alone, and to be filled in."""
+        heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
+        channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
+        return cls(structure, heads, channels, torch.zeros(len(structure.hidden), dtype=torch.float64))
+
     @property
     def current(self) -> Scores:
         return self
