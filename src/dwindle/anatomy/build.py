@@ -38,8 +38,12 @@ def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | N
 
 def has_stock_config(config: Any, structure: Structure) -> bool:
     """Whether transformers has a configuration for a model of this family and structure."""
+    return _stock_for(config, structure) is not None
+
+
+def _stock_for(config: Any, structure: Structure) -> Any:
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
+    return stock_config(family, _values(config, structure)) if structure.is_uniform else None
 
 
 def _values(config: Any, structure: Structure) -> dict[str, Any]:
@@ -102,12 +106,10 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
     """
     config: Any = model.config
     scale = getattr(config, "embed_scale", None)
-    if scale is None or not has_stock_config(config, structure):
+    if scale is None or (stock := _stock_for(config, structure)) is None:
         return model
-    family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    stock = stock_config(family, _values(config, structure))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(family).gain_offset
+    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(config.model_type).gain_offset
 
     def absorb(name: str, change: Callable[[Tensor], Tensor]) -> None:
         tensors[name] = change(tensors[name].double()).to(tensors[name].dtype)
