@@ -105,16 +105,15 @@ def _passes(
 
     A window is a pass of its own only where it must be: for squared gradients.
     """
-    model, scored = prunable.model, dict[str, nn.Parameter]()
+    model, scored, blocks = prunable.model, dict[str, nn.Parameter](), "layer" in config.effective_groups
     if metric.needs & {"gradient", "fisher", "groups"}:
-        rows = rows_with_gradients(prunable, metric, blocks="layer" in config.effective_groups)
+        rows = rows_with_gradients(prunable, metric, blocks=blocks)
         names = {row.name for row in rows} if wanted is None else wanted
         scored = {name: p for name, p in prunable.parameters.items() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     size = 1 if metric.needs & {"fisher", "groups"} else batch_size(prunable, windows)
     first = 0
-    blocks = "layer" in config.effective_groups
     gradients = _Gradients(prunable, found, metric)
     with _only_these_need_gradients(model, scored.values()), gradients.taken_from(scored):
         for batch in torch.split(windows, size):

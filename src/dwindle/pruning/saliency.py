@@ -165,8 +165,7 @@ def begin_scores(
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
     for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        found = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
-        row, column = found
+        row, column = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
@@ -181,22 +180,27 @@ def begin_scores(
     transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
 
     def result() -> Scores:
-        everything, kv, of_blocks = transfer.result(), list[Tensor](), list[Tensor]()
+        everything, count, kv = transfer.result(), prunable.anatomy.num_layers, list[Tensor]()
         lengths = [len(part) for kind in KINDS for part in prunable.pruned[kind]]
-        count, flat = prunable.anatomy.num_layers, everything[: sum(lengths)]
-        if blocks:
-            signed = torch.split(flat, lengths)
-            sizes = [len(wholes) - len(vectors), len(vectors)]
-            others, behind = torch.split(everything[sum(lengths) :], sizes)
-            of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], others.tolist())
-            of_blocks = _masked_blocks(prunable.anatomy.family, of_blocks, vectors, behind.tolist())
+        flat, others = everything[: sum(lengths)], everything[sum(lengths) :].tolist()
+        signed = torch.split(flat, lengths)
+        of_blocks = _of_blocks(prunable, signed, others, vectors) if blocks else []
         if metric.squares_sums:
-            kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
+            kv = [c.square() for c in _kv_sums(prunable.physical, signed[:count])]
             flat, of_blocks = flat.square(), [values.square() for values in of_blocks]
         parts = list(torch.split(flat.masked_fill_(prunable.pruned_flags, float("inf")), lengths))
         return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv, of_blocks)
 
     return result
+
+
+def _of_blocks(
+    prunable: Prunable, signed: Sequence[Tensor], others: list[float], vectors: list[tuple[Row, float]]
+) -> list[Tensor]:
+    """Sums over the attention, the FFN and the whole of every layer; ``others``: other projections, then vectors."""
+    count, first = prunable.anatomy.num_layers, len(others) - len(vectors)
+    sums = _block_sums(prunable, signed[:count], signed[count:-1], others[:first])
+    return _masked_blocks(prunable.anatomy.family, sums, vectors, others[first:])
 
 
 def _block_sums(
