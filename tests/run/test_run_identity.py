@@ -214,7 +214,8 @@ def test_another_source_is_refused_and_a_moved_one_is_not(place: Path, tmp_path:
 
 def test_what_may_change_changes(place: Path, tmp_path: Path) -> None:
     run = interrupted(recipe(place), tmp_path / "run")
-    edit(run, "training.micro_batch=2", "checkpoint.every=3", "validation.every=2", "prune.target=70%")
+    edit(run, "training.micro_batch=2", "training.cuda_graphs=false", "checkpoint.every=3", "validation.every=2")
+    edit(run, "prune.target=70%")
     with pytest.warns(UserWarning, match=r"prune\.target from 80% to 70%"):
         result = resume(run)
     source = read_ledger(run)[0]["parameters"]
