@@ -286,6 +286,21 @@ def test_saliencies_stay_in_host_memory_wherever_the_model_is(tmp_path: Path) ->
     assert {tensor.device.type for tensor in restored.values()} == {"cpu"}
 
 
+def test_muon_goes_on_with_fused_projections_of_a_cut_model() -> None:
+    """Masked and compacted models train alike: the parts of ``qkv`` and ``gate_up`` are those of smaller matrices."""
+
+    def trained(cut_after: int) -> list[float]:
+        model = tiny_model("phi3", dtype=torch.float64, vocab_size=100)
+        optimizer = build_optimizer(model, TrainingConfig(tokens=1, optimizer="muon", lr=LR))
+        pruner = Pruner.attach(model, optimizer, num_steps=STEPS, target="70%", horizon=0.3)
+        losses = plain_loop(pruner, optimizer, range(cut_after))
+        assert pruner.finished
+        pruner.compact()
+        return losses + plain_loop(pruner, optimizer, range(cut_after, STEPS))
+
+    assert trained(15) == pytest.approx(trained(STEPS), abs=1e-9)
+
+
 def test_a_state_needs_its_ledger(tmp_path: Path) -> None:
     """Without its first lines a ledger describes no model."""
     model = fresh()

@@ -40,6 +40,7 @@ from dwindle.pruning.surgery import MOMENTS, Prunable
 from dwindle.pruning.target import Target, parse_target, sizes_of
 from dwindle.sources.vocabulary import Vocabulary
 from dwindle.training.callbacks import Callback, synced_length, truncate_to
+from dwindle.training.muon import ALIVE_SIZES, Muon, layer_matrices
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -406,6 +407,8 @@ class AttachedPruner:
             fresh = prunable.parameters
             for group, own in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = [fresh[name] for name in own if name in fresh]
+            if isinstance(optimizer, Muon):
+                optimizer.parts = layer_matrices(model)
             return optimizer
 
         self.pruner.rebuild = rebuild
@@ -465,7 +468,7 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
     """State that is not zeroed with its weights would let them grow back."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() > 1 and key not in MOMENTS:
+            if isinstance(value, Tensor) and value.numel() > 1 and key not in (*MOMENTS, ALIVE_SIZES):
                 raise UserError(
                     f"optimizer: {type(optimizer).__name__} keeps {key!r} for each weight, which cannot be pruned with "
                     f"it (shape {tuple(parameter.shape)}): use torch.optim.AdamW"
