@@ -418,6 +418,10 @@ def test_settings_and_optimizers_are_refused_in_a_line() -> None:
     pruner = Pruner.attach(model, optimizer, num_steps=4, target="80%", horizon=1.0)
     with pytest.raises(UserError, match="optimizer: RMSprop keeps 'square_avg'"):
         plain_loop(pruner, optimizer, range(1))
+    muon = build_optimizer(model, TrainingConfig(tokens=1, optimizer="muon"))
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=LR), muon):
+        with pytest.raises(UserError, match=f'fisher: "adam" needs AdamW, {type(optimizer).__name__} keeps no second'):
+            Pruner.attach(model, optimizer, num_steps=4, target="80%", metric="taylor", fisher="adam")
     model.lm_head.weight.requires_grad_(False)
     with pytest.raises(UserError, match=r"lm_head.weight is frozen"):
         Pruner.attach(model, adamw(model), num_steps=4, target="80%")

@@ -107,6 +107,9 @@ class Pruner(Callback):
         """
         config = own_loop_config(settings)
         _refuse_model(model)
+        if config.fisher == "adam" and (isinstance(optimizer, Muon) or "betas" not in optimizer.defaults):
+            name = type(optimizer).__name__
+            raise UserError(f'fisher: "adam" needs AdamW, {name} keeps no second moment of the layers: leave it out')
         prunable = Prunable(model)
         anatomy, first = prunable.anatomy, config.warmup_steps or 0
         if first >= num_steps:
