@@ -335,7 +335,8 @@ class Job:
         if checkpoint is None or self.recipe.training.lora_rank:
             return self._fresh_model()
         with fitting(checkpoint.path):
-            tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
+            # copies: a file's memory is aligned differently, and with it the last bits of a matrix product may change
+            tensors = {name: t.to(self.device, copy=True) for name, t in checkpoint.tensors("model").items()}
             try:
                 return build(config, tensors)
             except RuntimeError as error:
