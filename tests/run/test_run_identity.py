@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dwindle
+from dwindle.anatomy.build import aligned
 from dwindle.core.config import write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
@@ -20,7 +22,7 @@ from dwindle.sources.common import SourceNotice
 from dwindle.training.callbacks import Callback
 from dwindle.training.loop import Trainer, TrainingDiverged
 from runs import metrics, tiny_recipe
-from tiny import tiny_directory
+from tiny import tiny_directory, tiny_model
 
 ODD_GENERATION: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 0.6, "top_p": 0.9},
@@ -138,6 +140,19 @@ def test_weights_of_a_resumed_run_are_aligned_as_in_an_uninterrupted_one(place: 
         pretrain(recipe(place), tmp_path / "run", callbacks=[first, KillAt(6)])
     resume(tmp_path / "run", callbacks=[again])
     assert first.found == again.found == {0}
+
+
+def test_weights_that_lie_elsewhere_are_moved() -> None:
+    """Those of numpy and of files, tied ones once."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    for parameter in model.parameters():
+        shifted = torch.empty(parameter.numel() + 1, dtype=parameter.dtype)[1:].view(parameter.shape)
+        parameter.data = shifted.copy_(parameter.data)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    assert all(parameter.data_ptr() % 64 for parameter in model.parameters())
+    after = dict(aligned(model).named_parameters())
+    assert not any(parameter.data_ptr() % 64 for parameter in after.values())
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
 
 
 @pytest.mark.parametrize("how", ["missing", "empty"])

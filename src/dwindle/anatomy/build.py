@@ -19,6 +19,8 @@ from dwindle.anatomy.structure import Structure, head_dim_of
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
 _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
 """Of our configurations, made anew for a structure."""
+_ALIGNMENT = 64
+"""Bytes, of what torch allocates on a CPU."""
 
 
 def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | None = None) -> Any:
@@ -206,3 +208,14 @@ def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     assert sample.is_meta or not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
     return model.eval()
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """The model with its weights aligned in host memory as torch does it; those of mapped files and of numpy are not.
+
+    On a CPU the last bits of a matrix product can depend on it, and a resumed run has its weights from another file.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.build import build, build_random, config_for
+from dwindle.anatomy.build import aligned, build, build_random, config_for
 from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import to_toml
@@ -335,10 +335,9 @@ class Job:
         if checkpoint is None or self.recipe.training.lora_rank:
             return self._fresh_model()
         with fitting(checkpoint.path):
-            # copies: a file's memory is aligned differently, and with it the last bits of a matrix product may change
-            tensors = {name: t.to(self.device, copy=True) for name, t in checkpoint.tensors("model").items()}
+            tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
             try:
-                return build(config, tensors)
+                return aligned(build(config, tensors))
             except RuntimeError as error:
                 if "size mismatch" not in str(error):
                     raise
