@@ -32,8 +32,9 @@ from dwindle.core.jsonl import json_line
 from dwindle.pruning.config import PostTrainingConfig
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import prune_event
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
-from dwindle.pruning.saliency import ElementScores, Scores, metric_named
+from dwindle.pruning.saliency import ElementScores, Scores
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import GroupScores
 from dwindle.pruning.target import Target, parse_target

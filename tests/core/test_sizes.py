@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import Size, parse_count, parse_size
+from dwindle.core.sizes import Size, format_bytes, format_count, parse_count, parse_size
 
 
 @pytest.mark.parametrize("text", ["1,5M", "1,50", "12,3456", ",5", "1,,000"])
@@ -66,3 +66,14 @@ def test_sizes_refused(text: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         parse_size(text, "prune.target")
     assert str(refused.value).startswith(f"prune.target: {message}")
+
+
+def test_three_digits_without_an_exponent() -> None:
+    """Also just below the next unit, and above the last one."""
+    assert [format_bytes(n) for n in (999, 12_345, 999_600_000, 1_500_000_000_000)] == [
+        "999 B",
+        "12.3 kB",
+        "1000 MB",
+        "1500 GB",
+    ]
+    assert [format_count(n) for n in (999, 134_515_008, 999_600, 2 * 10**15)] == ["999", "135M", "1000k", "2000T"]

@@ -33,5 +33,4 @@ def test_rows_of_several_files(tmp_path: Path, count: int) -> None:
             assert torch.equal(pieces.rows("tied", first, rows), whole["a"][first : first + rows])
     with pytest.raises(KeyError):
         pieces["nothing"]
-    pieces.close()
     assert files_of(tmp_path, "optimizer") == []

@@ -220,12 +220,12 @@ def json_lines(file: Path) -> list[Record]:
 
 
 def plain(value: Any) -> Any:
-    """JSON that a command has printed or written, less clocks and versions, and of paths only their last part.
+    """JSON that a command has printed or written, less what is measured and versions, and of paths the last part alone.
 
     ``options`` is what the ledger's first line says of the settings, in names of the code, which may change.
     """
     if isinstance(value, dict):
-        volatile = {"seconds", "time", "versions", "transformers_version", "options"}
+        volatile = {"seconds", "memory_bytes_measured", "time", "versions", "transformers_version", "options"}
         return {key: plain(inside) for key, inside in value.items() if key not in volatile}
     if isinstance(value, list):
         return [plain(inside) for inside in value]

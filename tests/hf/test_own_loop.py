@@ -272,6 +272,48 @@ def test_plain_pytorch_continues_from_its_state(tmp_path: Path) -> None:
     assert (tmp_path / "ledger.jsonl").read_bytes() == whole
 
 
+def test_saliencies_stay_in_host_memory_wherever_the_model_is(tmp_path: Path) -> None:
+    """Scores come from the device at every step, and are averaged with the restored ones."""
+    settings = SETTINGS | {"smoothing": 0.5, "num_steps": STEPS}
+    model = fresh()
+    optimizer = adamw(model)
+    pruner = Pruner.attach(model, optimizer, **settings)
+    plain_loop(pruner, optimizer, range(2))
+    elsewhere = fresh().to("meta")
+    second = Pruner.attach(elsewhere, adamw(elsewhere), state=pruner.state_dict(), **settings)
+    restored = second.pruner.tensors()
+    assert restored.keys() == pruner.pruner.tensors().keys() != set()
+    assert {tensor.device.type for tensor in restored.values()} == {"cpu"}
+
+
+def test_muon_goes_on_with_fused_projections_of_a_cut_model() -> None:
+    """Masked and compacted models train alike: the parts of ``qkv`` and ``gate_up`` are those of smaller matrices."""
+
+    def trained(cut_after: int) -> list[float]:
+        model = tiny_model("phi3", dtype=torch.float64, vocab_size=100)
+        optimizer = build_optimizer(model, TrainingConfig(tokens=1, optimizer="muon", lr=LR))
+        pruner = Pruner.attach(model, optimizer, num_steps=STEPS, target="70%", horizon=0.3)
+        losses = plain_loop(pruner, optimizer, range(cut_after))
+        assert pruner.finished
+        pruner.compact()
+        return losses + plain_loop(pruner, optimizer, range(cut_after, STEPS))
+
+    assert trained(15) == pytest.approx(trained(STEPS), abs=1e-9)
+
+
+def test_a_state_needs_its_ledger(tmp_path: Path) -> None:
+    """Without its first lines a ledger describes no model."""
+    model = fresh()
+    optimizer = adamw(model)
+    pruner = Pruner.attach(model, optimizer, num_steps=STEPS, ledger=tmp_path / "ledger.jsonl", **SETTINGS)
+    plain_loop(pruner, optimizer, range(6))
+    state = pruner.state_dict()
+    pruner.close()
+    with pytest.raises(UserError, match=r"moved\.jsonl: has 0 bytes and the checkpoint expects at least \d+: restore"):
+        Pruner.attach(model, optimizer, num_steps=STEPS, ledger=tmp_path / "moved.jsonl", state=state, **SETTINGS)
+    assert Pruner.attach(model, optimizer, num_steps=STEPS, state=state, **SETTINGS).step == 6  # without a ledger
+
+
 class Stop(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == 23
@@ -367,12 +409,19 @@ def test_settings_and_optimizers_are_refused_in_a_line() -> None:
         Pruner.attach(model, adamw(model), num_steps=4)
     with pytest.raises(UserError, match="milestones: is for dwindle's own loop"):
         Pruner.attach(model, adamw(model), num_steps=4, target="80%", milestones=["90%"])
+    for method in ({}, {"ratio": "1:1"}, {"method": "adapt"}):
+        with pytest.raises(UserError, match="warmup_steps: 4 leaves none of the 4 steps for events: lower it"):
+            Pruner.attach(model, adamw(model), num_steps=4, target="80%", warmup_steps=4, **method)
     smoothed = Pruner.attach(model, adamw(model), num_steps=9, target="hidden=30,heads=6,ffn=33", warmup_steps=4)
     assert smoothed.pruner.config.smoothing == 0.75, "the rule of recipes"
     optimizer = torch.optim.RMSprop(model.parameters())
     pruner = Pruner.attach(model, optimizer, num_steps=4, target="80%", horizon=1.0)
     with pytest.raises(UserError, match="optimizer: RMSprop keeps 'square_avg'"):
         plain_loop(pruner, optimizer, range(1))
+    muon = build_optimizer(model, TrainingConfig(tokens=1, optimizer="muon"))
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=LR), muon):
+        with pytest.raises(UserError, match=f'fisher: "adam" needs AdamW, {type(optimizer).__name__} keeps no second'):
+            Pruner.attach(model, optimizer, num_steps=4, target="80%", metric="taylor", fisher="adam")
     model.lm_head.weight.requires_grad_(False)
     with pytest.raises(UserError, match=r"lm_head.weight is frozen"):
         Pruner.attach(model, adamw(model), num_steps=4, target="80%")

@@ -13,8 +13,9 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.pruning import surgery
 from dwindle.pruning.config import PostTrainingConfig, PruneConfig
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
-from dwindle.pruning.saliency import ElementScores, Scores, metric_named
+from dwindle.pruning.saliency import ElementScores, Scores
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target

@@ -17,6 +17,7 @@ from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import check_rounding, rounded_shape
 from dwindle.pruning.pacing import Ratio, Rounds
 from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies.base import Choice, Trail
 from dwindle.pruning.strategies.coupled import CoupledStrategy, Selector
 from dwindle.pruning.target import Shape, Target, parse_target
 from tiny import tiny_model
@@ -48,12 +49,17 @@ def run(anatomy: Anatomy, target: Target, **options: Any) -> list[Structure]:
     while True:
         scores = random_scores(anatomy.source, seed)
         mask_gone(scores, alive)
-        choice = selector.choose(scores, alive)
+        choice = next_choice(selector, scores, alive)
         if choice is None:
             return passed
         assert choice.num_parameters == anatomy.count(choice.rest).total
         alive, seed = choice.rest, seed + 1
         passed.append(alive)
+
+
+def next_choice(selector: Selector, scores: Scores, alive: Structure) -> Choice | None:
+    found = selector.step(scores, alive.sized(), selector.anatomy.count(alive).total)
+    return None if found is None else Trail(alive).choice(found[0].group, found[1], found[0].num_parameters)
 
 
 def mask_gone(scores: Scores, alive: Structure) -> None:
@@ -68,7 +74,7 @@ def mask_gone(scores: Scores, alive: Structure) -> None:
 def test_choice_equals_a_plain_search(anatomy: Anatomy, compare: str) -> None:
     scores = random_scores(anatomy.source)
     config = PruneConfig(attention="cluster", compare=compare)
-    choice = Selector(anatomy, Target(5000), config).choose(scores, anatomy.source)
+    choice = next_choice(Selector(anatomy, Target(5000), config), scores, anatomy.source)
     heads = [min(range(8), key=lambda h, s=s: s[h]) for s in scores.attn]
     channels = [min(range(40), key=lambda c, s=s: s[c]) for s in scores.ffn]
     hidden = min(range(32), key=lambda i: scores.stem[i])
@@ -243,7 +249,7 @@ def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anato
         selector = Selector(anatomy, Target(0, aim.shape), config, aim.kv_heads)
         for seed in range(5):
             scores, alive = random_scores(source, seed), source
-            while (choice := selector.choose(scores, alive)) is not None:
+            while (choice := next_choice(selector, scores, alive)) is not None:
                 alive = choice.rest
                 mask_gone(scores, alive)
             assert len(alive.layers[0].kv_heads) == kv and Shape.of(alive) == aim.shape

@@ -11,7 +11,8 @@ import pytest
 import torch
 from masked_steps import adamw
 
-from dwindle.pruning.saliency import begin_scores, metric_named
+from dwindle.pruning.metrics import metric_named
+from dwindle.pruning.saliency import begin_scores
 from dwindle.pruning.second_order import InputStatistics, InputTaps, repair, taps_of
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens

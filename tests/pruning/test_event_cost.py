@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.distributed.async_copy import Fetched, sent
 from dwindle.pruning import saliency
+from dwindle.pruning.curvature import AdamFisher
 from dwindle.pruning.gram import finished, regression_from_gram
-from dwindle.pruning.pruner import AdamFisher
-from dwindle.pruning.saliency import Scores, begin_scores, metric_named
+from dwindle.pruning.metrics import metric_named
+from dwindle.pruning.saliency import Scores, begin_scores
 from dwindle.pruning.second_order import InputStatistics, InputTaps, repair, taps_of
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens

@@ -18,8 +18,9 @@ from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.ledger import replay_structure
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Stages, stage_shares
-from dwindle.pruning.saliency import Scores, metric_named
+from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy, grown
 from dwindle.pruning.surgery import Prunable

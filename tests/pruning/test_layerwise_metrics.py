@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import ElementScores, Scores, metric_named, score_model
+from dwindle.pruning.metrics import metric_named
+from dwindle.pruning.saliency import ElementScores, Scores, score_model
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens
 

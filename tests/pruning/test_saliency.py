@@ -14,7 +14,8 @@ from dwindle.core.errors import UserError
 from dwindle.pruning import calibration
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import METRICS, ElementScores, Scores, metric_named, score_model
+from dwindle.pruning.metrics import METRICS, metric_named
+from dwindle.pruning.saliency import ElementScores, Scores, score_model
 from dwindle.pruning.surgery import Prunable
 from tiny import random_group, tiny_model, tokens
 

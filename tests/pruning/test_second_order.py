@@ -17,7 +17,7 @@ from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.gram import Gram, damping_for
 from dwindle.pruning.ledger import read_ledger
-from dwindle.pruning.saliency import metric_named
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.second_order import InputStatistics, InputTaps, norm_factor, repair, taps_of
 from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe

@@ -15,8 +15,9 @@ from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pruner import Pruner
-from dwindle.pruning.saliency import ElementScores, metric_named, score_model
+from dwindle.pruning.saliency import ElementScores, score_model
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import parse_target
 from dwindle.report.plots import write_plots

@@ -8,7 +8,7 @@ from tiny_run import tiny_llama
 
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
-from dwindle.pruning.pruner import AdamFisher
+from dwindle.pruning.curvature import AdamFisher
 from dwindle.training.config import TrainingConfig
 from dwindle.training.moments import AdamW
 from dwindle.training.optim import build_optimizer

@@ -19,6 +19,8 @@ from dwindle.anatomy.structure import Structure, head_dim_of
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
 _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
 """Of our configurations, made anew for a structure."""
+_ALIGNMENT = 64
+"""Bytes, of what torch allocates on a CPU."""
 
 
 def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | None = None) -> Any:
@@ -38,8 +40,12 @@ def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | N
 
 def has_stock_config(config: Any, structure: Structure) -> bool:
     """Whether transformers has a configuration for a model of this family and structure."""
+    return _stock_for(config, structure) is not None
+
+
+def _stock_for(config: Any, structure: Structure) -> Any:
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    return structure.is_uniform and stock_config(family, _values(config, structure)) is not None
+    return stock_config(family, _values(config, structure)) if structure.is_uniform else None
 
 
 def _values(config: Any, structure: Structure) -> dict[str, Any]:
@@ -102,12 +108,10 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
     """
     config: Any = model.config
     scale = getattr(config, "embed_scale", None)
-    if scale is None or not has_stock_config(config, structure):
+    if scale is None or (stock := _stock_for(config, structure)) is None:
         return model
-    family = config.model_type.removeprefix(CUSTOM_PREFIX)
-    stock = stock_config(family, _values(config, structure))
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(family).gain_offset
+    factor, offset = scale / float(config.hidden_size) ** 0.5, family_of(config.model_type).gain_offset
 
     def absorb(name: str, change: Callable[[Tensor], Tensor]) -> None:
         tensors[name] = change(tensors[name].double()).to(tensors[name].dtype)
@@ -204,3 +208,14 @@ def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     assert sample.is_meta or not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
     return model.eval()
+
+
+def aligned(model: nn.Module) -> nn.Module:
+    """The model with its weights aligned in host memory as torch does it; those of mapped files and of numpy are not.
+
+    On a CPU the last bits of a matrix product can depend on it, and a resumed run has its weights from another file.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:
+            parameter.data = parameter.data.clone()
+    return model

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from dwindle.anatomy.structure import ALL_KINDS, Block, Kind
+from dwindle.anatomy.structure import ALL_KINDS, UNIT_OF, Block, Kind
 from dwindle.core.config import Config
 
 CUSTOM_PREFIX = "dwindle_"
@@ -39,7 +39,6 @@ _NOT_SET_BY_TABLES = (
     "quantization_config",
 )
 """Configuration keys that name code, or that make another model of it."""
-_UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden", "layer": "ffn"}
 
 
 class Family(Config):
@@ -99,8 +98,8 @@ class Family(Config):
                 if key.startswith("_") or key in _NOT_SET_BY_TABLES or value is None:
                     raise ValueError(f"{table}.{key}: cannot be set by a table: remove it")
         for kind in self.groups:
-            if _UNIT_OF[kind] not in used:
-                raise ValueError(f"groups: {kind}: no row has the unit {_UNIT_OF[kind]!r}: add the rows, or remove it")
+            if (unit := UNIT_OF.get(kind, "ffn")) not in used:  # layers have an FFN
+                raise ValueError(f"groups: {kind}: no row has the unit {unit!r}: add the rows, or remove it")
         self._check_blocks()
         return self
 

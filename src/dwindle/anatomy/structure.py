@@ -16,6 +16,9 @@ KINDS: tuple[Kind, ...] = ("attn", "ffn", "stem")
 """Kinds that make a model narrower: what is pruned where nothing else is asked for."""
 ALL_KINDS: tuple[Kind, ...] = (*KINDS, "layer")
 """With whole blocks and layers."""
+UNIT_OF: dict[Kind, str] = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
+"""What groups of a kind remove, as the axes of an anatomy table name it."""
+KIND_OF = {unit: kind for kind, unit in UNIT_OF.items()}
 Block = Literal["attn", "mlp"]
 BLOCKS: tuple[Block, ...] = ("attn", "mlp")
 """The blocks of a layer: attention (or what stands in its place, such as a convolution), then the FFN."""

@@ -70,11 +70,6 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
         raise UserError(f"{where}: {message}" if where else message) from None
 
 
-def from_toml(cls: type[T], text: str, where: str = "") -> T:
-    """The inverse of ``to_toml``."""
-    return from_dict(cls, parse_toml(text, where), where)
-
-
 def parse_toml(text: str, where: str = "") -> dict[str, Any]:
     """The tables of TOML text; an error names the file and the line."""
     try:
@@ -103,7 +98,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """TOML text that ``from_toml`` reads back to an equal object; keys that are ``None`` are omitted."""
+    """TOML text of which ``from_dict`` makes an equal object; keys that are ``None`` are omitted."""
     text = tomli_w.dumps(config.model_dump(exclude_none=True))
     try:
         text.encode("utf-8")

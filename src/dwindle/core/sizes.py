@@ -117,8 +117,13 @@ def format_count(value: int | float) -> str:
     """Three significant digits with a unit: 134515008 becomes ``135M``."""
     for unit, scale in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if abs(value) >= scale:
-            return f"{value / scale:.3g}{unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f}{unit}"
+            return f"{_three_digits(value / scale)}{unit}"
     return f"{value:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """Significant ones; ``.3g`` alone writes 1000 as 1e+03."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
 def format_range(values: Collection[int]) -> str:
@@ -131,7 +136,7 @@ def format_bytes(value: int | float) -> str:
     """Decimal units: ``269 MB``."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}"
+            return f"{_three_digits(value / scale)} {unit}"
     return f"{value:.0f} B"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ class TensorPieces(Mapping[str, Tensor]):
     """Tensors by name, read on demand, whole or by rows; on the CPU."""
 
     def __init__(self, files: list[Path]) -> None:
-        self._stack = ExitStack()
-        self._files: list[Any] = [self._stack.enter_context(safe_open(str(f), framework="pt")) for f in files]
+        self._files: list[Any] = [safe_open(str(file), framework="pt") for file in files]
         self._aliases = [json.loads((f.metadata() or {}).get(ALIASES_KEY, "{}")) for f in self._files]
         self._stored = [set(f.keys()) for f in self._files]
         self._names = dict.fromkeys(sorted(set().union(*self._stored, *self._aliases)))
@@ -72,6 +70,3 @@ class TensorPieces(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-    def close(self) -> None:
-        self._stack.close()

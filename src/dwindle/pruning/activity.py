@@ -181,17 +181,19 @@ def norm_rows(anatomy: Anatomy) -> list[Row]:
 
 
 def column_scores(prunable: Prunable, columns: dict[tuple[int, Kind], Tensor]) -> Scores:
-    """Sums over the columns of each head and channel; 0 for layers that were not observed."""
-    structure, head_dim = prunable.physical, prunable.anatomy.head_dim
-    heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
-    channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
-    for (layer, kind), score_N in columns.items():
-        if kind == "attn":
-            heads[layer] = score_N.view(-1, head_dim).sum(1).cpu()
-        else:
-            channels[layer] = score_N.cpu()
-    stem = torch.zeros(len(structure.hidden), dtype=torch.float64)
-    return Scores(structure, heads, channels, stem).mask(prunable.pruned)
+    """Sums over the columns of each head and channel."""
+    head_dim = prunable.anatomy.head_dim
+    sums = {key: x_N.view(-1, head_dim).sum(1) if key[1] == "attn" else x_N for key, x_N in columns.items()}
+    return unit_scores(prunable, sums)
+
+
+def unit_scores(prunable: Prunable, units: dict[tuple[int, Kind], Tensor], stem: Tensor | None = None) -> Scores:
+    """The scores of heads and channels, by layer and kind; 0 for layers that were not observed."""
+    scores = Scores.zero(prunable.physical)
+    scores.stem = scores.stem if stem is None else stem
+    for (layer, kind), score_U in units.items():
+        (scores.attn if kind == "attn" else scores.ffn)[layer] = score_U.cpu()
+    return scores.mask(prunable.pruned)
 
 
 @torch.no_grad()

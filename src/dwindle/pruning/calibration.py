@@ -17,15 +17,9 @@ from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.pruning.config import PruneConfig
-from dwindle.pruning.saliency import (
-    LayerCurvature,
-    Metric,
-    Scores,
-    begin_scores,
-    group_sums,
-    metric_named,
-    rows_with_gradients,
-)
+from dwindle.pruning.curvature import LayerCurvature
+from dwindle.pruning.metrics import Metric, metric_named
+from dwindle.pruning.saliency import Scores, begin_scores, group_sums, rows_with_gradients
 from dwindle.pruning.second_order import InputStatistics, InputTaps, taps_of, units_to_watch
 from dwindle.pruning.surgery import Prunable
 
@@ -113,14 +107,14 @@ def _passes(
     bar: Bar,
 ) -> float:
     """The mean loss; every window contributes an equal share of the collected tokens."""
-    model, scored = prunable.model, dict[str, nn.Parameter]()
+    model, scored, blocks = prunable.model, dict[str, nn.Parameter](), "layer" in config.effective_groups
     if metric.needs & {"gradient", "fisher", "groups"}:
-        rows = rows_with_gradients(prunable, metric, blocks="layer" in config.effective_groups)
+        rows = rows_with_gradients(prunable, metric, blocks=blocks)
         names = {row.name for row in rows} if wanted is None else wanted
         scored = {name: p for name, p in prunable.parameters.items() if name in names}
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    gradients = _Gradients(prunable, found, metric, scored, blocks="layer" in config.effective_groups)
+    gradients = _Gradients(prunable, found, metric, scored, blocks=blocks)
     first, most = 0, batch_size(prunable, windows) if gradients.takes_batches else 1
     size = 1 if scored and device.type == "cuda" else most  # the first window shows how much memory one needs
     with _only_these_need_gradients(model, gradients.by_autograd), gradients.taken():

@@ -82,7 +82,7 @@ def _with_layers(anatomy: Anatomy, size: int, config: PruneConfig) -> EventRange
 def _ends(low: _Grid, high: _Grid, all_low: list[_Grid], size: int) -> list[int]:
     """Events until the target, for each hidden size before the last event or at a target that is met exactly.
 
-    Only the smallest group goes below the target, if no other fits above it (``Selector.choose``): so before the last
+    Only the smallest group goes below the target, if no other fits above it (``Selector.step``): so before the last
     event every removal would go below. Where the number of key/value heads is not determined, both
     possible counts must agree.
     """

@@ -27,7 +27,7 @@ from types import NoneType
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, KINDS, Group, Layer, Structure
+from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, KINDS, UNIT_OF, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile
@@ -42,7 +42,6 @@ from dwindle.sources.vocabulary import Vocabulary
 FORMAT = 1
 EVENTS = ("vocabulary", "prune", "compact", "allocation", "resume")
 """What may follow the first line."""
-_UNITS = {"attn": "query", "ffn": "ffn"}
 _NONE: list[int] = []
 """Shared by the layers that lose nothing: of a large mixture's lines they are nearly all lists."""
 
@@ -250,7 +249,7 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
 def _alive(group: Group, layer: Layer) -> tuple[int, ...]:
     if group.kind == "layer":
         return tuple(place for place, block in enumerate(BLOCKS) if block not in layer.absent)
-    return layer.unit(_UNITS[group.kind])
+    return layer.unit(UNIT_OF[group.kind])
 
 
 def _check_sizes(event: Event, least: Sizes, most: Sizes) -> None:

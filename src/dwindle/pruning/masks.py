@@ -136,17 +136,13 @@ class Masks:
 
     def scores(self, structure: Structure) -> Scores:
         """log α as saliencies; 0 where nothing is masked."""
-        found: dict[tuple[Kind, int], Tensor] = {
-            (part.kind, part.layer): own.double()
-            for part, own in zip(self.parts, self.split(self.log_alpha.detach()), strict=True)
-        }
-
-        def of(kind: Kind, layer: int, size: int) -> Tensor:
-            return found.get((kind, layer), torch.zeros(size, dtype=torch.float64))
-
-        heads = [of("attn", n, len(la.query_heads)) for n, la in enumerate(structure.layers)]
-        channels = [of("ffn", n, len(la.ffn)) for n, la in enumerate(structure.layers)]
-        return Scores(structure, heads, channels, of("stem", 0, len(structure.hidden)))
+        scores = Scores.zero(structure)
+        for part, own in zip(self.parts, self.split(self.log_alpha.detach().double()), strict=True):
+            if part.kind == "stem":
+                scores.stem = own
+            else:
+                (scores.attn if part.kind == "attn" else scores.ffn)[part.layer] = own
+        return scores
 
     def tensors(self) -> dict[str, Tensor]:
         own = {"log_alpha": self.log_alpha.detach(), "multipliers": self.multipliers_2C}

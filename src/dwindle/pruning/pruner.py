@@ -27,10 +27,12 @@ from dwindle.distributed.collectives import num_processes
 from dwindle.distributed.shards import local
 from dwindle.pruning.compaction import rounded_up
 from dwindle.pruning.config import DEFAULT_GRAM_TOKENS, PretrainPruneConfig
+from dwindle.pruning.curvature import AdamFisher, LayerCurvature
 from dwindle.pruning.layouts import final_count
 from dwindle.pruning.ledger import Ledger, first_events, prune_event
+from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Horizon, Pacing, training_pacing
-from dwindle.pruning.saliency import LayerCurvature, Scores, begin_scores, metric_named, rows_with_gradients
+from dwindle.pruning.saliency import Scores, begin_scores, rows_with_gradients
 from dwindle.pruning.second_order import InputWatch, repair, units_to_watch
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import Choice
@@ -38,6 +40,7 @@ from dwindle.pruning.surgery import MOMENTS, Prunable
 from dwindle.pruning.target import Target, parse_target, sizes_of
 from dwindle.sources.vocabulary import Vocabulary
 from dwindle.training.callbacks import Callback, synced_length, truncate_to
+from dwindle.training.muon import ALIVE_SIZES, Muon, layer_matrices
 
 if TYPE_CHECKING:
     from dwindle.training.loop import Trainer
@@ -104,16 +107,16 @@ class Pruner(Callback):
         """
         config = own_loop_config(settings)
         _refuse_model(model)
+        if config.fisher == "adam" and (isinstance(optimizer, Muon) or "betas" not in optimizer.defaults):
+            name = type(optimizer).__name__
+            raise UserError(f'fisher: "adam" needs AdamW, {name} keeps no second moment of the layers: leave it out')
         prunable = Prunable(model)
-        anatomy = prunable.anatomy
+        anatomy, first = prunable.anatomy, config.warmup_steps or 0
+        if first >= num_steps:
+            raise UserError(f"warmup_steps: {first} leaves none of the {num_steps} steps for events: lower it")
         target = parse_target(config.target, anatomy, "target")
-        pacing = training_pacing(
-            config,
-            start=anatomy.count(anatomy.source).total,
-            end=final_count(anatomy, target),
-            first_step=config.warmup_steps or 0,
-            num_steps=num_steps,
-        )
+        start, end = anatomy.count(anatomy.source).total, final_count(anatomy, target)
+        pacing = training_pacing(config, start=start, end=end, first_step=first, num_steps=num_steps)
         its_config = cast(Any, model).config
         source = source or getattr(its_config, "_name_or_path", "") or its_config.model_type
         place = Path(os.devnull if ledger is None else ledger)
@@ -312,30 +315,6 @@ class Pruner(Callback):
         self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
 
 
-class AdamFisher(Mapping[str, Tensor]):
-    """Adam's second moment as diagonal Fisher, by tensor name; computed one tensor at a time, without a sync."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        """Empty before Adam's first step, when there is only the gradient."""
-        self._states = {
-            n: optimizer.state[p] for n, p in parameters.items() if "exp_avg_sq" in optimizer.state.get(p, {})
-        }
-        self._beta = optimizer.param_groups[0].get("betas", (0.0, 0.0))[1]
-
-    def __getitem__(self, name: str) -> Tensor:
-        state = self._states[name]
-        stored = local(state["exp_avg_sq"])
-        wide = stored.to(torch.promote_types(stored.dtype, torch.float32))
-        moment: Tensor = wide / (1 - self._beta ** torch.as_tensor(state["step"]).double())
-        return moment
-
-    def __iter__(self) -> Any:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-
 class AttachedPruner:
     """A pruner in a loop that is not ours: what the pruner reads of a loop, and the two calls that it needs.
 
@@ -431,6 +410,8 @@ class AttachedPruner:
             fresh = prunable.parameters
             for group, own in zip(optimizer.param_groups, held, strict=True):
                 group["params"] = [fresh[name] for name in own if name in fresh]
+            if isinstance(optimizer, Muon):
+                optimizer.parts = layer_matrices(model)
             return optimizer
 
         self.pruner.rebuild = rebuild
@@ -453,13 +434,11 @@ class AttachedPruner:
         if physical_structure(state["pruner"]) != prunable.physical:
             raise UserError("state: was saved with a compacted model: attach to the model that compact() returned")
         self.step, self.tokens = int(state["step"]), int(state["tokens"])
-        if self._path.is_file():
+        if self._path != Path(os.devnull):
             truncate_to(self._path, int(state["ledger_bytes"]))
         self.pruner.load_state_dict(dict(state["pruner"]))
-        if state["tensors"]:
-            device = next(iter(prunable.parameters.values())).device
-            saved = state["tensors"].items()
-            tensors = {name: torch.tensor(t, dtype=getattr(torch, dtype), device=device) for name, (dtype, t) in saved}
+        if saved := state["tensors"]:
+            tensors = {name: torch.tensor(t, dtype=getattr(torch, dtype)) for name, (dtype, t) in saved.items()}
             self.pruner.load_tensors(tensors)
 
     def close(self) -> None:
@@ -492,7 +471,7 @@ def _check_moments(optimizer: torch.optim.Optimizer) -> None:
     """State that is not zeroed with its weights would let them grow back."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.numel() > 1 and key not in MOMENTS:
+            if isinstance(value, Tensor) and value.numel() > 1 and key not in (*MOMENTS, ALIVE_SIZES):
                 raise UserError(
                     f"optimizer: {type(optimizer).__name__} keeps {key!r} for each weight, which cannot be pruned with "
                     f"it (shape {tuple(parameter.shape)}): use torch.optim.AdamW"

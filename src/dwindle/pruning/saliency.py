@@ -19,77 +19,11 @@ from dwindle.anatomy.anatomy import Row, places
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
-from dwindle.distributed.collectives import Exchange
 from dwindle.distributed.shards import local, row_range, same_everywhere
-from dwindle.pruning.gram import Inputs
-from dwindle.pruning.metrics import METRICS, Metric, Score, derivative, metric_named
+from dwindle.pruning.curvature import LayerCurvature
+from dwindle.pruning.metrics import Metric, Score, derivative
 from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
-
-__all__ = [
-    "METRICS",
-    "ElementScores",
-    "LayerCurvature",
-    "Metric",
-    "Scores",
-    "begin_scores",
-    "group_sums",
-    "metric_named",
-    "rows_with_gradients",
-    "score_model",
-]
-
-
-class LayerCurvature(Mapping[str, Tensor]):
-    """f of the layer-wise metrics, by tensor name; computed one tensor at a time, on access.
-
-    A layer-wise score measures the change of one layer's output, in that layer's scale, but stem scores add layers and
-    the choice between kinds compares them. So every projection's scores are divided by their sum: an element's score
-    is its share of its projection's total, whatever the scale of inputs and weights.
-    """
-
-    def __init__(
-        self,
-        prunable: Prunable,
-        inputs: Mapping[str, Inputs],
-        metric: Metric,
-        damping: float,
-        exchange: Exchange | None = None,
-    ) -> None:
-        self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
-        self._exchange = exchange or Exchange()
-        rows = [row for kind, row in prunable.outputs if kind != "whole"]
-        self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        number, row = self._rows[name]
-        parameter: Tensor = self._prunable.parameters[name]
-        weight = local(parameter.detach())
-        f_I = weight.new_zeros(weight.shape[1])
-        assert row.module in self._inputs, f"inputs of {row.module} were not recorded"  # get() would hide a KeyError
-        seen = self._inputs[row.module].at_owner(number, self._exchange)
-        if self._exchange.is_mine(number):
-            f_I.copy_(self._curvature(seen, row))
-        f_I = self._exchange.from_owner(number, f_I)
-        total = (weight.square().sum(0) * f_I).sum()
-        total = same_everywhere(total, parameter, partial=True)
-        return (f_I / total.clamp(min=torch.finfo(f_I.dtype).tiny))[None]
-
-    def _curvature(self, seen: Inputs, row: Row) -> Tensor:
-        f_I = seen.mean_square()
-        if self._metric.curvature == "diagonal":
-            return f_I
-        prunable = self._prunable
-        alive = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
-        assert alive is not None
-        alive = alive.to(f_I.device)
-        return torch.zeros_like(f_I).index_copy(0, alive, 1 / seen.inverse_diagonal(alive, self._damping))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 @dataclass(slots=True)
@@ -112,6 +46,13 @@ class Scores:
     def none(cls, structure: Structure) -> Scores:
         """For a strategy that scores groups itself, from what it observed in a model of this structure."""
         return cls(structure, [], [], torch.zeros(0))
+
+    @classmethod
+    def zero(cls, structure: Structure) -> Scores:
+        """Nothing is worth anything, for results that depend on sizes alone, and to be filled in."""
+        heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
+        channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
+        return cls(structure, heads, channels, torch.zeros(len(structure.hidden), dtype=torch.float64))
 
     @property
     def current(self) -> Scores:
@@ -224,8 +165,7 @@ def begin_scores(
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
     for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        found = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
-        row, column = found
+        row, column = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
@@ -240,22 +180,27 @@ def begin_scores(
     transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
 
     def result() -> Scores:
-        everything, kv, of_blocks = transfer.result(), list[Tensor](), list[Tensor]()
+        everything, count, kv = transfer.result(), prunable.anatomy.num_layers, list[Tensor]()
         lengths = [len(part) for kind in KINDS for part in prunable.pruned[kind]]
-        count, flat = prunable.anatomy.num_layers, everything[: sum(lengths)]
-        if blocks:
-            signed = torch.split(flat, lengths)
-            sizes = [len(wholes) - len(vectors), len(vectors)]
-            others, behind = torch.split(everything[sum(lengths) :], sizes)
-            of_blocks = _block_sums(prunable, signed[:count], signed[count:-1], others.tolist())
-            of_blocks = _masked_blocks(prunable.anatomy.family, of_blocks, vectors, behind.tolist())
+        flat, others = everything[: sum(lengths)], everything[sum(lengths) :].tolist()
+        signed = torch.split(flat, lengths)
+        of_blocks = _of_blocks(prunable, signed, others, vectors) if blocks else []
         if metric.squares_sums:
-            kv = [c.square() for c in _kv_sums(prunable.physical, torch.split(flat, lengths)[:count])]
+            kv = [c.square() for c in _kv_sums(prunable.physical, signed[:count])]
             flat, of_blocks = flat.square(), [values.square() for values in of_blocks]
         parts = list(torch.split(flat.masked_fill_(prunable.pruned_flags, float("inf")), lengths))
         return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv, of_blocks)
 
     return result
+
+
+def _of_blocks(
+    prunable: Prunable, signed: Sequence[Tensor], others: list[float], vectors: list[tuple[Row, float]]
+) -> list[Tensor]:
+    """Sums over the attention, the FFN and the whole of every layer; ``others``: other projections, then vectors."""
+    count, first = prunable.anatomy.num_layers, len(others) - len(vectors)
+    sums = _block_sums(prunable, signed[:count], signed[count:-1], others[:first])
+    return _masked_blocks(prunable.anatomy.family, sums, vectors, others[first:])
 
 
 def _block_sums(

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.anatomy import Anatomy, Removed, Row
-from dwindle.anatomy.structure import Kind, Structure
+from dwindle.anatomy.structure import KIND_OF, UNIT_OF, Kind, Structure
 from dwindle.data.batches import BatchStream
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.collectives import Exchange, num_processes
-from dwindle.distributed.shards import gathered, is_idle, is_sharded, local, row_range
+from dwindle.distributed.shards import gathered, is_idle, local, row_range
 from dwindle.pruning.gram import Gram, Inputs, Regression, Sample, finished, removal_update, spread
-from dwindle.pruning.saliency import Metric
+from dwindle.pruning.metrics import Metric
 from dwindle.pruning.surgery import Prunable
 
 Sink = Callable[[str, Tensor], None]
@@ -36,8 +36,7 @@ Sink = Callable[[str, Tensor], None]
 
 def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool) -> tuple[str, ...]:
     """The kinds of columns whose inputs are needed: the prunable ones, and those that the metric scores."""
-    of = {"attn": "query", "ffn": "ffn", "stem": "hidden"}
-    units = [of[kind] for kind in groups if kind in of] if second_order else []
+    units = [UNIT_OF[kind] for kind in groups if kind in UNIT_OF] if second_order else []
     return tuple(dict.fromkeys([*(("query", "ffn") if "inputs" in metric.needs else ()), *units]))
 
 
@@ -301,7 +300,7 @@ def repair(
 def _problems(prunable: Prunable, keep: Structure) -> list[_Problem]:
     """Every input that loses columns; their indices are copied to the device in one transfer."""
     removed = prunable.anatomy.removed(prunable.alive, keep, prunable.physical)
-    units = tuple(dict.fromkeys(unit for unit, _ in removed if unit in ("query", "ffn", "hidden")))
+    units = tuple(dict.fromkeys(unit for unit, _ in removed if unit in KIND_OF))
     taps = [tap for tap in taps_of(prunable.anatomy, units, prunable.physical) if (tap.unit, tap.layer) in removed]
     taps = [tap for tap in taps if all(row.is_in(keep) for row in tap.rows)]  # of a removed block nothing is kept
     one_each = {(tap.unit, tap.layer): tap for tap in taps}
@@ -341,7 +340,7 @@ def _apply(
 def _pruned_rows(prunable: Prunable, norm: str) -> Tensor:
     """Which of this process's entries of a norm are pruned already."""
     parameter = prunable.parameters[norm]
-    first, count = row_range(parameter) if is_sharded(parameter) else (0, len(parameter))
+    first, count = row_range(parameter)
     return prunable.pruned["stem"][0][first : first + count].to(parameter.device)
 
 
@@ -358,8 +357,7 @@ def norm_factor(mean_square_N: Tensor, gain_N: Tensor, removed_P: Tensor, num_ke
 
 def columns(prunable: Prunable, tap: Tap, removed: Removed) -> tuple[Tensor, Tensor]:
     """Positions of the removed and of the kept columns in the current tensors."""
-    kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
-    is_kept = ~prunable.pruned[kinds[tap.unit]][tap.layer or 0]
+    is_kept = ~prunable.pruned[KIND_OF[tap.unit]][tap.layer or 0]
     now_removed = torch.tensor(removed[tap.unit, tap.layer])
     is_kept[now_removed] = False
     stretch = prunable.anatomy.stretch(tap.unit)

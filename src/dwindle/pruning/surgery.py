@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy, Removed, Row, cut
 from dwindle.anatomy.build import build, build_on_meta, config_for, stock_form
-from dwindle.anatomy.structure import BLOCKS, Group, Kind, Structure
+from dwindle.anatomy.structure import BLOCKS, KIND_OF, Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.shards import fill_zero, gathered, is_sharded, local, narrowed, release, shaped_like
@@ -236,10 +236,9 @@ class Prunable:
 
     def _mark_pruned(self, keep: Structure, removed: Removed) -> None:
         """Update the flags, the count, the norms and the gradient masks: from now on ``keep`` is alive."""
-        kinds: dict[str, Kind] = {"query": "attn", "ffn": "ffn", "hidden": "stem"}
         for (unit, layer), where in removed.items():
-            if unit in kinds:
-                self.pruned[kinds[unit]][layer or 0][where] = True
+            if unit in KIND_OF:
+                self.pruned[KIND_OF[unit]][layer or 0][where] = True
         self.alive = keep
         self._count = self.anatomy.count(keep).total
         self._refresh_norms()

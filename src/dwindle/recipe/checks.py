@@ -69,7 +69,7 @@ def _check_amounts(recipe: Recipe) -> None:
         "training.micro_batch",
         f"must be between 0 (choose) and the {recipe.num_sequences_per_step} sequences of a step",
     )
-    num_curve_steps = recipe.num_warmup_steps + recipe.num_decay_steps
+    num_curve_steps = recipe.num_warmup_steps + training.decay_steps(recipe.num_steps)
     _require(
         recipe.num_warmup_steps < recipe.num_steps and num_curve_steps <= recipe.num_steps,
         "training.warmup",

@@ -102,8 +102,7 @@ class Recipe(Config):
 
     @property
     def num_warmup_steps(self) -> int:
-        warmup = self.training.warmup
-        return warmup if isinstance(warmup, int) else round(warmup * self.num_steps)
+        return self.training.warmup_steps(self.num_steps)
 
     @property
     def num_steps_before_pruning(self) -> int:
@@ -118,11 +117,6 @@ class Recipe(Config):
         if self.distill.weight is not None:
             return self.distill.weight
         return DEFAULT_TEACHER_WEIGHT if self.prune.enabled else 0.0
-
-    @property
-    def num_decay_steps(self) -> int:
-        """Steps of the final decay; 0 unless the schedule is wsd."""
-        return round(self.training.decay * self.num_steps) if self.training.schedule == "wsd" else 0
 
     @property
     def num_validation_tokens(self) -> int:

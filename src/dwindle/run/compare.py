@@ -38,9 +38,10 @@ from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.evaluation.evaluate import EvalData, evaluate_model, load_data
 from dwindle.pruning.calibration import Calibration, calibrate
 from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
+from dwindle.pruning.curvature import LayerCurvature
+from dwindle.pruning.metrics import Metric, metric_named
 from dwindle.pruning.pacing import Rounds
 from dwindle.pruning.rounds import group_scores
-from dwindle.pruning.saliency import LayerCurvature, Metric, metric_named
 from dwindle.pruning.second_order import repair
 from dwindle.pruning.strategies import is_shallower, make_strategy
 from dwindle.pruning.surgery import Prunable

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "training.micro_batch",
     "training.activation_checkpointing",
     "training.compile",
+    "training.cuda_graphs",
     "training.ce_chunk_tokens",
     "training.max_bad_steps",
     "checkpoint.*",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -124,30 +125,23 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     structure = anatomy.source
     count = anatomy.count(structure)
     by_part = dict.fromkeys(PARTS, 0)
-    by_layer = [0] * anatomy.num_layers
     for row in anatomy.rows:
-        size = 1
-        for length in row.full_shape:
-            size *= length
         units = {unit for axis in row.axes for unit in axis}
         part = "embedding" if "vocab" in units else "ffn" if "ffn" in units else "attention"
         if row.name.endswith("norm.weight"):
             part = "norms"
-        by_part[part] += size
-        if row.layer is not None:
-            by_layer[row.layer] += size
+        by_part[part] += math.prod(row.full_shape)
     layers = [
         {"query_heads": len(la.query_heads), "kv_heads": len(la.kv_heads), "ffn": len(la.ffn), "parameters": size}
-        for la, size in zip(structure.layers, by_layer, strict=True)
+        for la, size in zip(structure.layers, anatomy.layer_counts(structure), strict=True)
     ]
-    quantization = _quantization(config)
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
         source=str(source),
         origin=None if (alias := alias_of(source)) is None else alias.origin,
         model_type=config.model_type,
         stock=not is_custom(config),
-        quantization=quantization,
+        quantization=_quantization(config),
         hidden=len(structure.hidden),
         head_dim=anatomy.head_dim,
         vocab=config.vocab_size,

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dwindle.core.json_safe import finite
 from dwindle.core.quality import Quality, Sample, bits_per_byte, text_names
 from dwindle.data.packing import num_predictions
 from dwindle.data.tokenizing import token_bytes
 from dwindle.distributed.precision import Precision, weights_dtype
+from dwindle.distributed.shards import is_sharded
 from dwindle.sources.loading import load, load_tokenizer
 from dwindle.training.callbacks import Callback, Validator
 from dwindle.training.loss import evaluate_loss
@@ -76,9 +76,7 @@ class QualityRecorder(Callback):
 
     def _continued(self, trainer: Trainer) -> list[str]:
         """On the main process; the others have the callback for its place in the checkpoint alone."""
-        if not trainer.engine.is_main or any(
-            isinstance(parameter, DTensor) for parameter in trainer.model.parameters()
-        ):
+        if not trainer.engine.is_main or any(map(is_sharded, trainer.model.parameters())):
             return []
         return greedy_samples(trainer.model, self.tokenizer, self.prompts)
 

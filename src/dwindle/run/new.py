@@ -107,9 +107,14 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
         **RECOMMENDED[goal],
     }
     rate = chosen["training.lr"]
-    by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
-    chosen["training.lr"] = Setting(two_digits(rate.value * by_width * math.sqrt(per_step / TOKENS_PER_STEP)), rate.why)
+    chosen["training.lr"] = Setting(scaled_rate(rate.value, hidden, per_step), rate.why)
     return chosen
+
+
+def scaled_rate(rate: float, hidden: int, per_step: int) -> float:
+    """A recommended learning rate for another width of the model and other tokens per step."""
+    by_width = min(max(HIDDEN / hidden, 1 / 8), 8.0)
+    return two_digits(rate * by_width * math.sqrt(per_step / TOKENS_PER_STEP))
 
 
 def _fitting(settings: Settings, overrides: list[str], title: str, anatomy: Anatomy) -> tuple[str, Recipe]:

@@ -17,7 +17,7 @@ from dwindle.core.config import in_section, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.run_directory import RunDirectory
-from dwindle.core.sizes import format_bytes, format_count, format_duration
+from dwindle.core.sizes import format_bytes, format_count, format_duration, format_range
 from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
@@ -298,11 +298,7 @@ class Plan(Shown):
         if not self.events_most:
             return "none"
         last = "until the target" if self.last_event_step is None else f"by step {self.last_event_step:,}"
-        return f"{_span(self.events_fewest, self.events_most)}, {last}"
-
-
-def _span(fewest: int, most: int) -> str:
-    return f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        return f"{format_range((self.events_fewest, self.events_most))}, {last}"
 
 
 def check_data(recipe: Recipe) -> None:
@@ -397,6 +393,6 @@ def plan_warnings(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list
     if possible < events.most:
         found.append(
             f"{possible:,} events possible in {recipe.num_steps:,} steps, the target needs "
-            f"{_span(events.fewest, events.most)}: it may not be reached; {_MORE_EVENTS}"
+            f"{format_range((events.fewest, events.most))}: it may not be reached; {_MORE_EVENTS}"
         )
     return found

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.build import build, build_random, config_for
+from dwindle.anatomy.build import aligned, build, build_random, config_for
 from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import to_toml
@@ -141,7 +141,7 @@ def _continue(recipe: Recipe, run: RunDirectory, world: World, callbacks: Sequen
             run.tidy()
         recipe = settle(recipe, run, world)
         seed_everything(recipe.training.seed)
-        checkpoint = world.main_first("checkpoint", lambda: _newest(recipe, run, world))
+        checkpoint = world.main_first("checkpoint", lambda: _newest(run, world))
         job = Job(recipe, run, checkpoint, stop, world, callbacks)
         try:
             status = job.trainer.run()
@@ -162,7 +162,7 @@ def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, wor
     return TrainingDiverged(f"{error}: {edit}, then `{run.resume_command}` continues from {good[-1].name}")
 
 
-def _newest(recipe: Recipe, run: RunDirectory, world: World) -> Checkpoint | None:
+def _newest(run: RunDirectory, world: World) -> Checkpoint | None:
     """The newest good checkpoint; without one, the logs of an attempt that never wrote one are emptied."""
     if run.list_checkpoints():
         return open_checkpoint(latest_checkpoint(run.path))
@@ -337,7 +337,7 @@ class Job:
         with fitting(checkpoint.path):
             tensors = {name: t.to(self.device) for name, t in checkpoint.tensors("model").items()}
             try:
-                return build(config, tensors)
+                return aligned(build(config, tensors))
             except RuntimeError as error:
                 if "size mismatch" not in str(error):
                     raise

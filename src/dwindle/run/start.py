@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.build import aligned
 from dwindle.anatomy.vocabulary import kept_rows, with_vocabulary
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import RunDirectory
@@ -54,7 +55,7 @@ class Start:
         return generation if self.vocabulary is None else trimmed_generation(generation, self.vocabulary)
 
     def model(self, dtype: torch.dtype | str = torch.float32, device: str = "cpu") -> nn.Module:
-        model: nn.Module = load(self.source, dtype=dtype, device=device).model
+        model = aligned(load(self.source, dtype=dtype, device=device).model)
         return model if self.vocabulary is None else _trimmed_model(model, self.vocabulary)
 
     def record(self) -> str:

@@ -15,8 +15,8 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.estimate import Estimate, estimate
 from dwindle.recipe.recipe import Recipe, recipe_from
-from dwindle.recipe.recommended import HIDDEN, TOKENS_PER_STEP, TUNING, TUNING_PASSES, TUNING_STEPS
-from dwindle.run.new import power_below, two_digits
+from dwindle.recipe.recommended import TOKENS_PER_STEP, TUNING, TUNING_PASSES, TUNING_STEPS
+from dwindle.run.new import power_below, scaled_rate, two_digits
 from dwindle.sources.loading import load_config, load_tokenizer, model_of_run
 
 _HELD_OUT, _LEAST_HELD_OUT, _MOST_HELD_OUT = 32_000, 0.02, 0.1
@@ -62,7 +62,6 @@ def tuning_recipe(
     amount = parse_count(wanted, "training.tokens")
     per_step = min(TOKENS_PER_STEP, max(power_below(amount / TUNING_STEPS), data.seq_len))
     per_step = parse_count(training.get("tokens_per_step", per_step), "training.tokens_per_step")
-    rate = TUNING["training.lr"].value * min(max(HIDDEN / config.hidden_size, 1 / 8), 8.0)
     tables: dict[str, dict[str, Any]] = {
         "source": {"model": source},
         "task": given["task"],
@@ -71,7 +70,7 @@ def tuning_recipe(
             "tokens": max(amount, per_step),
             "tokens_per_step": per_step,
             "optimizer": TUNING["training.optimizer"].value,
-            "lr": two_digits(rate * math.sqrt(per_step / TOKENS_PER_STEP)),
+            "lr": scaled_rate(TUNING["training.lr"].value, config.hidden_size, per_step),
         },
         "prune": {"enabled": False},
         "validation": {"every": max(amount // per_step // 5, 1) if holdout or data.validated_on(task) else 0},

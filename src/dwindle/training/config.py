@@ -78,6 +78,14 @@ class TrainingConfig(Config):
     max_bad_steps: Annotated[int, Field(ge=1)] = 10
     """Stop after this many non-finite steps in a row."""
 
+    def warmup_steps(self, num_steps: int) -> int:
+        """``warmup`` in steps."""
+        return self.warmup if isinstance(self.warmup, int) else round(self.warmup * num_steps)
+
+    def decay_steps(self, num_steps: int) -> int:
+        """``decay`` in steps; 0 unless the schedule is wsd."""
+        return max(1, round(self.decay * num_steps)) if self.schedule == "wsd" else 0
+
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         if isinstance(self.warmup, float) and not 0 <= self.warmup < 1:

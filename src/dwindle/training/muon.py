@@ -51,7 +51,9 @@ class Muon(AdamW):
         for group in groups:
             group.setdefault("muon", False)
         super().__init__(groups, **adamw)
-        self._parts, self._momentum, self._num_iterations = dict(parts), momentum, num_iterations
+        self.parts = parts
+        """Rows of each part of every matrix, as ``layer_matrices`` gives them."""
+        self._momentum, self._num_iterations = momentum, num_iterations
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -73,7 +75,7 @@ class Muon(AdamW):
             state = self.state[parameter]
             if MOMENTUM not in state:
                 state[MOMENTUM] = torch.zeros_like(parameter, dtype=self.moment_dtype(parameter))
-                rows, columns = self._parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
+                rows, columns = self.parts.get(parameter, parameter.shape[:1]), parameter.shape[1]
                 state[ALIVE_SIZES] = torch.tensor([float(max(n, columns)) for n in rows])
         wholes = self._orthogonalised(parameters, self._averaged(parameters))
         held = [_rows_of(parameter, whole) for parameter, whole in zip(parameters, wholes, strict=True)]
@@ -99,7 +101,7 @@ class Muon(AdamW):
         counts: list[int] = []
         scales: list[float] = []
         for parameter, update in zip(parameters, updates, strict=True):
-            sizes = list(self._parts.get(parameter, ()))
+            sizes = list(self.parts.get(parameter, ()))
             split = torch.split(update, sizes) if len(sizes) > 1 else (update,)
             pieces += split
             counts.append(len(split))

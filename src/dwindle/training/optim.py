@@ -80,9 +80,8 @@ class LRSchedule:
 
     @classmethod
     def of(cls, config: TrainingConfig, num_steps: int) -> LRSchedule:
-        """The schedule of a recipe: ``warmup`` is a number of steps, or a fraction of them; ``decay`` a fraction."""
-        warmup_steps = round(config.warmup * num_steps) if config.warmup < 1 else round(config.warmup)
-        decay_steps = max(1, round(config.decay * num_steps)) if config.schedule == "wsd" else 0
+        """The schedule of a recipe."""
+        warmup_steps, decay_steps = config.warmup_steps(num_steps), config.decay_steps(num_steps)
         if warmup_steps + decay_steps > num_steps:
             raise UserError(
                 f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from dwindle.distributed.launch import STOPPING
@@ -39,9 +39,7 @@ class StopSignal:
                     self._previous[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()

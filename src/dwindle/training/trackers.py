@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dwindle.core.errors import UserError, first_line
+from dwindle.core.files import write_text_atomic
 from dwindle.training.callbacks import Callback
 from dwindle.training.config import LoggingConfig
 
@@ -60,8 +61,7 @@ class Tracker(Callback):
         """The tool's name for this run: new at its beginning, the same when it is resumed."""
         place = self.folder / "run-id"
         if step == 0 or not place.is_file():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            place.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+            write_text_atomic(place, uuid.uuid4().hex[:12])
         return place.read_text(encoding="utf-8").strip()
 
     def on_start(self, trainer: Trainer) -> None:

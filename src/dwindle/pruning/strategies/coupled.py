@@ -170,11 +170,6 @@ class Selector:
         if target.shape is None:
             self._check_reachable()
 
-    def choose(self, scores: Scores, alive: Structure) -> Choice | None:
-        """The next group, or None when the target is reached."""
-        found = self.step(scores, alive.sized(), self.anatomy.count(alive).total)
-        return None if found is None else Trail(alive).choice(found[0].group, found[1], found[0].num_parameters)
-
     def step(self, scores: Scores, alive: Structure, count: int) -> tuple[_CoupledCandidate, dict[Kind, float]] | None:
         """The next group and the saliencies of all kinds, or None; of ``alive`` (``sized``) only heads and sizes count.
 

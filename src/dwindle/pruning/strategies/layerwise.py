@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import Group, Kind, Layer, Structure
+from dwindle.anatomy.structure import Group, Kind, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_count
 from dwindle.pruning.config import PruneConfig
@@ -70,7 +69,7 @@ class LayerwiseStrategy(Strategy):
         plans = self._plans(scores, alive)
         kept = self._sizes_at(plans, alive, goal)
         choices = self._choices(plans, alive, kept)
-        self._after_choice(choices)
+        self._after_choice(choices[-1].rest)
         return choices
 
     def _before_choice(self) -> None:
@@ -80,8 +79,11 @@ class LayerwiseStrategy(Strategy):
     def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
         """The sizes that every layer keeps so that at most ``goal`` parameters remain."""
 
-    def _after_choice(self, choices: list[Choice]) -> None:
-        """Update the sparsities."""
+    def _after_choice(self, rest: Structure) -> None:
+        """Update the sparsities: of every layer the share of its parameters that is gone."""
+        hidden, count = len(rest.hidden), self.anatomy.count_layer
+        pairs = enumerate(zip(self.anatomy.source.layers, rest.layers, strict=True))
+        self.sparsity = [1 - count(n, hidden, now) / count(n, hidden, full) for n, (full, now) in pairs]
 
     def event_bounds(self, pacing: Pacing) -> EventRange:
         if isinstance(pacing, Stages):
@@ -105,10 +107,6 @@ class LayerwiseStrategy(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.sparsity = [float(share) for share in state["sparsity"]]
 
-    def _counters(self) -> list[Callable[[int, Layer], int]]:
-        """For each layer, a function that counts its parameters at a hidden size and its own sizes."""
-        return [partial(self.anatomy.count_layer, number) for number in range(self.anatomy.num_layers)]
-
     def _plans(self, scores: Scores, alive: Structure) -> list[LayerPlan]:
         return [
             plan_layer(
@@ -118,10 +116,10 @@ class LayerwiseStrategy(Strategy):
                 scores,
                 head_dim=self.anatomy.head_dim,
                 config=self.config,
-                count=partial(count, len(alive.hidden)),
+                count=partial(self.anatomy.count_layer, number, len(alive.hidden)),
                 spared=number in self.spared,
             )
-            for (number, layer), count in zip(enumerate(alive.layers), self._counters(), strict=True)
+            for number, layer in enumerate(alive.layers)
         ]
 
     def _kept_at(self, plans: list[LayerPlan], sparsity: Sequence[float]) -> Sizes:
@@ -162,7 +160,7 @@ class LayerwiseStrategy(Strategy):
 
     def _check_reachable(self) -> None:
         source = self.anatomy.source
-        plans = self._plans(level_scores(source), source)
+        plans = self._plans(Scores.zero(source), source)
         least = self._count(plans, source, self._kept_at(plans, [MAX_SPARSITY] * len(plans)))
         if least > self.target.num_parameters:
             units, width = next(plan.floor for number, plan in enumerate(plans) if number not in self.spared)
@@ -210,7 +208,7 @@ class AdaptStrategy(LayerwiseStrategy):
         self._next_sparsity = sparser(high)
         return self._land(plans, alive, more, less, goal)
 
-    def _after_choice(self, choices: list[Choice]) -> None:
+    def _after_choice(self, rest: Structure) -> None:
         self.sparsity = self._next_sparsity
 
     def _land(self, plans: list[LayerPlan], alive: Structure, more: Sizes, less: Sizes, goal: int) -> Sizes:
@@ -286,13 +284,6 @@ class UniformStrategy(LayerwiseStrategy):
     def _equal(self, plans: list[LayerPlan], kept: tuple[int, int]) -> Sizes:
         return [plan.here if number in self.spared else kept for number, plan in enumerate(plans)]
 
-    def _after_choice(self, choices: list[Choice]) -> None:
-        full, rest = self.anatomy.source, choices[-1].rest
-        self.sparsity = [
-            1 - count(len(rest.hidden), b) / count(len(full.hidden), a)
-            for a, b, count in zip(full.layers, rest.layers, self._counters(), strict=True)
-        ]
-
     def _harm(self, plans: list[LayerPlan], kept: tuple[int, int]) -> float:
         """The cost of a pair of sizes; the lowest wins."""
         if self.config.balance == "ratio":
@@ -310,13 +301,6 @@ def grown(sparsity: Sequence[float], importance: Sequence[float], step: float, a
     """The layers' sparsities after an iteration: they never decrease, and never exceed ``MAX_SPARSITY``."""
     pairs = zip(sparsity, importance, strict=True)
     return [min(max(s + step - amplitude * i, s), MAX_SPARSITY) for s, i in pairs]
-
-
-def level_scores(structure: Structure) -> Scores:
-    """Zero saliency everywhere, for results that depend on sizes alone."""
-    heads = [torch.zeros(len(la.query_heads)) for la in structure.layers]
-    channels = [torch.zeros(len(la.ffn)) for la in structure.layers]
-    return Scores(structure, heads, channels, torch.zeros(len(structure.hidden)))
 
 
 def _one_less(sizes: tuple[int, int], axis: int) -> tuple[int, int]:

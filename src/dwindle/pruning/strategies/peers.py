@@ -18,7 +18,15 @@ from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count
 from dwindle.pruning import activity
-from dwindle.pruning.activity import Activity, LayerWalk, column_scores, norm_rows, observe, output_rows
+from dwindle.pruning.activity import (
+    Activity,
+    LayerWalk,
+    column_scores,
+    norm_rows,
+    observe,
+    output_rows,
+    unit_scores,
+)
 from dwindle.pruning.calibration import calibrate
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, most_kv, round_widths, widest, with_sizes
@@ -70,7 +78,7 @@ class WandaSpStrategy(_EqualShares):
         self._layer += 1
         choices = self._choices(plans, alive, kept)
         if choices:
-            self._after_choice(choices)
+            self._after_choice(choices[-1].rest)
         return iter(choices)
 
 
@@ -109,12 +117,6 @@ class FlapStrategy(LayerwiseStrategy):
 
         fewest = bisect_left(range(len(places)), -goal, key=lambda n: -self._count(plans, alive, kept(n)))
         return kept(fewest)
-
-    def _after_choice(self, choices: list[Choice]) -> None:
-        full, rest = self.anatomy.source, choices[-1].rest
-        counters = zip(full.layers, rest.layers, self._counters(), strict=True)
-        hidden = len(full.hidden)
-        self.sparsity = [1 - count(hidden, b) / count(hidden, a) for a, b, count in counters]
 
 
 class LlmPrunerStrategy(_EqualShares):
@@ -172,8 +174,8 @@ def coupled_scores(prunable: Prunable, rows: list[Row], elements: dict[str, Tens
     return Scores(structure, heads, channels, stem, kv).mask(prunable.pruned)
 
 
-class MinitronStrategy(CoupledStrategy):
-    """The least active heads, channels and hidden channels, down to one shape of all layers."""
+class OneShapeStrategy(CoupledStrategy):
+    """Down to one shape of all layers, which is known from the start."""
 
     uses_elements = False
 
@@ -182,16 +184,16 @@ class MinitronStrategy(CoupledStrategy):
         super().__init__(anatomy, target, config)
         self._aim_at(end)
 
+
+class MinitronStrategy(OneShapeStrategy):
+    """The least active heads, channels and hidden channels."""
+
     def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
         rows, norms = output_rows(self.anatomy), norm_rows(self.anatomy)
         seen = observe(prunable, windows, [*rows.values(), *norms], bar)
-        structure = prunable.physical
-        heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
-        channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
-        for (layer, kind), row in rows.items():
-            (heads if kind == "attn" else channels)[layer] = activity.minitron(seen[row.name]).cpu()
+        units = {key: activity.minitron(seen[row.name]) for key, row in rows.items()}
         stem = torch.stack([activity.minitron(seen[row.name]).cpu() for row in norms]).sum(0)
-        return Scores(structure, heads, channels, stem).mask(prunable.pruned)
+        return unit_scores(prunable, units, stem)
 
 
 def _check_uniform(anatomy: Anatomy, target: Target, config: PruneConfig) -> None:

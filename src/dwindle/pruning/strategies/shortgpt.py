@@ -34,7 +34,8 @@ class ShortGptStrategy(Strategy):
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
         self._watch = LayerWatch("cosine")
-        self._gone: set[int] = set()
+        self._left = anatomy.source
+        """After the last choice."""
         self.influence: list[float | None] = []
         source, least = Shape.of(anatomy.source), fewest_layers(anatomy, anatomy.source)
         if target.shape is not None:
@@ -84,9 +85,8 @@ class ShortGptStrategy(Strategy):
             least = min(values, key=values.__getitem__)
             gone = tuple(place for place, block in enumerate(BLOCKS) if block not in alive.layers[least].absent)
             group = Group("layer", tuple(gone if n == least else () for n in range(len(alive.layers))))
-            alive = alive.without(group)
+            self._left = alive = alive.without(group)
             count = self.anatomy.count(alive).total
-            self._gone.add(least)
             yield trail.choice(group, {"layer": values[least]}, count)
 
     def event_bounds(self, pacing: Pacing) -> EventRange:
@@ -98,15 +98,9 @@ class ShortGptStrategy(Strategy):
         sizes = sorted(self.anatomy.layer_counts(source)[n] for n in self.anatomy.removable_layers(source))
         return EventRange(_until(excess, sizes[::-1]), _until(excess, sizes))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"gone": sorted(self._gone)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._gone = {*state["gone"]}
-
     def notes(self, step: int) -> list[dict[str, Any]]:
         """The block influence of every layer."""
-        sparsity = [float(number in self._gone) for number in range(self.anatomy.num_layers)]
+        sparsity = [float(layer.is_gone) for layer in self._left.layers]
         return [{"event": "allocation", "step": step, "importance": list(self.influence), "sparsity": sparsity}]
 
 
