@@ -3,11 +3,11 @@
     python studies/campaign.py tuning second-model ladder peers --inputs inputs --work work --out results
     python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
 
-``inputs`` is what ``inputs.py`` writes: models, tokens, sets of the tasks, prompts. At most ``--train`` jobs train and
-``--ask`` answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of
-campaigns that are named first begin first, and one that several have runs once. Inputs of the second model may arrive
-later: its jobs wait for them. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its
-own run. What fails is printed, and the jobs that need it are left out.
+``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. At most ``--train`` jobs
+train and ``--ask`` answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and
+measured. Jobs of campaigns that are named first begin first, and one that several have runs once. Inputs of the second
+model may arrive later: its jobs wait for them. Called again, it goes on: jobs that ended well are not repeated, and a
+study resumes its own run. What fails is printed, and the jobs that need it are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Cuts a training mixture and its held-out texts out of a folder of corpora, as JSON lines to tokenize.
 
-    python studies/mixture.py CORPUS --out mixture      # inputs.py does this, tokenizes, and adds what studies need
+    python studies/mixture.py CORPUS --out mixture      # campaign_inputs.py does this and more
 
 CORPUS holds the ``.train.jsonl.xz`` files named below, ``textbooks.valid.jsonl.xz`` (two books, of which psychology is
 chosen on and marketing reported) and ``mixed.valid`` / ``mixed.test``. Documents are shuffled with seed 0 and taken

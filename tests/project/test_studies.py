@@ -330,7 +330,7 @@ def test_a_campaign_runs_what_it_can_and_goes_on(
 def test_inputs_of_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
     """All that its jobs name is made, and only what is missing when it is called again."""
     monkeypatch.syspath_prepend(str(STUDIES))
-    import inputs
+    import campaign_inputs
     import mixture
 
     corpus, model = tmp_path / "corpus", shared_data / "models" / "stories260K" / "stories260K.bin"
@@ -346,9 +346,9 @@ def test_inputs_of_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
     parts = {name: (files, 60) for name, (files, _) in mixture.PARTS.items()}  # "mdn 0" has five characters
     monkeypatch.setattr(mixture, "PARTS", parts | {"mdn": (["mdn"], 25)})
     for _ in range(2):
-        monkeypatch.setattr(sys, "argv", ["inputs.py", *words])
-        inputs.main()
-    made = inputs.Places(tmp_path / "inputs", tmp_path, tmp_path)
+        monkeypatch.setattr(sys, "argv", ["campaign_inputs.py", *words])
+        campaign_inputs.main()
+    made = campaign_inputs.Places(tmp_path / "inputs", tmp_path, tmp_path)
     first, second, more = map(open_token_files, (made.tokens / "mdn", made.second_tokens / "mdn", made.tokens / "more"))
     assert (first.num_documents, second.num_documents) == (5, 3) and more.num_documents >= 5
     assert made.source.read_bytes() == made.second.read_bytes() == model.read_bytes()

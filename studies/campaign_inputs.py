@@ -1,7 +1,7 @@
 """All inputs of ``campaign.py`` in one folder: tokens of the mixture and of held-out texts, tasks, prompts, models.
 
-    python studies/inputs.py CORPUS --eval SETS --instruct PROMPTS --out inputs
-    python studies/inputs.py CORPUS --eval SETS --instruct PROMPTS --out inputs --second QWEN.gguf
+    python studies/campaign_inputs.py CORPUS --eval SETS --instruct PROMPTS --out inputs
+    python studies/campaign_inputs.py CORPUS --eval SETS --instruct PROMPTS --out inputs --second QWEN.gguf
 
 CORPUS is what ``mixture.py`` reads, and ``wikitext-2-raw.test.txt``; SETS and PROMPTS are copied. Tokens are written
 once: called again, it adds what is missing. Of the second model's texts a share is tokenized, enough for 9M tokens.
