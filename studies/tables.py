@@ -228,6 +228,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "losses": training.losses,
     "same-teacher": training.same_teacher,
     "headline": training.headline,
+    "levers": training.levers,
     "texts": training.texts,
     "margins": training.margins,
     "margins-distilled": training.margins_distilled,

@@ -27,6 +27,15 @@ HEADLINE = {
     ("global-group-muon+kd@1.5e-3", "SmolLM2-135M-adapted-1M"): "**ours, after teacher correction**",
 }
 """(row, model it starts from, if not the source) → name, of the table in the README."""
+LEVERS = {
+    ("one-shot+kd@2e-3", ""): BY_HAND[0],
+    ("one-shot-muon+kd@2.5e-3", ""): "optimizer: Muon",
+    ("global-muon+kd@2.5e-3", ""): "selection: any layer's group, while training",
+    ("global-group-muon+kd@2.5e-3", ""): "metric and schedule: group saliency, after the warm-up",
+    ("global-group-muon+kd@1.5e-3", ""): "rate: 1.5e-3",
+    ("global-group-muon+kd@1.5e-3", "SmolLM2-135M-adapted-1M"): "teacher: adapted to the text first",
+}
+"""(row, model it starts from) → what it changes in the row before."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -111,19 +120,48 @@ def same_teacher(data: Any) -> str:
     return markdown(head, rows)
 
 
-def headline(data: Any) -> str:
-    """What a user would do by hand and ours after about 16M tokens of the mixture, and how much better ours is."""
+def after_16m(data: Any, names: dict[tuple[str, str], str]) -> dict[str, dict[str, list[Any]]]:
+    """Of each size, the named rows of about 16M tokens of the mixture, in the order of the names."""
     source = next(row["model"] for row in data["rows"] if row["row"] == "source")
     found: dict[str, dict[str, list[Any]]] = {}
     for seeds in grouped(data):
         first = seeds[0]
-        name = HEADLINE.get((first["row"], "" if first["model"] == source else first["model"]))
+        name = names.get((first["row"], "" if first["model"] == source else first["model"]))
         if name is not None and 14e6 < first["tokens"] < 17e6:
             found.setdefault(first["size"], {})[name] = seeds
+    return {size: {name: rows[name] for name in names.values() if name in rows} for size, rows in found.items()}
+
+
+def levers(data: Any) -> str:
+    """One lever more in each row: what it gains, and its share of all that is gained at the size."""
     rows = []
-    for size, methods in found.items():
-        for name in (name for name in HEADLINE.values() if name in methods):
-            cells, seeds = [size, name, str(len(methods[name]))], methods[name]
+    for size, steps in after_16m(data, LEVERS).items():
+        first, *_, last = steps.values()
+        waiting: list[str] = []
+        before: list[Any] = []
+        for name in LEVERS.values():
+            waiting.append(name)
+            if name not in steps:  # was not run at this size: the next row has both
+                continue
+            seeds = steps[name]
+            cells = [size, ("+ " if before else "") + "; ".join(waiting), str(len(seeds))]
+            for text in ("marketing", "mixed.test", "wikitext2"):
+                own, usual = [row[text] for row in seeds], [row[text] for row in before]
+                whole = statistics.mean(row[text] for row in first) - statistics.mean(row[text] for row in last)
+                share = (statistics.mean(usual) - statistics.mean(own)) / whole if before else 0.0
+                cells += [spread(own), f"{difference(usual, own)} ({100 * share:.0f} %)" if before else ""]
+            rows.append(cells)
+            waiting, before = [], seeds
+    texts = (column for text in ("marketing", "mixed.test", "WikiText-2") for column in (text, "gain (share)"))
+    return markdown(["size", "what is added", "runs", *texts], rows)
+
+
+def headline(data: Any) -> str:
+    """What a user would do by hand and ours after about 16M tokens of the mixture, and how much better ours is."""
+    rows = []
+    for size, methods in after_16m(data, HEADLINE).items():
+        for name, seeds in methods.items():
+            cells = [size, name, str(len(seeds))]
             for text in ("marketing", "mixed.test"):
                 own = [row[text] for row in seeds]
                 controls = [[row[text] for row in methods[control]] for control in BY_HAND]

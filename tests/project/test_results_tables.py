@@ -57,11 +57,24 @@ def test_the_tables_match_their_files(tables: ModuleType) -> None:
 def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None:
     text = PAGE.read_text(encoding="utf-8")
     (tmp_path / "results").mkdir()
-    for name in re.findall(r"from results/(\S+) -->", text):
-        content = (PAGE.parent / "results" / name).read_text(encoding="utf-8")
-        (tmp_path / "results" / name).write_text(content.replace("3.1184", "3.1384"), encoding="utf-8")
+    for name in {file for files in re.findall(r"<!-- table: \S+ from (\S+) -->", text) for file in files.split(",")}:
+        content = (PAGE.parent / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(content.replace("3.1184", "3.1384"), encoding="utf-8")
     found = tables.render(text, tmp_path)
     assert "**3.138**" in found and "**3.118**" in text and found != text
+
+
+def test_levers_are_compared_with_the_row_before(tables: ModuleType) -> None:
+    """A row that was not run is added together with the next one; shares are of the whole gain."""
+    loss = {"one-shot+kd@2e-3": 3.5, "global-muon+kd@2.5e-3": 3.4, "global-group-muon+kd@1.5e-3": 3.1}
+    rows = [{"row": "source", "model": "m", "tokens": 0, "size": "", "seed": 0}]
+    for row, value in loss.items():
+        texts = {"marketing": value, "mixed.test": value - 1, "wikitext2": value + 1}
+        rows.append({"row": row, "model": "m", "tokens": 16_000_000, "size": "50%", "seed": 0, **texts})
+    found = [line.split(" | ") for line in tables.training.levers({"rows": rows}).splitlines()[2:]]
+    assert [cells[4] for cells in found] == ["", "0.100 (25 %)", "0.300 (75 %)"]
+    assert found[1][1].startswith("+ optimizer: Muon; selection:")
+    assert [cells[5] for cells in found] == ["2.500", "2.400", "2.100"]
 
 
 @pytest.mark.parametrize("size", ["80%nonemb", "50%nonemb", "30%nonemb"])
