@@ -18,7 +18,7 @@ from dwindle.anatomy.structure import Structure, head_dim_of
 
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
 _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
-"""Of our configurations, made anew for a structure."""
+"""Of our configurations, recreated for each structure."""
 _ALIGNMENT = 64
 """Bytes, of what torch allocates on a CPU."""
 

@@ -237,7 +237,7 @@ def trimmed_size(pieces: Pieces, wanted: int, required: Iterable[int], option: s
 
 
 def trimmed_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, where: str) -> Any:
-    """The same tokenizer with the kept tokens alone, numbered anew."""
+    """The same tokenizer with the kept tokens alone, renumbered."""
     new, state = vocabulary.new_id(), state_of(tokenizer, where)
     model = state["model"]
     if model["type"] == "Unigram":
