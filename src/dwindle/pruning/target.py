@@ -22,11 +22,11 @@ class Shape:
 
     @classmethod
     def of(cls, structure: Structure) -> Shape:
-        """The shape of a structure; of layers that differ, the smallest sizes. Layers without heads do not count."""
+        """The shape of a structure; where layers differ, the smallest sizes. Absent blocks do not count."""
         return cls(
             len(structure.hidden),
             min((len(la.query_heads) for la in structure.layers if la.query_heads), default=0),
-            min(len(la.ffn) for la in structure.layers if "mlp" not in la.absent),
+            min((len(la.ffn) for la in structure.layers if "mlp" not in la.absent), default=0),
             len(structure.places),
         )
 
