@@ -24,6 +24,7 @@ from dwindle.sources.vocabulary import (
     trimmed_tokenizer,
     used_elsewhere,
 )
+from tiny import tiny_tokenizer
 
 SPECIAL = ["<|end|>", "<|user|>"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.role + ' says ' + m.content }}<|end|>{% endfor %}"
@@ -177,6 +178,8 @@ def test_what_must_stay(byte_bpe: Any) -> None:
     for wanted, problem in ((900, "has 900 tokens: choose fewer"), (200, "must stay .* choose at least 320")):
         with pytest.raises(UserError, match=problem):
             trimmed_size(pieces, wanted // 64 * 64 if wanted < 900 else 960, [rare], "--vocab")
+    with pytest.raises(UserError, match="the source's 257 are too few to remove any: leave them"):
+        trimmed_size(Pieces(tiny_tokenizer(), "it"), 200, [], "--vocab")
     _, vocabulary, _ = trim(byte_bpe, 320, required=(rare,))
     assert rare in vocabulary.kept
 
