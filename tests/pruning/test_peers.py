@@ -284,7 +284,7 @@ def test_minitron_prunes_to_one_shape() -> None:
 def test_each_lands_within_one_of_its_groups(method: str, family: str, share: float) -> None:
     anatomy = Anatomy.of(tiny_model(family, num_hidden_layers=4))
     if method == "flap" and not anatomy.family.output_bias_keys:
-        with pytest.raises(UserError, match="no biases on o and down"):
+        with pytest.raises(UserError, match="no biases on o and down for its repair: choose adapt"):
             check_prunable(anatomy, Target(1000), PostTrainingConfig(method="flap"))
         return
     model = tiny_model(family, num_hidden_layers=4)

@@ -87,7 +87,7 @@ class FlapStrategy(LayerwiseStrategy):
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         if not anatomy.family.output_bias_keys:
-            raise UserError("method flap: this family has no biases on o and down for its repair: choose wanda-sp")
+            raise UserError("method flap: this family has no biases on o and down for its repair: choose adapt")
         super().__init__(anatomy, target, config)
         self._seen: dict[str, Activity] = {}
 
