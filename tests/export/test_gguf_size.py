@@ -69,6 +69,15 @@ def test_every_kind_of_layers(family: str, kind: str, tmp_path: Path) -> None:
     assert 0 <= size_of(structure) - found.num_bytes <= ABOUT_BYTES
 
 
+def test_a_wrong_prediction_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = merged_directory(tmp_path / "model", 320)
+    about: dict[str, Any] = {"type": "bf16", "verify": False}
+    assert not dwindle.export_model(place, "gguf", tmp_path / "right.gguf", **about).warnings
+    monkeypatch.setattr("dwindle.export.exporting.predicted_bytes", lambda *_, **__: 1)
+    found = dwindle.export_model(place, "gguf", tmp_path / "wrong.gguf", **about)
+    assert [text for text in found.warnings if text.startswith("the file has another size than predicted")]
+
+
 def test_unknown_types_are_refused(tmp_path: Path) -> None:
     model, tokenizer = load(tiny_directory(tmp_path / "model"))
     with pytest.raises(UserError, match=r"^--to 9MB@q9: 'q9' is not a type of GGUF files: give one of f32"):

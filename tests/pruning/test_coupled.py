@@ -20,7 +20,7 @@ from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies.base import Choice, Trail
 from dwindle.pruning.strategies.coupled import CoupledStrategy, Selector
 from dwindle.pruning.target import Shape, Target, parse_target
-from tiny import tiny_model
+from tiny import shrunk, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,23 @@ def test_impossible_selections(anatomy: Anatomy) -> None:
         UserError, match=r'^groups\.0: expected one of "attn", "ffn", "stem", "layer", got "everything"$'
     ):
         PruneConfig(groups=["everything"])
+
+
+def test_heads_of_layers_that_differ_are_not_removed_together() -> None:
+    """The layer with the fewest would end without attention; what else is equal in all layers is still pruned."""
+    anatomy = Anatomy.of(shrunk("llama", "unequal")[0])
+    assert len({len(layer.kv_heads) for layer in anatomy.source.layers}) > 1
+    half = Target(anatomy.count(anatomy.source).total // 2)
+    refused = (
+        "^selection coupled: the source's layers already have different heads: choose global, attention cluster or"
+    )
+    with pytest.raises(UserError, match=refused):
+        CoupledStrategy(anatomy, half, PruneConfig())
+    with pytest.raises(UserError, match="--to heads=2: the source's layers have heads 6 to 8: give"):
+        parse_target("heads=2", anatomy)
+    for kept in (PruneConfig(groups=["ffn", "stem"]), PruneConfig(attention="cluster")):
+        CoupledStrategy(anatomy, half, kept)
+    CoupledStrategy(anatomy, parse_target("hidden=20", anatomy), PruneConfig())
 
 
 def test_the_smallest_regular_model_is_one_that_exists() -> None:

@@ -20,12 +20,13 @@ from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.anatomy.structure import BLOCKS, Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.export.huggingface import save_model
-from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.config import PostTrainingConfig, PruneConfig
 from dwindle.pruning.event_bounds import coupled_events, global_events
 from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.ledger import source_event, verified_structure
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Rounds
+from dwindle.pruning.rounds import prune_in_rounds
 from dwindle.pruning.saliency import ElementScores, begin_scores, rows_with_gradients
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.global_mixture import at_floors
@@ -133,6 +134,21 @@ def test_a_pruned_model_is_pruned_again() -> None:
         small = again.compacted()
         assert torch.allclose(again.model(input_ids=batch).logits, small(input_ids=batch).logits, atol=1e-10, rtol=0)
     assert len(small.model.layers) == 2
+
+
+@pytest.mark.parametrize("groups", [["attn", "ffn", "stem"], ALL])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "lfm2"])
+def test_bounds_of_events_hold_where_blocks_are_absent_already(family: str, groups: Any) -> None:
+    model = tiny_model(family)
+    anatomy = Anatomy.of(model)
+    rest = without(anatomy.source, {1: (1,)})
+    config = PostTrainingConfig(selection="global", metric="magnitude", groups=groups)
+    for share in (0.9, 0.6):
+        prunable = Prunable(cut(deepcopy(model), anatomy, rest, anatomy.source))
+        target = Target(int(share * prunable.num_parameters))
+        bounds = global_events(prunable.anatomy, target, config)
+        events = prune_in_rounds(prunable, target, config, None, "tiny")
+        assert bounds.fewest <= sum(event["event"] == "prune" for event in events) <= bounds.most
 
 
 def _gradients(prunable: Prunable) -> dict[str, torch.Tensor]:

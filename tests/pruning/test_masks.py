@@ -13,7 +13,7 @@ from dwindle.anatomy.structure import Layer, Structure
 from dwindle.pruning.masks import MaskedModel, Masks, Part, aim_at, open_share, parts_of, sampled
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape
-from tiny import FAMILIES, tiny_model, tokens
+from tiny import FAMILIES, shrunk, tiny_model, tokens
 
 
 def test_the_expected_number_of_open_masks_is_that_of_samples() -> None:
@@ -119,6 +119,14 @@ def test_a_model_with_closed_masks_equals_the_cut_model(family: str) -> None:
         masked.remove()
         prunable.prune_to(keep)
         torch.testing.assert_close(model(input_ids=batch).logits, with_masks, atol=1e-10, rtol=0)
+
+
+def test_layers_that_differ_close_as_many_masks_as_are_removed() -> None:
+    source = Prunable(shrunk("llama", "ffn")[0]).anatomy.source
+    assert [len(layer.ffn) for layer in source.layers] == [40, 35, 30]
+    assert parts_of(source, Shape(24, 8, 30, 3)) == [Part("stem", 0, 32, 24 / 32)]
+    parts = parts_of(source, Shape(32, 8, 20, 3))
+    assert parts == [Part("ffn", n, size, (size - 10) / size) for n, size in enumerate((40, 35, 30))]
 
 
 def test_the_derivative_by_a_mask_is_that_of_the_weights_it_scales() -> None:

@@ -27,7 +27,7 @@ from dwindle.pruning.strategies.peers import LlmPrunerStrategy
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target, parse_target
 from dwindle.recipe.recipe import Recipe
-from tiny import tiny_directory, tiny_model, tokens
+from tiny import shrunk, tiny_directory, tiny_model, tokens
 
 PEERS = ["wanda-sp", "flap", "llm-pruner", "minitron"]
 WINDOWS = tokens(5, 12, seed=3)
@@ -284,7 +284,7 @@ def test_minitron_prunes_to_one_shape() -> None:
 def test_each_lands_within_one_of_its_groups(method: str, family: str, share: float) -> None:
     anatomy = Anatomy.of(tiny_model(family, num_hidden_layers=4))
     if method == "flap" and not anatomy.family.output_bias_keys:
-        with pytest.raises(UserError, match="no biases on o and down"):
+        with pytest.raises(UserError, match="no biases on o and down for its repair: choose adapt"):
             check_prunable(anatomy, Target(1000), PostTrainingConfig(method="flap"))
         return
     model = tiny_model(family, num_hidden_layers=4)
@@ -332,6 +332,24 @@ def test_a_target_that_no_uniform_shape_reaches(method: Any, to: str, message: s
     anatomy = Anatomy.of(tiny_model("llama"))
     with pytest.raises(UserError, match=message.format(method)):
         make_strategy(anatomy, parse_target(to, anatomy), PruneConfig(method=method))
+
+
+@pytest.mark.parametrize("method", ["minitron", "sheared"])
+def test_layers_with_different_heads_have_no_common_shape(method: Any) -> None:
+    """Their heads stay, if they are asked for nothing else."""
+    anatomy = Anatomy.of(shrunk("llama", "unequal")[0])
+    target = parse_target("70%", anatomy)
+    with pytest.raises(UserError, match=f"method {method}: the source's layers already have different heads: choose"):
+        make_strategy(anatomy, target, PruneConfig(method=method))
+    make_strategy(anatomy, target, PruneConfig(method=method, groups=["ffn", "stem"]))
+    make_strategy(anatomy, parse_target("hidden=24", anatomy), PruneConfig(method=method))
+
+
+@pytest.mark.parametrize("method", ["uniform", "wanda-sp", "llm-pruner"])
+def test_layers_that_differ_are_refused_before_any_work(method: Any) -> None:
+    anatomy = Anatomy.of(shrunk("llama", "ffn")[0])
+    with pytest.raises(UserError, match=f"method {method}: the source's layers already have different sizes"):
+        check_prunable(anatomy, parse_target("70%", anatomy), PostTrainingConfig(method=method))
 
 
 def cluster_source() -> Prunable:

@@ -321,6 +321,12 @@ def test_a_plan_knows_an_exact_shape(model: Path) -> None:
     assert "hidden 24, heads 4, ffn 20" in shown and "estimate" not in shown
 
 
+def test_a_plan_shows_the_layers_that_are_left(model: Path) -> None:
+    plan = make_plan(recipe(model=model, prune={"target": "layers=2"}))
+    assert plan.shape_target == plan.shape_before | {"layers": 2} and plan.shape_before["layers"] == 3
+    assert "layers 3" in text_of(plan) and "layers 2" in text_of(plan)
+
+
 def test_a_plan_without_pruning_has_no_events(model: Path) -> None:
     plan = make_plan(recipe(model=model, prune={"enabled": False}))
     assert plan.parameters_target == plan.parameters_before and plan.events_most == 0

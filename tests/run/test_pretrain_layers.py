@@ -225,6 +225,19 @@ def test_layers_removed_at_the_start_are_gone(place: Path) -> None:
     assert "layers" in str(events(run, "compact"))
 
 
+@pytest.mark.parametrize("prune", [ADAPT, GLOBAL], ids=["adapt", "global"])
+def test_a_source_without_some_blocks_is_pruned_further(place: Path, prune: dict[str, Any], tmp_path: Path) -> None:
+    """Blocks of its own that a run removed, or ``dwindle prune`` did."""
+    groups: dict[str, Any] = {"groups": ["layer"], "selection": "global", "compare": "saved", "metric": "group"}
+    source = dwindle.prune(place / "model", "70%", out=tmp_path / "model", sequences=2, seq_len=16, **groups)
+    assert any(layer.absent and not layer.is_gone for layer in source.structure.layers)
+    result = pretrain(recipe(tmp_path, prune=prune | {"target": "80%"}), tmp_path / "run")
+    assert result.target_reached and result.parameters <= 0.8 * source.after.total
+    with pytest.raises(UserError, match="method uniform: the source's layers already have different sizes"):
+        pretrain(recipe(tmp_path, prune=UNIFORM | {"target": "80%"}), tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
 def test_few_graphs_for_layers_of_many_sizes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced without code generation; one graph for the first model and for every rebuilt one, whose layers differ."""
     monkeypatch.setattr("dwindle.training.compiling.torch.compile", functools.partial(torch.compile, backend="eager"))

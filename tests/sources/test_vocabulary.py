@@ -24,6 +24,7 @@ from dwindle.sources.vocabulary import (
     trimmed_tokenizer,
     used_elsewhere,
 )
+from tiny import tiny_tokenizer
 
 SPECIAL = ["<|end|>", "<|user|>"]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.role + ' says ' + m.content }}<|end|>{% endfor %}"
@@ -143,6 +144,22 @@ def test_counted_tokens_stay_with_what_they_are_made_of(byte_bpe: Any) -> None:
             assert chosen(own, add_special_tokens=False).input_ids == [new]
 
 
+def test_occurrences_of_a_removed_token_count_for_its_parts(byte_bpe: Any) -> None:
+    """The kept ids are those of a plain loop, in which a token that is gone was written as what it is made of."""
+    pieces, count = Pieces(byte_bpe, "it"), dict.fromkeys(range(898), 0)
+    rng = random.Random(0)
+    count |= {token: rng.randrange(20) for token in range(256, 898)}
+    needed, kept = pieces.required(), set(pieces.ids)
+    _, vocabulary, _ = trim(byte_bpe, 512, {token: n for token, n in count.items() if n})
+    while len(kept) > 512:
+        used = {part for token in kept for part in pieces.parts.get(token, ())}
+        least = min(kept - used - needed, key=lambda token: (count[token], pieces.worth[token], -token))
+        kept.remove(least)
+        for part in pieces.parts[least]:
+            count[part] += count[least]
+    assert set(vocabulary.kept) == kept
+
+
 def test_unigrams_go_by_score(unigram: Any) -> None:
     smaller, vocabulary, _ = trim(unigram, 320)
     state = json.loads(unigram.backend_tokenizer.to_str())["model"]
@@ -177,6 +194,8 @@ def test_what_must_stay(byte_bpe: Any) -> None:
     for wanted, problem in ((900, "has 900 tokens: choose fewer"), (200, "must stay .* choose at least 320")):
         with pytest.raises(UserError, match=problem):
             trimmed_size(pieces, wanted // 64 * 64 if wanted < 900 else 960, [rare], "--vocab")
+    with pytest.raises(UserError, match="the source's 257 are too few to remove any: leave them"):
+        trimmed_size(Pieces(tiny_tokenizer(), "it"), 200, [], "--vocab")
     _, vocabulary, _ = trim(byte_bpe, 320, required=(rare,))
     assert rare in vocabulary.kept
 

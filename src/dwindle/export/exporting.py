@@ -230,6 +230,8 @@ class _Export:
             result.predicted_bytes = predicted_bytes(model, vocabulary, type_=self.type, **about)
             if vocabulary.warning:
                 result.warnings.append(vocabulary.warning)
+            if size != result.predicted_bytes:
+                result.warnings.append("the file has another size than predicted: one as a target (…MB@…) is not exact")
             if written.fallbacks:
                 odd = odd_sizes(Anatomy.of(model), gguf_types.largest_block(written.fallbacks))
                 result.warnings.append(gguf_types.describe_fallbacks(self.type, written.fallbacks, odd))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -29,18 +31,26 @@ class FileSize:
         if type_ not in TYPES:
             raise UserError(f"{option}: {type_!r} is not a type of GGUF files: give one of {', '.join(TYPES)}")
         self._config, self._type, self._option = config, type_, option
-        with_tokens = vocabulary_of(tokenizer, config.vocab_size, f"{option} {config.name_or_path}".strip())
-        self._vocabulary = vocabulary_bytes(with_tokens)
+        with self._refusing():
+            with_tokens = vocabulary_of(tokenizer, config.vocab_size, config.name_or_path or "the model")
+            self._vocabulary = vocabulary_bytes(with_tokens)
 
     def __call__(self, structure: Structure) -> int:
         """Bytes of the file; at most ``ABOUT_BYTES`` more than will be written."""
         model: Any = build_on_meta(config_for(self._config, structure))
         about = {"name": " " * ABOUT_BYTES, "description": "", "licence": ""}
-        try:
+        with self._refusing():
             padded = in_common_terms(resize(model, **padding_for(model)).model)
             return predicted_bytes(padded, self._vocabulary, type_=self._type, **about)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What ``export`` refuses has no size; its advice is another format, which a target cannot be."""
+        try:
+            yield
         except UserError as error:
-            raise UserError(f"{self._option}: there is no such file of this model: {error}") from error
+            why = str(error).partition(": export to ")[0]
+            raise UserError(f"{self._option}: there is no such file: {why}: give a size such as 60%") from error
 
 
 def predicted_bytes(model: Any, vocabulary: Vocabulary | int, *, type_: str, **about: str) -> int:

@@ -154,7 +154,7 @@ def _steps(
     )
     padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to a multiple of the heads"
     only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
-    filled = [f"{len(fills)} removed blocks filled with zeros"] if fills else []
+    filled = [f"{len(fills)} removed block{'s' if len(fills) > 1 else ''} filled with zeros"] if fills else []
     return (*filled, *(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
 

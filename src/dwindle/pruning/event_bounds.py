@@ -225,7 +225,12 @@ def _kinds(anatomy: Anatomy, config: PruneConfig, i: Counts, pick: Callable[...,
         add(number, lambda la: _head_steps(la, config))
     if "ffn" in config.effective_groups:
         number = sum(max(-(-(len(la.ffn) - config.min_ffn) // round_to), 0) for la in source.layers if la.ffn)
-        add(number, lambda la: [(la, la.without(ffn=la.ffn[:n])) for n in {round_to, len(la.ffn) % round_to} - {0}])
+
+        def channel_steps(layer: Layer) -> list[tuple[Layer, Layer]]:
+            sizes = {round_to, len(layer.ffn) % round_to} - {0} if layer.ffn else set()
+            return [(layer, layer.without(ffn=layer.ffn[:n])) for n in sizes]
+
+        add(number, channel_steps)
     return kinds
 
 

@@ -80,11 +80,11 @@ class Part:
 
 
 def parts_of(structure: Structure, shape: Shape) -> list[Part]:
-    """The parts that the shape makes smaller."""
-    found = []
+    """The parts that the shape makes smaller: where layers differ, each by as much as the smallest."""
+    found, now = [], Shape.of(structure)
     for kind, key in zip(KINDS, ("heads", "ffn", "hidden"), strict=True):
-        sizes, keep = _sizes(structure, kind), getattr(shape, key)
-        found += [Part(kind, n, size, keep / size) for n, size in enumerate(sizes) if size > keep]
+        removed, sizes = getattr(now, key) - getattr(shape, key), _sizes(structure, kind)
+        found += [Part(kind, n, size, (size - removed) / size) for n, size in enumerate(sizes) if removed and size]
     return found
 
 

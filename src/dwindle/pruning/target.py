@@ -22,11 +22,11 @@ class Shape:
 
     @classmethod
     def of(cls, structure: Structure) -> Shape:
-        """The shape of a structure; of layers that differ, the smallest sizes. Layers without heads do not count."""
+        """The shape of a structure; where layers differ, the smallest sizes. Absent blocks do not count."""
         return cls(
             len(structure.hidden),
             min((len(la.query_heads) for la in structure.layers if la.query_heads), default=0),
-            min(len(la.ffn) for la in structure.layers if "mlp" not in la.absent),
+            min((len(la.ffn) for la in structure.layers if "mlp" not in la.absent), default=0),
             len(structure.places),
         )
 
@@ -167,12 +167,15 @@ def _half(width: int) -> int:
 
 
 def _shape_target(sizes: dict[str, int], anatomy: Anatomy, given: str) -> Target:
-    source = Shape.of(anatomy.source)
+    source, spans = Shape.of(anatomy.source), sizes_of(anatomy.source)
     for key, size in sizes.items():
-        if size > getattr(source, key):
-            raise UserError(f"{given}: {key} must lie between 1 and the source's {getattr(source, key)}")
-        if sizes.get("layers", source.layers) < source.layers and isinstance(sizes_of(anatomy.source).get(key), list):
+        own, span = getattr(source, key), spans.get(key)
+        if isinstance(span, list) and sizes.get("layers", source.layers) < source.layers:
             raise UserError(f"{given}: the source's layers differ in {key}: give layers alone, or a size such as 60%")
+        if isinstance(span, list) and size != own:  # the same group is removed from every layer, so they stay different
+            raise UserError(f"{given}: the source's layers have {sizes_text({key: span})}: give a size such as 60%")
+        if size > own:
+            raise UserError(f"{given}: {key} must lie between 1 and the source's {own}")
     shape = replace(source, **sizes)
     if shape == source:
         raise UserError(f"{given}: these are the source's own sizes: choose a smaller one")

@@ -333,6 +333,7 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
     packed = can_be_packed(config)
     found = estimate(recipe.data, recipe.task, start.tokenizer, packed=packed)
     often = repetition(found.epochs, recipe, "about ")
+    shape = {} if plan is None else _shape_target(anatomy, plan.target)
     return Plan(
         model=recipe.source.model,
         device=device,
@@ -347,8 +348,8 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
         events_fewest=0 if plan is None else plan.events.fewest,
         events_most=0 if plan is None else plan.events.most,
         last_event_step=None if plan is None else plan.pacing.last_step,
-        shape_before=sizes_of(anatomy.source),
-        shape_target=None if plan is None else _shape_target(anatomy, plan.target),
+        shape_before=sizes_of(anatomy.source) | ({"layers": len(anatomy.source.places)} if "layers" in shape else {}),
+        shape_target=shape or None,
         file=recipe.prune.target if plan is not None and plan.target.file is not None else None,
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         text_tokens=found.tokens,
@@ -360,12 +361,16 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
     )
 
 
-def _shape_target(anatomy: Anatomy, target: Target) -> Sizes | None:
-    """Sizes of a shape; those that are not to change stay different where the source's layers differ."""
+def _shape_target(anatomy: Anatomy, target: Target) -> Sizes:
+    """Sizes of a shape; those that are not to change stay different where the source's layers differ.
+
+    Layers are among them if some are removed; empty without a shape.
+    """
     if target.shape is None:
-        return None
+        return {}
     now, least, wanted = sizes_of(anatomy.source), asdict(Shape.of(anatomy.source)), asdict(target.shape)
-    return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now}
+    changed = {"layers": wanted["layers"]} if wanted["layers"] < least["layers"] else {}
+    return {key: now[key] if wanted[key] == least[key] else wanted[key] for key in now} | changed
 
 
 def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:

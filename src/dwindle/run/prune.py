@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,6 @@ from dwindle.pruning.rounds import check_prunable, needs_text, prune_in_rounds
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import (
     FileSizes,
-    Shape,
     Sizes,
     Target,
     is_share,
@@ -171,7 +170,6 @@ def prune(
     target = parse_target(to, anatomy, files=_files(source, to))
     if (multiple := config.multiple_for(to, "--to")) != config.round_to:
         config = config.model_copy(update={"round_to": multiple})
-    _check_even(to, target, anatomy.source)
     check_prunable(anatomy, target, config)
     loaded = source if isinstance(source, Loaded) else load(source, device=device)
     if out is not None:
@@ -218,18 +216,6 @@ def _check_reached(to: str, target: Target, prunable: Prunable) -> None:
             f"--to {to}: with these minimum sizes and groups nothing more is prunable at {prunable.num_parameters:,} "
             "parameters: choose a larger target, lower minimum sizes or attention cluster"
         )
-
-
-def _check_even(to: str, target: Target, source: Structure) -> None:
-    """Coupled groups are removed from all layers at once, so layers of different sizes cannot reach one shape."""
-    if target.shape is None:
-        return
-    now, least = sizes_of(source), asdict(Shape.of(source))
-    for key, wanted in asdict(target.shape).items():
-        if wanted != least[key] and isinstance(now.get(key), list):
-            raise UserError(
-                f"--to {to}: the source's layers have {sizes_text({key: now[key]})}: give a size such as 60%"
-            )
 
 
 def _pruned(loaded: Loaded, target: Target, config: PostTrainingConfig, windows: Tensor | None, to: str) -> Pruned:

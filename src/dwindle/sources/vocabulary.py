@@ -229,9 +229,11 @@ def trimmed_size(pieces: Pieces, wanted: int, required: Iterable[int], option: s
         raise UserError(f"{option} {wanted:,}: the source has {len(pieces.ids):,} tokens: choose fewer")
     least = -(-needed // MULTIPLE) * MULTIPLE
     if size < least:
+        advice = f"choose at least {least:,}"
+        if least >= len(pieces.ids):
+            advice = f"the source's {len(pieces.ids):,} are too few to remove any: leave them"
         raise UserError(
-            f"{option} {wanted:,}: {needed:,} tokens must stay (bytes or characters, special and chat tokens): choose "
-            f"at least {least:,}"
+            f"{option} {wanted:,}: {needed:,} tokens must stay (bytes or characters, special and chat tokens): {advice}"
         )
     return size
 

@@ -93,6 +93,18 @@ def check_heads(anatomy: Anatomy, config: PruneConfig) -> None:
     )
 
 
+def check_same_heads(anatomy: Anatomy, config: PruneConfig) -> None:
+    """Refuse to remove heads from all layers at once where these differ: the smallest would lose its last ones."""
+    found = {(len(layer.query_heads), len(layer.kv_heads)) for layer in anatomy.source.layers if layer.query_heads}
+    if len(found) > 1 and config.attention == "regular":
+        which, ways = f"method {config.method}", "adapt"
+        if config.method == "efficientllm":
+            which, ways = "selection coupled", "global, attention cluster"
+        raise UserError(
+            f"{which}: the source's layers already have different heads: choose {ways} or groups without attn"
+        )
+
+
 class Strategy(ABC):
     """Chooses groups until the model is at or below the target; raises if the target is not reachable."""
 

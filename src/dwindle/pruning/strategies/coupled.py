@@ -30,7 +30,7 @@ from dwindle.pruning.layouts import (
 )
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
+from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail, check_same_heads
 from dwindle.pruning.target import Shape, Target
 
 Values = NDArray[np.float64]
@@ -160,6 +160,8 @@ class Selector:
             floor = self._exact_floor(target.shape, source)
             changed = target.shape.changed(anatomy.source)
             self.groups = tuple(kind for kind in self.groups if _SIZES[kind] in changed)
+        if "attn" in self.groups:
+            check_same_heads(anatomy, config)
         self.floor = Shape(
             floor.hidden if "stem" in self.groups else source.hidden,
             floor.heads if "attn" in self.groups else source.heads,

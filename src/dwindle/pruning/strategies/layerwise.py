@@ -26,7 +26,7 @@ from dwindle.pruning.importance import LayerWatch, normalised
 from dwindle.pruning.pacing import Pacing, Stages
 from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies.base import Choice, GroupScores, Strategy, Trail
-from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer
+from dwindle.pruning.strategies.layer_plan import LayerPlan, plan_layer, units_of
 from dwindle.pruning.target import Target
 
 MAX_SPARSITY = 0.99
@@ -262,11 +262,15 @@ class UniformStrategy(LayerwiseStrategy):
     ``balance = "ratio"``, the one with the most equal shares); lands less than one group of every layer below it.
     """
 
-    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
-        if len({plan.full for plan in plans}) > 1:
+    def _check_reachable(self) -> None:
+        layers = self.anatomy.source.layers
+        if len({(len(units_of(layer, self.config)), len(layer.ffn)) for layer in layers}) > 1:
             raise UserError(
                 f"method {self.config.method}: the source's layers already have different sizes: choose adapt"
             )
+        super()._check_reachable()
+
+    def _sizes_at(self, plans: list[LayerPlan], alive: Structure, goal: int) -> Sizes:
         cut = [plan for number, plan in enumerate(plans) if number not in self.spared]
         most, floor = tuple(min(sizes) for sizes in zip(*(plan.here for plan in cut), strict=True)), cut[0].floor
         options: list[tuple[float, tuple[int, int]]] = []

@@ -33,7 +33,7 @@ from dwindle.pruning.layouts import Layout, Rounded, check_rounding, layouts, mo
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Pacing
 from dwindle.pruning.saliency import Once, Scores
-from dwindle.pruning.strategies.base import Choice, GroupScores, check_heads
+from dwindle.pruning.strategies.base import Choice, GroupScores, check_heads, check_same_heads
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.layer_plan import LayerPlan
 from dwindle.pruning.strategies.layerwise import LayerwiseStrategy, Sizes, UniformStrategy
@@ -87,7 +87,7 @@ class FlapStrategy(LayerwiseStrategy):
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         if not anatomy.family.output_bias_keys:
-            raise UserError("method flap: this family has no biases on o and down for its repair: choose wanda-sp")
+            raise UserError("method flap: this family has no biases on o and down for its repair: choose adapt")
         super().__init__(anatomy, target, config)
         self._seen: dict[str, Activity] = {}
 
@@ -200,12 +200,15 @@ def _check_uniform(anatomy: Anatomy, target: Target, config: PruneConfig) -> Non
     """Refuse a target that a method cannot reach: it keeps all layers, and all key/value groups."""
     check_heads(anatomy, config)
     check_rounding(anatomy, target, config)
-    if (shape := target.shape) is None:
+    shape, heads = target.shape, Shape.of(anatomy.source).heads
+    if "attn" in config.effective_groups and (shape is None or shape.heads != heads):
+        check_same_heads(anatomy, config)
+    if shape is None:
         return
     if shape.layers != len(anatomy.source.places):
         raise UserError(f"target layers={shape.layers}: {config.method} keeps all layers: give hidden, heads or ffn")
     kv, per_kv = _kv_groups(anatomy)
-    if per_kv > 1 and shape.heads % kv:
+    if per_kv > 1 and shape.heads % kv and shape.heads != heads:
         wanted = [kv * n for n in range(1, per_kv + 1)]
         raise UserError(
             f"target heads={shape.heads}: {config.method} keeps all {kv} key/value heads: choose one of {wanted}"
