@@ -121,6 +121,22 @@ def test_the_same_groups_in_the_same_order(selection: Any, compare: Any, ties: b
     assert chosen[0].rest == anatomy.source.without(chosen[0].group)  # also back again
 
 
+@pytest.mark.parametrize("seed", [1, 6])
+def test_heads_save_less_after_a_hidden_channel_is_removed(seed: int) -> None:
+    """All heads are compared by what they save now: of one layer, which lost a head, and of the others."""
+    sizes = {"intermediate_size": 12, "hidden_size": 24, "num_attention_heads": 8, "num_key_value_heads": 8}
+    anatomy = Anatomy.of(tiny_model("llama", **sizes, head_dim=4))
+    goal = int(0.35 * counted(anatomy, anatomy.source))
+    config = PruneConfig(selection="global", compare="saved", attention="cluster")
+    scores = scores_of(anatomy, seed, ties=False)
+    for values in scores.attn:
+        values.mul_(6)
+    expected = global_by_force(anatomy, scores.copy(), goal, "saved")
+    chosen = list(make_strategy(anatomy, Target(goal), config).choose(scores, anatomy.source, ALL, 1, 0))
+    assert {choice.group.kind for choice in chosen} == {"attn", "ffn", "stem"}
+    assert [(choice.group, choice.num_parameters) for choice in chosen] == expected
+
+
 class Elements:
     """Sums over matrices in which removed rows and columns are zero, made anew after every removal."""
 

@@ -38,7 +38,7 @@ def chosen_at_once(
     return list(strategy.choose(scores, alive or anatomy.source, ALL_AT_ONCE, 1, 0))
 
 
-@pytest.mark.parametrize("compare", ["mean", "sum"])
+@pytest.mark.parametrize("compare", ["mean", "sum", "saved"])
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> None:
     """Every group of every layer is tried, at every event."""
@@ -186,7 +186,9 @@ def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, comp
         members = [(n, m) for n, own in enumerate(group.members) for m in own]
         total = sum(float(values[n][m]) for n, m in members)
         size = len(members) * (4 if group.kind == "attn" else 1) * len(alive.hidden)
-    return total / (size if compare == "mean" else 1)
+    if compare == "saved":
+        size = anatomy.count(alive).total - anatomy.count(alive.without(group)).total
+    return total / (1 if compare == "sum" else size)
 
 
 def test_global_lands_on_the_target() -> None:

@@ -123,9 +123,7 @@ class _Pool:
         self._stem = _Blocks(hidden if "stem" in groups else [], config.round_to, config.min_hidden, mean)
         self._attention: list[tuple[float, int, tuple[int, ...], float]] = []
         if "attn" in groups:
-            candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
-            self._attention = [found for found in candidates if found is not None]
-            heapify(self._attention)
+            self._rank_attention(alive)
         self._whole = [values.tolist() for values in scores.blocks] if "layer" in groups else []
         """Saliencies of each layer's attention, FFN and both."""
         if self._whole and not scores.kv:
@@ -238,6 +236,8 @@ class _Pool:
             self._stem.remove_least_salient()
             self._hidden = len(rest.hidden)
             self._inputs = self.anatomy.num_output_columns(rest)
+            if self._attention and self.config.compare == "saved":  # every head saves less than before
+                self._rank_attention(rest)
         elif chosen.kind == "ffn":
             self._channels.remove_least_salient()
             self._inputs -= len(chosen.members)
@@ -248,6 +248,12 @@ class _Pool:
                 heappush(self._attention, found)
         if self._whole:
             self._update_blocks(chosen, rest)
+
+    def _rank_attention(self, alive: Structure) -> None:
+        """The heads of every layer that go first."""
+        candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
+        self._attention = [found for found in candidates if found is not None]
+        heapify(self._attention)
 
     def _sum_of(self, chosen: _Candidate) -> float:
         """The saliency of a layer's heads or channels."""
