@@ -104,6 +104,16 @@ def test_a_cut_answer_does_not_teach_to_stop(family: str, tmp_path: Path) -> Non
     assert ChatEncoder(tokenizer).end_of_turn(stream.last_of_answers()) == end, "found behind a cut answer"
 
 
+def test_a_cut_answer_does_not_teach_any_of_several_ends() -> None:
+    """As with Phi-3, whose template ends the turn, and then the text."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    for text in ("hello you", "a line \n"):
+        found = encoded(tokenizer, *({"messages": turns("hi", text), "finished": one} for one in (True, False)))
+        whole, cut = (tokenizer.decode([n for n, mine in zip(*one, strict=True) if mine]) for one in found)
+        assert (whole, cut) == (f"{text}<|im_end|>\n</s>", text)
+
+
 def test_a_template_that_changes_earlier_turns_gives_one_example_for_each_answer() -> None:
     tokenizer = chat_tokenizer("mistral")
     first, second = encoded(tokenizer, {"messages": TALK})
@@ -230,6 +240,11 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path) -> None:
     valid = write_rows(tmp_path / "valid.jsonl", rows[:10])
     with pytest.raises(UserError, match=r"data.valid: .* of its tokens are documents that task.chat also contains"):
         opened(tmp_path, chat_tokenizer("chatml"), rows, valid=[valid], seq_len=199)
+
+
+def test_one_conversation_cannot_be_held_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data.holdout: too few conversations \(1\) .*: give more, or set it to 0$"):
+        opened(tmp_path, chat_tokenizer("chatml"), tiny_chats(1), holdout=0.1, seq_len=199)
 
 
 def test_a_conversation_of_several_examples_is_held_out_whole(tmp_path: Path) -> None:
