@@ -179,7 +179,7 @@ def hold_out_conversations(
     if share and not held.any():
         held[-1:] = True
     if held.all():
-        raise UserError(f"data.holdout: {count} conversations are too few to hold any out: give more")
+        raise UserError(f"data.holdout: too few conversations ({count}) to hold any out: give more, or set it to 0")
     is_held = held[conversation_of_N]
     return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
