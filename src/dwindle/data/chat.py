@@ -159,7 +159,8 @@ class ChatEncoder(DocumentEncoder):
         try:
             text = render(self._tokenizer, self.template, messages, prompt=prompt)
         except SecurityError as error:
-            raise conversation.error(f"chat template: it runs unsafe code ({first_line(error)}): refused") from error
+            reason = f"chat template: it runs unsafe code ({first_line(error)}): use another template"
+            raise conversation.error(reason) from error
         except TemplateSyntaxError as error:
             raise conversation.error(
                 f"chat template: line {error.lineno} is not Jinja ({first_line(error)})"

@@ -31,8 +31,8 @@ from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_of_run
 from dwindle.training.sampling import continuation_text
 
-_ADVICE = "change or remove the system prompt"
-"""Where a template refuses a chat: roles alternate, so only that can be at fault."""
+_ADVICE = "remove the system prompt, or give the model another template"
+"""Where a template refuses a chat: roles alternate, so nothing else can be at fault."""
 _TAIL = 8
 """Tokens of the prompt that are decoded with the answer, so that its first space is kept."""
 
