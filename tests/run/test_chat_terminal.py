@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,17 @@ def test_a_gguf_file_streams_from_llama_cpp(tmp_path: Path, terminal: Callable[.
         for pieces_left in (half, chat.stream(message, config)):  # while it answers, and before
             with pytest.raises(UserError, match=r"llama\.cpp stopped \(.*\): start the command again"):
                 list(pieces_left)
+
+
+def test_a_proxy_of_the_environment_hears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    from dwindle.export.exporting import export
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the environment of its first use
+    export(tiny_loaded(vocab_size=300), "gguf", tmp_path / "model.gguf", type="f32")
+    with open_chat_models([str(tmp_path / "model.gguf")], GenerateConfig(), device="cpu") as (chat,):
+        assert list(chat.stream([{"role": "user", "content": "Hi"}], SamplingConfig(tokens=3)))[-1].is_last
 
 
 def test_a_model_without_a_template_continues_text(tmp_path: Path, terminal: Callable[..., Any]) -> None:

@@ -486,6 +486,16 @@ def test_a_server_that_does_not_speak_http_is_one_line(address: str, monkeypatch
     assert "\n" not in str(error.value)
 
 
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get the key in the clear."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
+    assert AddressJudge(address, "m").judge(Pair(1, "q", "a long answer", "b"), a_first=True) == 1.0
+
+
 def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
     with pytest.raises(UserError, match="sent by https alone"):

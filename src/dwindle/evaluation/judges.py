@@ -151,7 +151,8 @@ class AddressJudge:
         self.name = f"{model} at {parts.netloc}"
         self._url, self._model = address.rstrip("/") + "/chat/completions", model
         self.identity: dict[str, str] | None = {"address": self._url, "model": model}
-        self._open = urllib.request.build_opener(_NoRedirects).open
+        direct = [urllib.request.ProxyHandler({})] if parts.hostname in _LOCAL_NAMES else []  # no proxy gets the key
+        self._open = urllib.request.build_opener(_NoRedirects, *direct).open
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
         body = {

@@ -6,12 +6,12 @@ import http.client
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.request import Request
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
@@ -26,7 +26,7 @@ from dwindle.evaluation.generation import is_for_llamacpp, room_for, sampling_re
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.prompts import Message, prompt_ids
 from dwindle.evaluation.sampling import end_tokens, stream
-from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.llamacpp import open_here, require_xllamacpp
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_of_run
 from dwindle.training.sampling import continuation_text
@@ -136,11 +136,11 @@ class LlamaCppChat:
         room = room_for(len(ids), config.tokens or LONG_ANSWER, self._max_length, "chat")
         body = sampling_request(config, (len(messages),)) | {"prompt": ids, "n_predict": room, "stream": True}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        request = urllib.request.Request(f"{self._address}/completion", json.dumps(body).encode(), headers)
+        request = Request(f"{self._address}/completion", json.dumps(body).encode(), headers)
         tokens, is_last = 0, False
         try:
             memory, started = self._process.call("peak_memory"), time.perf_counter()
-            with urllib.request.urlopen(request, timeout=600) as reply:
+            with open_here(request, timeout=600) as reply:
                 for line in reply:
                     if not line.startswith(b"data: {"):
                         continue
