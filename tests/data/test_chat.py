@@ -104,6 +104,16 @@ def test_a_cut_answer_does_not_teach_to_stop(family: str, tmp_path: Path) -> Non
     assert ChatEncoder(tokenizer).end_of_turn(stream.last_of_answers()) == end, "found behind a cut answer"
 
 
+def test_a_cut_answer_does_not_teach_any_of_several_ends() -> None:
+    """As with Phi-3, whose template ends the turn, and then the text."""
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template += "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    for text in ("hello you", "a line \n"):
+        found = encoded(tokenizer, *({"messages": turns("hi", text), "finished": one} for one in (True, False)))
+        whole, cut = (tokenizer.decode([n for n, mine in zip(*one, strict=True) if mine]) for one in found)
+        assert (whole, cut) == (f"{text}<|im_end|>\n</s>", text)
+
+
 def test_a_template_that_changes_earlier_turns_gives_one_example_for_each_answer() -> None:
     tokenizer = chat_tokenizer("mistral")
     first, second = encoded(tokenizer, {"messages": TALK})
@@ -208,6 +218,19 @@ def test_long_conversations_lose_whole_turns_and_are_counted(tmp_path: Path) -> 
         opened(tmp_path, tokenizer, rows, seq_len=20)
 
 
+def test_conversations_to_validate_on_are_not_cut_silently(tmp_path: Path) -> None:
+    tokenizer, short = chat_tokenizer("chatml"), [{"messages": turns("hi", f"ho {n}")} for n in range(4)]
+    long = {"messages": turns("one", "first", "two", "second " * 20)}
+    valid = write_rows(tmp_path / "valid.jsonl", [long])
+    cut = "of 1 conversations 1 lose turns from their end: they are longer than data.seq_len = 127"
+    assert opened(tmp_path, tokenizer, short, valid=[valid]).warning == f"data.valid: {cut}"
+    assert opened(tmp_path, tokenizer, [*short, long], holdout=0.2).warning == f"data.holdout: {cut}"
+    both = opened(
+        tmp_path, tokenizer, [{"messages": turns("1", "first", *["second " * 20] * 2)}, *short], valid=[valid]
+    ).warning
+    assert both.split("; ") == [f"task.chat: {cut.replace('of 1', 'of 5')}", f"data.valid: {cut}"]
+
+
 def test_text_has_its_share_of_the_learned_tokens(tmp_path: Path) -> None:
     data = opened(tmp_path, chat_tokenizer("chatml"), tiny_chats(90), train=["pydoc:valid"], seq_len=199)
     assert {source.name for source in data.mixture.sources} == {"chat", "train"}
@@ -230,6 +253,11 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path) -> None:
     valid = write_rows(tmp_path / "valid.jsonl", rows[:10])
     with pytest.raises(UserError, match=r"data.valid: .* of its tokens are documents that task.chat also contains"):
         opened(tmp_path, chat_tokenizer("chatml"), rows, valid=[valid], seq_len=199)
+
+
+def test_one_conversation_cannot_be_held_out(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data.holdout: too few conversations \(1\) .*: give more, or set it to 0$"):
+        opened(tmp_path, chat_tokenizer("chatml"), tiny_chats(1), holdout=0.1, seq_len=199)
 
 
 def test_a_conversation_of_several_examples_is_held_out_whole(tmp_path: Path) -> None:
@@ -338,7 +366,10 @@ def test_turns_that_a_template_drops_are_found_although_their_text_is_elsewhere(
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "chat template: it runs unsafe code"),
+        (
+            "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+            "chat template: it runs unsafe code .*: use another template$",
+        ),
         ("{{ messages.append(1) }}", "chat template: it runs unsafe code"),
         ("{% for x in range(999999999) %}{% endfor %}", "the chat template refuses it"),
         ("{% if %}", "chat template: line 1 is not Jinja"),

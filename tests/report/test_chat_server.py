@@ -184,6 +184,13 @@ def test_bad_requests_get_one_line(content: bytes) -> None:
         assert ask(server, body())[0] == 200
 
 
+def test_lone_surrogates_are_replaced() -> None:
+    """JSON can escape them, and no tokenizer takes them."""
+    with serving(Parrot(words=1)) as server:
+        status, _, content = ask(server, body("x\ud800"))
+        assert status == 200 and json.loads(content.splitlines()[0])["text"] == "x\ufffd "
+
+
 def test_only_its_own_page_may_ask() -> None:
     parrot = Parrot()
     with serving(parrot) as server:

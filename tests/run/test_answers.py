@@ -217,6 +217,27 @@ def test_bad_prompts_are_one_line_with_their_number(model: Path, tmp_path: Path,
     assert "\n" not in str(error.value) and not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_lone_surrogates_are_replaced(model: Path, tmp_path: Path, chat: bool) -> None:
+    """JSON can escape them, but no tokenizer takes them, and no file."""
+    (tmp_path / "p.jsonl").write_text(
+        '{"id": "\\ud800", "prompt": "x\\udc00"}\n'
+        '{"messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud800"}]}\n'
+    )
+    generate_answers(model, tmp_path / "p.jsonl", tmp_path / "a.jsonl", tokens=2, device="cpu", chat=chat)
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in rows] == ["x\ufffd", "\U0001f600 \ufffd"]
+    assert rows[0]["id"] == "\ufffd"
+    assert generate(model, "x\udc00", tokens=2, device="cpu", chat=chat)
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "p.jsonl.xz"])
+def test_a_file_that_cannot_be_read_is_named_as_it_was_given(model: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=rf"^--prompts {tmp_path / name} cannot be read \(.*\): check it$"):
+        generate_answers(model, tmp_path / name, tmp_path / "a.jsonl", device="cpu")
+
+
 def test_a_template_with_unsafe_code_is_one_line(model: Path, tmp_path: Path) -> None:
     place = tmp_path / "unsafe"
     tiny_directory(place)

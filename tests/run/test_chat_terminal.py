@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +114,31 @@ def test_a_model_that_fails_keeps_no_other_from_answering() -> None:
     with pytest.raises(UserError, match="broken"):
         talk.ask("Hi", said.append)
     assert [[one["content"] for one in chat] for chat in talk.chats] == [["Hi", "a"], [], [], ["Hi", "b"]]
-    assert "[failed: broken]\n" in said and " [stopped]" in said
+    assert "[failed: broken]\n" in said and "".join(said).count(" [stopped]\n") == 1
+
+
+def test_what_was_not_answered_is_not_saved(tmp_path: Path) -> None:
+    """A line without an answer would end the tuning that reads it."""
+    talk = Conversation([Said("a"), Said(UserError("broken"))], SamplingConfig())
+    with pytest.raises(UserError, match=r"/save: nothing was answered yet: ask something first"):
+        talk.command(f"/save {tmp_path / 'a.jsonl'}")
+    with pytest.raises(UserError, match="broken"):
+        talk.ask("Hi", lambda text: None)
+    talk.command(f"/save {tmp_path / 'a.jsonl'}")
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_refused_system_prompt_says_what_to_change(model: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    shutil.copytree(model, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    with open_chat_models([str(tmp_path / "model")], GenerateConfig(), device="cpu") as models:
+        with pytest.raises(UserError, match=r"\(no system role\): remove the system prompt, or give the model another"):
+            Conversation(models, SamplingConfig(tokens=2), system="x").ask("Hi", lambda text: None)
+        talk = Conversation(models, SamplingConfig(tokens=2))
+        talk.ask("a\udc80", lambda text: None)  # a terminal's byte that is not UTF-8
+        assert talk.chats[0][0]["content"] == "a\ufffd"
 
 
 def test_a_gguf_file_has_one_runtime_for_chats_and_answers(tmp_path: Path) -> None:
@@ -129,10 +155,16 @@ def test_a_gguf_file_has_one_runtime_for_chats_and_answers(tmp_path: Path) -> No
 def test_commands_in_the_terminal(model: Path, tmp_path: Path, terminal: Callable[..., Any]) -> None:
     file = tmp_path / "chat.jsonl"
     lines = ["Hello", "/set tokens=3", "/system Be kind.", "Hi", f"/save {file}", f"/save {file}", "/nonsense",
-             "/set colour=1", "/save", "/help", "", "/reset", "/quit", "never"]  # fmt: skip
+             "/set colour=1", "/set", "/save", "/help", "", "/reset", "/quit", "never"]  # fmt: skip
     code, said, errors = terminal("\n".join(lines) + "\n", str(model), "--tokens", "5", "--device", "cpu")
     assert code == 0 and said.count("tokens/s") == 2 and "tokens 3" in said and "/reset         forget" in said
-    for message in ("already exists", "/nonsense: is not a command", "colour", "/save: name a file"):
+    for message in (
+        "already exists",
+        "/nonsense: is not a command",
+        "colour",
+        "/set: name a setting",
+        "/save: name a file",
+    ):
         assert message in errors
     row = json.loads(file.read_text())
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
@@ -184,6 +216,17 @@ def test_a_gguf_file_streams_from_llama_cpp(tmp_path: Path, terminal: Callable[.
         for pieces_left in (half, chat.stream(message, config)):  # while it answers, and before
             with pytest.raises(UserError, match=r"llama\.cpp stopped \(.*\): start the command again"):
                 list(pieces_left)
+
+
+def test_a_proxy_of_the_environment_hears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xllamacpp")
+    from dwindle.export.exporting import export
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which keeps the environment of its first use
+    export(tiny_loaded(vocab_size=300), "gguf", tmp_path / "model.gguf", type="f32")
+    with open_chat_models([str(tmp_path / "model.gguf")], GenerateConfig(), device="cpu") as (chat,):
+        assert list(chat.stream([{"role": "user", "content": "Hi"}], SamplingConfig(tokens=3)))[-1].is_last
 
 
 def test_a_model_without_a_template_continues_text(tmp_path: Path, terminal: Callable[..., Any]) -> None:

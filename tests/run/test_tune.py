@@ -181,7 +181,7 @@ def test_losses_equal_those_of_trl(tmp_path: Path, family: str) -> None:
     tokens = 2 * (2 * length - 1)
     settings = tiny_recipe(
         tmp_path,
-        steps=12,
+        steps=20,
         sequences=2,
         seq_len=2 * length - 1,
         task={"kind": "chat", "chat": [str(tmp_path / "chat.jsonl")]},
@@ -208,7 +208,7 @@ def test_losses_equal_those_of_trl(tmp_path: Path, family: str) -> None:
         output_dir=str(tmp_path / "trl"),
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_steps=12,
+        max_steps=20,
         learning_rate=1e-3,
         lr_scheduler_type="constant",
         weight_decay=0.0,
@@ -233,7 +233,7 @@ def test_losses_equal_those_of_trl(tmp_path: Path, family: str) -> None:
     )
     trainer.train()
     theirs = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert len(ours) == len(theirs) == 12 and ours[0] - ours[-1] > 0.2
+    assert len(ours) == len(theirs) == 20 and ours[0] - ours[-1] > 0.2
     assert ours == pytest.approx(theirs, abs=1e-4)
     final = dict(trainer.model.named_parameters())
     for name, weight in weights(tmp_path / "run").items():
@@ -340,6 +340,11 @@ def test_a_tuning_names_its_teacher(place: Path) -> None:
     pruned = tuning_recipe(place / "model", chats, overrides=[weight, "prune.enabled=true", "prune.target=80%"])
     assert make_plan(pruned).teacher == str(place / "model")
     assert make_plan(tuning_recipe(place / "model", chats)).teacher is None
+
+
+def test_no_tokens_are_refused(place: Path) -> None:
+    with pytest.raises(UserError, match=r"^tokens: 0 would train nothing: give more"):
+        tuning_recipe(place / "model", [str(place / "chat.jsonl")], tokens=0)
 
 
 def test_a_bad_line_ends_a_run_before_it_begins(place: Path) -> None:

@@ -298,6 +298,66 @@ def test_answers_and_verdicts_of_another_command_are_refused_by_name(
     assert again.win_rate.value == 0.5 and win_rate(models[1], models[1], models[0], **settings) == again
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"b": "nowhere.jsonl"}, r"^nowhere.jsonl: does not exist"),
+        ({"b": "no/such/model"}, "no/such/model"),
+        ({"judge": "no/such/model"}, "no/such/model"),
+        ({"judge": "nowhere.jsonl"}, r"^--judge nowhere.jsonl: does not exist"),
+        ({"judge": "https://h.example/v1"}, "pass --allow-network"),
+        (
+            {"judge": "https://[::1/v1", "allow_network": True, "judge_model": "m"},
+            r"^--judge: is not an address \(.*\):",
+        ),
+        ({"calibrate": "nowhere.jsonl"}, r"^--calibrate nowhere.jsonl: does not exist"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_answered(
+    place: Path, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "p.txt").write_text("One\n")
+    given = {"a": place / "model", "b": place / "model", "judge": place / "model"} | changed
+    with pytest.raises(UserError, match=message):
+        win_rate(**given, prompts=tmp_path / "p.txt", out=tmp_path / "out", device="cpu")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_is_continued_with_all_pairs(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same --out: the verdicts of the calibration are not asked again."""
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.0)
+    a, b = (write_answers(tmp_path / name, {n: name[n:] for n in range(4)}) for name in ("first.jsonl", "two.jsonl"))
+    real, asked = LocalJudge.judge, []
+
+    def judge(self: LocalJudge, pair: Pair, *, a_first: bool) -> float | None:
+        asked.append(pair.id)
+        return real(self, pair, a_first=a_first)
+
+    monkeypatch.setattr(LocalJudge, "judge", judge)
+    people = write_verdicts(tmp_path / "people.jsonl", {1: "A", 3: "B"})
+    settings: dict[str, Any] = {"out": tmp_path / "out", "device": "cpu"}
+    assert win_rate(a, b, place / "model", calibrate=people, **settings).num_pairs == 2
+    assert win_rate(a, b, place / "model", **settings).num_pairs == 4
+    assert asked == [1, 1, 3, 3, 0, 0, 2, 2]
+    assert win_rate(a, b, place / "model", calibrate=people, **settings).num_pairs == 2 and len(asked) == 8
+
+
+def test_a_judge_may_say_its_letter_without_a_space_before_it(tmp_path: Path) -> None:
+    """SentencePiece puts one before a text; after the line break of a template the letter stands alone."""
+    from transformers import LlamaTokenizer
+
+    vocabulary: list[tuple[str, float]] = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
+    vocabulary += [(token, -1.0) for token in ("\u2581A", "\u2581B", "\u2581", "A", "B", "C")]
+    tokenizer = LlamaTokenizer(
+        vocab={token: number for number, (token, _) in enumerate(vocabulary)}, merges=[("\u2581", "A"), ("\u2581", "B")]
+    )
+    judge = LocalJudge(load(tiny_directory(tmp_path / "model")).model, tokenizer, "tiny")
+    assert tokenizer.convert_ids_to_tokens(judge._a) == ["\u2581A", "A"]
+    assert tokenizer.convert_ids_to_tokens(judge._b) == ["\u2581B", "B"]
+
+
 def test_the_same_path_with_another_judge_in_it_is_another_judge(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +484,16 @@ def test_a_server_that_does_not_speak_http_is_one_line(address: str, monkeypatch
     with pytest.raises(UserError, match=r"cannot be asked \(nonsense\): check the address") as error:
         AddressJudge(address, "m").judge(Pair(1, "q", "a", "b"), a_first=True)
     assert "\n" not in str(error.value)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would get the key in the clear."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
+    assert AddressJudge(address, "m").judge(Pair(1, "q", "a long answer", "b"), a_first=True) == 1.0
 
 
 def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

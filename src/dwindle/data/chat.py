@@ -141,10 +141,17 @@ class ChatEncoder(DocumentEncoder):
     def _end(self, text: str, start: int, is_cut: bool) -> int:
         """Where an answer ends: white space after the token that ends a turn is never generated."""
         stripped = text[start:].rstrip()
-        end = next((token for token in self._special if stripped.endswith(token)), None)
-        if end is None:
+        if not (end := self._special_end(stripped)):
             return len(text)
-        return start + len(stripped) - (len(end) if is_cut else 0)
+        if not is_cut:
+            return start + len(stripped)
+        while end := self._special_end(stripped.rstrip()):  # some templates end the turn, then the text
+            stripped = stripped.rstrip().removesuffix(end)
+        return start + len(stripped)
+
+    def _special_end(self, text: str) -> str:
+        """The special token that a text ends with, or nothing."""
+        return next((token for token in self._special if text.endswith(token)), "")
 
     def _rendered(self, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
         """The first ``count`` turns as text; a turn that the template refuses or leaves out is an error."""
@@ -152,7 +159,8 @@ class ChatEncoder(DocumentEncoder):
         try:
             text = render(self._tokenizer, self.template, messages, prompt=prompt)
         except SecurityError as error:
-            raise conversation.error(f"chat template: it runs unsafe code ({first_line(error)}): refused") from error
+            reason = f"chat template: it runs unsafe code ({first_line(error)}): use another template"
+            raise conversation.error(reason) from error
         except TemplateSyntaxError as error:
             raise conversation.error(
                 f"chat template: line {error.lineno} is not Jinja ({first_line(error)})"

@@ -77,7 +77,7 @@ def _turns(record: dict[str, Any], place: str, input_joint: str) -> tuple[list[A
     if "instruction" in record and "output" in record:
         parts = [record["instruction"], record.get("input") or ""]
         if not all(isinstance(part, str) for part in parts):
-            raise UserError(f"{place} has an instruction or input that is not text")
+            raise UserError(f"{place} has an instruction or input that is not text: correct or remove the line")
         question = instruction_text(parts[0], parts[1], input_joint)
         return [*_as_turns(question, "user"), *_as_turns(record["output"], "assistant")], 0
     known = ", ".join(map(str, record)) or "none"
@@ -96,9 +96,10 @@ def _as_turns(value: Any, role: str) -> list[Any]:
 
 def _message(turn: Any, number: int, place: str) -> Message:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise UserError(f'{place} turn {number}: is not of the form {{"role": …, "content": …}}')
+        raise UserError(f'{place} turn {number}: is not of the form {{"role": …, "content": …}}: correct it')
     if turn["role"] not in ROLES:
         raise UserError(f"{place} turn {number}: the role {turn['role']!r} is unknown: use one of {', '.join(ROLES)}")
     if not isinstance(turn.get("content"), str):
-        raise UserError(f"{place} turn {number}: its content is not text: tool calls and images cannot be trained on")
+        problem = "its content is not text (tool calls and images cannot be trained on): remove the line"
+        raise UserError(f"{place} turn {number}: {problem}")
     return {"role": turn["role"], "content": without_lone_surrogates(turn["content"])}

@@ -103,6 +103,7 @@ class _Opener:
         train, held = hold_out_conversations(stream.conversation_of_N, config.holdout)
         chat = self._packed("chat", stream, packed, train)
         valid = self._packed("held out", stream, packed, held) if len(held) else None
+        judged_by = "data.valid" if config.valid else "data.holdout"
         if config.valid:
             other = self._conversations(config.valid, encoder, "data.valid")
             refuse_shared_text(stream, other, "task.chat")
@@ -117,7 +118,7 @@ class _Opener:
             mixture=_mixture(datasets),
             valid_windows=windows,
             end_of_turn=encoder.end_of_turn(stream.last_of_answers()),
-            warning=_cuts(chat),
+            warning="; ".join(filter(None, [_cuts(chat, "task.chat"), _cuts(valid, judged_by)])),
         )
 
     def _sources(self, kind: type[PackedDataset], held_out: list[TokenPart] | None) -> list[tuple[Windows, float]]:
@@ -179,17 +180,19 @@ def hold_out_conversations(
     if share and not held.any():
         held[-1:] = True
     if held.all():
-        raise UserError(f"data.holdout: {count} conversations are too few to hold any out: give more")
+        raise UserError(f"data.holdout: too few conversations ({count}) to hold any out: give more, or set it to 0")
     is_held = held[conversation_of_N]
     return np.flatnonzero(~is_held), np.flatnonzero(is_held)
 
 
-def _cuts(chat: PackedChat) -> str:
+def _cuts(chat: PackedChat | None, option: str) -> str:
     """What a row has no room for; empty if it holds everything."""
+    if chat is None:
+        return ""
     counts = {"lose turns from their end": chat.num_shortened, "are left out": chat.num_left_out}
     cut = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
     of = f"of {len(chat.sizes):,} conversations"
-    return f"task.chat: {of} {cut}: they are longer than data.seq_len = {chat.seq_len}" if cut else ""
+    return f"{option}: {of} {cut}: they are longer than data.seq_len = {chat.seq_len}" if cut else ""
 
 
 def open_stream(

@@ -19,6 +19,7 @@ from typing import Any
 from dwindle.core.errors import UserError
 from dwindle.core.reading import parse_json
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
+from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Question, Task, make_item, with_shots
 
 HUB = "hub"
@@ -175,19 +176,24 @@ def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None, sh
         )
 
 
-def read_text(path: Path) -> str:
-    """A whole text file, compressed or not; raises ``UserError`` if it is damaged."""
+def read_text(path: Path, option: str | None = None) -> str:
+    """A whole text file, compressed or not; raises ``UserError`` if it is damaged.
+
+    ``option`` names a user's own file; without it the file is one of ``--data``.
+    """
+    name, advice = (f"--data: {path}", "download it again") if option is None else (f"{option} {path}", "check it")
     compression = path.suffix if path.suffix in COMPRESSIONS else None
     try:
         with path.open("rb") as raw:
-            return open_compressed(raw, compression, f"--data: {path}").read().decode("utf-8-sig")
+            return open_compressed(raw, compression, name).read().decode("utf-8-sig")
     except (OSError, EOFError, lzma.LZMAError, zlib.error, CorruptError, UnicodeDecodeError) as error:
-        raise UserError(f"--data: {path} cannot be read ({error}): download it again") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{name} cannot be read ({reason}): {advice}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def json_lines(path: Path, option: str | None = None) -> Iterator[tuple[str, Any]]:
     """("line 3", its object) for each line; a ``BrokenItem`` if the line is not a JSON object."""
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path, option).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -196,7 +202,16 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             row = BrokenItem("not JSON")
         if not isinstance(row, (dict, BrokenItem)):
             row = BrokenItem("not a JSON object")
-        yield f"line {number}", row
+        yield f"line {number}", _encodable(row) if "\\u" in line else row
+
+
+def _encodable(value: Any) -> Any:
+    """A JSON value without lone surrogates, which can be escaped in JSON, but not be tokenized or written."""
+    if isinstance(value, dict):
+        return {key: _encodable(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_encodable(inner) for inner in value]
+    return without_lone_surrogates(value) if isinstance(value, str) else value
 
 
 # The wheel ----------------------------------------------------------------------------------------------------

@@ -233,7 +233,8 @@ def answer_items(
     wanted = tokens or task.max_tokens
     rows = []
     for item in data.items:
-        ids = prompt_ids(tokenizer, [{"role": "user", "content": item.prompt}], f"item {item.index}", chat=is_chat)
+        chat = [{"role": "user", "content": item.prompt}]
+        ids = prompt_ids(tokenizer, chat, f"item {item.index}", chat=is_chat, advice="give the model another template")
         room = min(wanted, answerer.max_length // 2)
         ids = ids if is_chat else ids[-(answerer.max_length - room) :]  # as the harness: the last examples stay
         room_for(len(ids), wanted, answerer.max_length, f"{data.where}, item {item.index}")

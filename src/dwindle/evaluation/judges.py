@@ -26,6 +26,7 @@ from dwindle.evaluation.prompts import Message, chat_ids
 from dwindle.evaluation.sampling import BatchDecoder, evaluating
 from dwindle.evaluation.tasks import BrokenItem
 from dwindle.sources.fingerprint import source_fingerprint
+from dwindle.sources.loading import check_source, model_of_run
 
 _MARKS = " \t\r\n*_`\"'.,:;!()[]{}"
 _LETTER = re.compile(r"\b([AB])\b(?=[*_`\"')\]}]*\s*(?:$|[.,;:!\n–—]|is (?:the )?(?:(?!not\b)\w+ )?better\b))")
@@ -104,13 +105,16 @@ class LocalJudge:
             raise UserError(f"--judge {name}: its tokenizer has no tokens for A and B: choose another judge")
 
     def _first_tokens(self, letter: str) -> set[int]:
+        """The letter alone, at the start of a text (where some tokenizers put a space before it), or after a space."""
         found = [self._tokenizer(text, add_special_tokens=False).input_ids for text in (letter, f" {letter}")]
-        return {int(ids[0]) for ids in found if len(ids) == 1}
+        alone = self._tokenizer.convert_tokens_to_ids(letter)  # of an unknown one, the same for all letters
+        return {int(ids[0]) for ids in found if len(ids) == 1} | ({int(alone)} if alone is not None else set())
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
         question = pair.question(a_first=a_first)
         if getattr(self._tokenizer, "chat_template", None):
-            ids = chat_ids(self._tokenizer, [{"role": "user", "content": question}], f"pair {pair.id!r}")
+            chat = [{"role": "user", "content": question}]
+            ids = chat_ids(self._tokenizer, chat, f"--judge {self.name}", "choose another judge")
         else:
             ids = [int(token) for token in self._tokenizer(f"{question}\n\nThe better answer is").input_ids]
         if len(ids) > self._max_length:
@@ -135,7 +139,10 @@ class AddressJudge:
     sees_order = True
 
     def __init__(self, address: str, model: str) -> None:
-        parts = urlsplit(address)
+        try:
+            parts = urlsplit(address)
+        except ValueError as error:
+            raise UserError(f"--judge: is not an address ({error}): give one such as https://host/v1") from error
         if parts.username or parts.password or parts.query:
             raise UserError(f"--judge: an address holds no key: put it into the environment as {KEY_VARIABLE}")
         self._key = os.environ.get(KEY_VARIABLE, "")
@@ -144,7 +151,8 @@ class AddressJudge:
         self.name = f"{model} at {parts.netloc}"
         self._url, self._model = address.rstrip("/") + "/chat/completions", model
         self.identity: dict[str, str] | None = {"address": self._url, "model": model}
-        self._open = urllib.request.build_opener(_NoRedirects).open
+        direct = [urllib.request.ProxyHandler({})] if parts.hostname in _LOCAL_NAMES else []  # no proxy gets the key
+        self._open = urllib.request.build_opener(_NoRedirects, *direct).open
 
     def judge(self, pair: Pair, *, a_first: bool) -> float | None:
         body = {
@@ -212,7 +220,7 @@ def read_verdicts(path: Path) -> dict[int | str, Outcome]:
     """The outcome of every pair by its id."""
     found: dict[int | str, Outcome] = {}
     names: Mapping[str, Outcome] = {"a": "A", "b": "B", "tie": "tie"}
-    for label, row in json_lines(path):
+    for label, row in json_lines(path, "verdicts"):
         verdict = None if isinstance(row, BrokenItem) else names.get(str(row.get("verdict")).lower())
         if verdict is None or not isinstance(row.get("id"), (int, str)):
             raise UserError(f"{path}, {label}: needs an id and a verdict, A, B or tie: correct the line")
@@ -224,8 +232,8 @@ def read_verdicts(path: Path) -> dict[int | str, Outcome]:
     return found
 
 
-def open_judge(spec: str, *, model: str | None, allow_network: bool, device: str, dtype: str) -> Judge:
-    """An address, a file of verdicts, or a model."""
+def open_judge(spec: str, *, model: str | None, allow_network: bool) -> Judge | None:
+    """An address or a file of verdicts; None: a model, which is loaded by ``load_judge`` when it is needed."""
     if spec.startswith(("http://", "https://")):
         if not allow_network:
             raise UserError(f"--judge {spec}: prompts and answers would be sent there: pass --allow-network to agree")
@@ -236,8 +244,15 @@ def open_judge(spec: str, *, model: str | None, allow_network: bool, device: str
         if not Path(spec).is_file():
             raise UserError(f"--judge {spec}: does not exist: give a file of verdicts, a model or an address")
         return FileJudge(Path(spec))
-    loaded, tokenizer = load_with_tokenizer(spec, dtype, device)
-    return LocalJudge(loaded, tokenizer, spec, source_fingerprint(spec))
+    check_source(str(model_of_run(Path(spec)) or spec))
+    return None
+
+
+def load_judge(spec: str, *, device: str, dtype: str) -> Judge:
+    """A model as a judge."""
+    source = str(model_of_run(Path(spec)) or spec)
+    loaded, tokenizer = load_with_tokenizer(source, dtype, device)
+    return LocalJudge(loaded, tokenizer, spec, source_fingerprint(source))
 
 
 def request_text(messages: Sequence[Message]) -> str:

@@ -18,6 +18,8 @@ Chats = dict[int | str, tuple[Message, ...]]
 _IDS = ("id", "key", "question_id")
 _TEXTS = ("prompt", "instruction", "question", "text")
 _FORMS = "messages, turns, prompt, instruction (and input), question or text"
+CORRECT = "correct its roles, or pass --no-chat"
+"""What to do about a file of prompts that a template refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,10 @@ def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -
     if not path.is_file():
         raise UserError(f"--prompts {path}: does not exist: give a .jsonl or .txt file")
     if path.suffix == ".txt":
-        lines = enumerate(read_text(path).replace("\r\n", "\n").split("\n"), 1)
+        lines = enumerate(read_text(path, "--prompts").replace("\r\n", "\n").split("\n"), 1)
         found = [(f"line {number}", {"prompt": line}) for number, line in lines if line.strip()]
     else:
-        found = list(json_lines(path))
+        found = list(json_lines(path, "--prompts"))
     prompts = [make_prompt(row, number, f"{path}, {label}", joint) for number, (label, row) in enumerate(found[:limit])]
     if not prompts:
         raise UserError(f"--prompts {path}: has no prompt: give one per line")
@@ -101,7 +103,7 @@ def checked_messages(chat: Sequence[Any], where: str) -> tuple[Message, ...]:
 def read_chats(path: Path) -> Chats:
     """The messages of every line of a file of ``dwindle generate --prompts``; the last one is the answer."""
     chats: Chats = {}
-    for label, row in json_lines(path):
+    for label, row in json_lines(path, "answers"):
         where = f"{path}, {label}"
         if isinstance(row, BrokenItem) or not isinstance(row.get("messages"), list) or not is_id(row.get("id")):
             raise UserError(f"{where}: is not an answer: give a file of `dwindle generate --prompts`")
@@ -128,8 +130,8 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str) -> list[int]:
-    """Tokens of a chat in the model's own template, up to where its answer begins.
+def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str, advice: str = CORRECT) -> list[int]:
+    """Tokens of a chat in the model's own template, up to where its answer begins; ``advice`` if that refuses it.
 
     Templates are code of others: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
     """
@@ -139,16 +141,16 @@ def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str) -> list[in
         ids = tokenizer.apply_chat_template([*messages], add_generation_prompt=True, return_dict=False)
     except Exception as error:  # of jinja, or anything that the template's code leads to
         reason = first_line(error)
-        raise UserError(
-            f"{where}: the model's chat template refuses this chat ({reason}): correct its roles, or pass --no-chat"
-        ) from error
+        raise UserError(f"{where}: the model's chat template refuses this chat ({reason}): {advice}") from error
     return [int(token) for token in ids]
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], where: str, *, chat: bool) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, messages: Sequence[Message], where: str, *, chat: bool, advice: str = CORRECT
+) -> list[int]:
     """Tokens of a chat, or without ``chat`` of its last message as plain text."""
     if chat:
-        return chat_ids(tokenizer, messages, where)
+        return chat_ids(tokenizer, messages, where, advice)
     ids = [int(token) for token in tokenizer(messages[-1]["content"]).input_ids]
     if not ids:
         raise UserError(f"{where}: the prompt has no tokens: give the beginning of a text")

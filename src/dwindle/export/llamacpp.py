@@ -7,12 +7,14 @@ import secrets
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from dwindle.core.errors import UserError, install_hint
 
 _GREEDY = {"temperature": 0.0, "ignore_eos": True, "samplers": ["top_k"], "top_k": 1}
 _FORCED = 1e6
+open_here = build_opener(ProxyHandler({})).open
+"""Opens addresses of this machine: a proxy of the environment would get the text and the key, and cannot reach them."""
 
 
 def require_xllamacpp() -> None:
@@ -56,7 +58,7 @@ class LlamaCppEngine:
         body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
         request = Request(f"{self._server.listening_address}/tokenize", body, headers)
-        with urlopen(request, timeout=60) as answer:  # our own server in this process
+        with open_here(request, timeout=60) as answer:  # our own server in this process
             tokens: list[int] = json.load(answer)["tokens"]
         return tokens
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.reading import parse_json
+from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.config import LONG_ANSWER, SamplingConfig
 from dwindle.report.loopback import LoopbackHandler, LoopbackServer
 from dwindle.report.page import self_contained
@@ -162,7 +163,10 @@ class _Handler(LoopbackHandler):
         try:
             body = parse_json(self.rfile.read(int(length)))
             desk = self.server.desks[_index(body["model"], len(self.server.desks))]
-            messages = [{"role": str(one["role"]), "content": str(one["content"])} for one in body["messages"]]
+            messages = [
+                {"role": str(one["role"]), "content": without_lone_surrogates(str(one["content"]))}
+                for one in body["messages"]
+            ]
             settings = dict(body.get("settings") or {})
         except (ValueError, LookupError, TypeError) as error:
             raise UserError("the request is not a chat: send model, messages and settings") from error

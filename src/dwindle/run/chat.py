@@ -6,12 +6,12 @@ import http.client
 import json
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.request import Request
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.config import apply_overrides, from_dict
@@ -19,17 +19,20 @@ from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import parse_json
+from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SamplingConfig
 from dwindle.evaluation.encoding import max_length_of
 from dwindle.evaluation.generation import is_for_llamacpp, room_for, sampling_request
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.prompts import Message, prompt_ids
 from dwindle.evaluation.sampling import end_tokens, stream
-from dwindle.export.llamacpp import require_xllamacpp
+from dwindle.export.llamacpp import open_here, require_xllamacpp
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_of_run
 from dwindle.training.sampling import continuation_text
 
+_ADVICE = "remove the system prompt, or give the model another template"
+"""Where a template refuses a chat: roles alternate, so nothing else can be at fault."""
 _TAIL = 8
 """Tokens of the prompt that are decoded with the answer, so that its first space is kept."""
 
@@ -87,7 +90,7 @@ class TransformersChat:
         self.facts = Facts(name, parameters, size_on_disk(source), "transformers", is_chat, "weights and cache")
 
     def stream(self, messages: Sequence[Message], config: SamplingConfig) -> Answering:
-        ids = prompt_ids(self._tokenizer, messages, "chat", chat=self.facts.is_chat)
+        ids = prompt_ids(self._tokenizer, messages, "chat", chat=self.facts.is_chat, advice=_ADVICE)
         wanted = config.tokens or LONG_ANSWER
         room = room_for(len(ids), wanted, self._max_length, "chat")
         ends = end_tokens(self._model, self._tokenizer)
@@ -129,15 +132,15 @@ class LlamaCppChat:
         self.facts = Facts(name, parameters, size_on_disk(source), "llama.cpp", is_chat, "process, at most")
 
     def stream(self, messages: Sequence[Message], config: SamplingConfig) -> Answering:
-        ids = prompt_ids(self._tokenizer, messages, "chat", chat=self.facts.is_chat)
+        ids = prompt_ids(self._tokenizer, messages, "chat", chat=self.facts.is_chat, advice=_ADVICE)
         room = room_for(len(ids), config.tokens or LONG_ANSWER, self._max_length, "chat")
         body = sampling_request(config, (len(messages),)) | {"prompt": ids, "n_predict": room, "stream": True}
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        request = urllib.request.Request(f"{self._address}/completion", json.dumps(body).encode(), headers)
+        request = Request(f"{self._address}/completion", json.dumps(body).encode(), headers)
         tokens, is_last = 0, False
         try:
             memory, started = self._process.call("peak_memory"), time.perf_counter()
-            with urllib.request.urlopen(request, timeout=600) as reply:
+            with open_here(request, timeout=600) as reply:
                 for line in reply:
                     if not line.startswith(b"data: {"):
                         continue
@@ -196,7 +199,7 @@ HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt and start again; without TEXT: remove it
 /set KEY=VALUE change tokens, temperature, top_k, top_p or seed
-/save FILE     write the conversation as JSON lines, one per model, ready to be tuned on
+/save FILE     write the conversation as JSON lines, one per model that answered, ready to be tuned on
 /help          this
 /quit          end (also Ctrl-D); Ctrl-C stops an answer"""
 
@@ -210,7 +213,7 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        start = [{"role": "system", "content": self.system}] if self.system else []
+        start = [{"role": "system", "content": without_lone_surrogates(self.system)}] if self.system else []
         self.chats = [[*start] for _ in self.models]
 
     def ask(self, text: str, write: Callable[[str], None]) -> None:
@@ -233,7 +236,7 @@ class Conversation:
             raise failures[0]
 
     def _ask_one(self, model: ChatModel, chat: list[Message], text: str, write: Callable[[str], None]) -> None:
-        asked: Message = {"role": "user", "content": text}
+        asked: Message = {"role": "user", "content": without_lone_surrogates(text)}
         answer, last = "", None
         try:
             for last in model.stream([*chat, asked], self.config):
@@ -242,6 +245,7 @@ class Conversation:
         except KeyboardInterrupt:
             write(" [stopped]")
             if not answer:
+                write("\n")
                 return
         chat += [asked, {"role": "assistant", "content": answer}]
         if last is not None:
@@ -259,6 +263,8 @@ class Conversation:
             self.reset()
             return "system prompt set" if rest else "system prompt removed"
         if name == "/set":
+            if "=" not in rest:
+                raise UserError("/set: name a setting and its value, such as /set temperature=0.7")
             now = apply_overrides(self.config.model_dump(exclude_none=True), [rest], SamplingConfig)
             self.config = from_dict(SamplingConfig, now)
             return ", ".join(f"{key} {value}" for key, value in self.config.model_dump().items())
@@ -272,7 +278,14 @@ class Conversation:
         if not name:
             raise UserError("/save: name a file, such as /save chat.jsonl")
         refuse_file(Path(name), "/save", overwrite=False)
-        rows = [{"id": model.facts.name, "messages": chat} for model, chat in zip(self.models, self.chats, strict=True)]
+        talks = zip(self.models, self.chats, strict=True)
+        rows = [
+            {"id": model.facts.name, "messages": chat}
+            for model, chat in talks
+            if any(message["role"] == "assistant" for message in chat)
+        ]
+        if not rows:
+            raise UserError("/save: nothing was answered yet: ask something first")
         write_text_atomic(Path(name), "".join(map(json_line, rows)), option="/save")
         return f"{name} written"
 

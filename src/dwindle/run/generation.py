@@ -9,6 +9,7 @@ from typing import Any
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import at_least
+from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.generation import open_answerer, room_for
 from dwindle.evaluation.prompts import prompt_ids
@@ -39,7 +40,7 @@ def generate(
     if not prompt:
         raise UserError("prompt: is empty: give the beginning of a text")
     where = str(model_of_run(Path(model)) or fspath(model))
-    message = [{"role": "user", "content": prompt}]
+    message = [{"role": "user", "content": without_lone_surrogates(prompt)}]
     count = config.tokens or DEFAULT_TOKENS
     if (Path(where) / ONNX_FILE).is_file():
         if config.temperature:

@@ -60,6 +60,8 @@ def tuning_recipe(
     holdout = _share_to_hold_out(found.tokens.get("chat", math.inf)) if is_chosen else 0.0
     wanted = training["tokens"] if "tokens" in training else _amount(found, data.seq_len, 1 - holdout)
     amount = parse_count(wanted, "training.tokens")
+    if not amount:
+        raise UserError("tokens: 0 would train nothing: give more, or leave them out to read the conversations 3 times")
     per_step = min(TOKENS_PER_STEP, max(power_below(amount / TUNING_STEPS), data.seq_len))
     per_step = parse_count(training.get("tokens_per_step", per_step), "training.tokens_per_step")
     tables: dict[str, dict[str, Any]] = {

@@ -21,12 +21,20 @@ from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
 from dwindle.evaluation.config import GenerateConfig
-from dwindle.evaluation.judges import Judge, Pair, no_verdicts, open_judge, read_verdicts, request_text
+from dwindle.evaluation.judges import (
+    Judge,
+    Pair,
+    load_judge,
+    no_verdicts,
+    open_judge,
+    read_verdicts,
+    request_text,
+)
 from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agreement, combined, outcome, rates
 from dwindle.evaluation.prompts import Chats, Message, read_chats
 from dwindle.run.answers import answers_header, generate_answers
 from dwindle.run.journal import Journal, check_header
-from dwindle.sources.loading import chosen_device
+from dwindle.sources.loading import check_source, chosen_device, model_of_run
 
 FORMAT = "dwindle-verdicts-2"
 TIE_MARGIN = 0.0
@@ -143,21 +151,17 @@ def win_rate(
     """
     folder = None if out is None else Path(out)
     common: dict[str, Any] = {"config": config, "limit": limit, "device": device, "threads": threads}
+    for source in (a, b):  # what cannot be used is refused before anything is answered
+        _check_side(source, prompts, folder)
+    opened = open_judge(fspath(judge), model=judge_model, allow_network=allow_network)
+    given = None if calibrate is None else _given(Path(calibrate))
     chats = [_answers(source, side, prompts, folder, overwrite, common) for side, source in (("a", a), ("b", b))]
-    pairs = make_pairs(*chats, names=(fspath(a), fspath(b)), limit=limit)
-    given = None if calibrate is None else read_verdicts(Path(calibrate))
-    if given is not None:
-        pairs = [pair for pair in pairs if pair.id in given]
-        if not pairs:
-            raise UserError(f"--calibrate {calibrate}: none of its ids has answers of both: check the ids")
-    judged_by = open_judge(
-        fspath(judge),
-        model=judge_model,
-        allow_network=allow_network,
-        device=chosen_device(device),
-        dtype=config.dtype or "float32",
-    )
-    journal = None if folder is None else _journal(folder, judged_by, pairs, overwrite)
+    every = make_pairs(*chats, names=(fspath(a), fspath(b)), limit=limit)
+    pairs = every if given is None else [pair for pair in every if pair.id in given]
+    if not pairs:
+        raise UserError(f"--calibrate {calibrate}: none of its ids has answers of both: check the ids")
+    judged_by = opened or load_judge(fspath(judge), device=chosen_device(device), dtype=config.dtype or "float32")
+    journal = None if folder is None else _journal(folder, judged_by, every, overwrite)
     verdicts = judge_pairs(judged_by, pairs, journal)
     result = summarise(
         pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
@@ -166,6 +170,23 @@ def win_rate(
         judged = {v.id: outcome(v.preference, tie_margin) for v in verdicts if v.preference is not None}
         result.calibration = agreement(list(judged.values()), [given[name] for name in judged])
     return result
+
+
+def _given(path: Path) -> dict[int | str, Outcome]:
+    if not path.is_file():
+        raise UserError(f"--calibrate {path}: does not exist: give a file of verdicts")
+    return read_verdicts(path)
+
+
+def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None, folder: Path | None) -> None:
+    """Raise UserError for what is neither a file of answers nor a model that can be asked."""
+    path = Path(source)
+    if path.suffix != ".jsonl":
+        if prompts is None or folder is None:
+            raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
+        check_source(str(model_of_run(path) or fspath(source)))
+    elif not path.is_file():
+        raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
 
 
 def _answers(
@@ -179,12 +200,9 @@ def _answers(
     """The chats of a file of answers; a model answers the prompts first."""
     path = Path(source)
     if path.suffix != ".jsonl":
-        if prompts is None or folder is None:
-            raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
+        assert prompts is not None and folder is not None
         path = folder / f"{side}.answers.jsonl"
         _answer_once(source, prompts, path, overwrite, common)
-    elif not path.is_file():
-        raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
     return read_chats(path)
 
 
@@ -233,7 +251,7 @@ def _answer_text(chat: Sequence[Message]) -> str:
 
 
 def _journal(folder: Path, judge: Judge, pairs: Sequence[Pair], overwrite: bool) -> Journal | None:
-    """None for a judge that costs nothing to ask again."""
+    """None for a judge that costs nothing to ask again. Of ``pairs`` a calibration may ask some, all others later."""
     if judge.identity is None:
         return None
     asked = json.dumps([[pair.id, pair.request, pair.a, pair.b] for pair in pairs])
