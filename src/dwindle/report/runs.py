@@ -128,7 +128,7 @@ def render_runs(rows: list[RunRow]) -> Table:
     if differ:
         table.add_column("differs in", overflow="fold", min_width=14)
     if usual:
-        table.caption = f"unless noted: {short_settings(usual, with_off=True)}"
+        table.caption = f"unless noted: {short_settings(usual)}"
     if same_source:
         table.title = f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters"
     for row in rows:
@@ -142,7 +142,7 @@ def render_runs(rows: list[RunRow]) -> Table:
             _count(row.tokens),
             *losses,
             *(["" if above is None else f"{above:+.4f}"] if known else []),
-            *([short_settings(own, with_off=True)] if differ else []),
+            *([short_settings(own)] if differ else []),
         ]
         table.add_row(*cells)
     return table
