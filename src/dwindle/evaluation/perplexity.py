@@ -50,14 +50,14 @@ def text_names(paths: Sequence[str]) -> dict[str, str]:
     return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 
-def load_text(path: str, *, name: str = "", limit: int | None = None, text_field: str = "text") -> TextData:
+def load_text(path: str, *, name: str, limit: int | None, text_field: str) -> TextData:
     """Any text that training can read, document by document; ``name`` is its name in tables."""
     documents: list[str] = []
     for text in read_documents(path, text_field=text_field, option="--text"):
         if limit is not None and len(documents) >= limit:
             break
         documents.append(text)
-    return TextData(name or text_names([path])[path], "whole documents as they are", documents, documents, path)
+    return TextData(name, "whole documents as they are", documents, documents, path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
