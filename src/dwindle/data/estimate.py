@@ -101,7 +101,7 @@ def _first_rows(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], fl
     """(The first examples of a file, their share of it)."""
     source = open_input(name, option="task.chat")
     rows = list(islice(conversations_in(source, encoder.input_joint), _READ_CONVERSATIONS + 1))
-    share = min(max(source.position, 1) / max(source.total, 1), 1.0) if len(rows) > _READ_CONVERSATIONS else 1.0
+    share = source.share_read() if len(rows) > _READ_CONVERSATIONS else 1.0
     return list(encoder.encode_conversations(rows)), share
 
 
