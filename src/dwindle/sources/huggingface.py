@@ -19,7 +19,9 @@ from transformers import (
 )
 
 from dwindle.anatomy.families import register_beside
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.family_files import NAMES
+from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import LIMITS, check_sizes
 from dwindle.core.reading import read_json
@@ -138,8 +140,9 @@ def _read_config(folder: Path, where: str) -> PreTrainedConfig:
     register_beside(folder, raw["model_type"])
     with quiet_transformers():
         try:
-            if _is_ours(raw):
-                return _our_classes(raw)[0].from_pretrained(folder)
+            if raw["model_type"].startswith(CUSTOM_PREFIX):  # the installed code: none of the directory is executed
+                config: PreTrainedConfig = classes_for(raw["model_type"])[0].from_pretrained(folder)
+                return config
             return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except UserError:
             raise
@@ -272,18 +275,6 @@ def _config_error(raw: dict[str, Any], where: str, error: Exception) -> UserErro
         reason = "runs code from the model's author, which dwindle never does" if "auto_map" in raw else "is unknown"
         return UserError(f"source {where}: model_type {model_type!r} {reason}: give a model that transformers has")
     return UserError(f"source {where}: config.json is not a valid {model_type} configuration: {config_reason(error)}")
-
-
-def _is_ours(raw: dict[str, Any]) -> bool:
-    return str(raw["model_type"]).startswith("dwindle_")
-
-
-def _our_classes(raw: dict[str, Any]) -> tuple[Any, Any]:
-    """Our modelling code from the installed package, so that no code in the directory is executed."""
-    from dwindle.anatomy.modeling_dwindle import classes_for
-
-    classes: tuple[Any, Any] = classes_for(raw["model_type"])
-    return classes
 
 
 def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
