@@ -276,9 +276,8 @@ def _throughput(run: Run) -> Figure | None:
         return None
     x = clock.seconds[speed.rows]
     panels = [_speed_panel("tokens per second", "count", x, speed.values)]
-    use = next((c for c in map(metrics.column, ("time.utilisation", "time.mfu", "utilisation", "mfu")) if len(c)), None)
-    if use is not None:
-        panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], _percent(use.values)))
+    if len(use := metrics.column("time.mfu")):
+        panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], use.values * 100))
         about = "Utilisation: model FLOP/s relative to the device's peak."
     elif (flops := _flops(run, speed)) is not None:
         unit, scale = _flops_unit(flops)
@@ -305,12 +304,6 @@ def _throughput(run: Run) -> Figure | None:
 
 def _speed_panel(label: str, unit: Unit, x: Floats, y: Floats) -> Panel:
     return Panel(label, unit, _smoothed(label, "speed", x, y), zero=True, top=_calm_top(y))
-
-
-def _percent(values: Floats) -> Floats:
-    """Percentages, from shares or percentages."""
-    result: Floats = values * 100 if values.max() <= 1.5 else values
-    return result
 
 
 def _flops(run: Run, speed: MetricColumn) -> Floats | None:
