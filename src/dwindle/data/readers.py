@@ -187,11 +187,9 @@ class FileInput(TextInput):
     @contextmanager
     def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:
         with self._named_errors(), self.path.open("rb") as raw:
-            binary = open_compressed(self._counted(raw), compression, f"{self.option}: {self.name}")
+            counted: io.BufferedReader = io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
+            binary = open_compressed(counted, compression, f"{self.option}: {self.name}")
             yield io.TextIOWrapper(binary, encoding="utf-8-sig")
-
-    def _counted(self, raw: BinaryIO) -> io.BufferedReader:
-        return io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
 
 
 class _Counted(io.RawIOBase):

@@ -97,7 +97,8 @@ class BatchDecoder:
         self._fixed: FixedDecoder | None = None
         self._may_be_fixed = self._device.type == "cuda" if fixed is None else fixed
         self._step = 0
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in _arguments(model) else {}
+        known = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def logits(self) -> Tensor:
         """Of the next token of every row (B × V); the tokens so far are in the cache then."""
@@ -229,7 +230,3 @@ def evaluating(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
-
-
-def _arguments(model: Any) -> Collection[str]:
-    return inspect.signature(model.forward).parameters

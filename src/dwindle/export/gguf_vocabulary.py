@@ -151,7 +151,7 @@ def _pre_name(backend: Any, state: dict[str, Any], where: str) -> tuple[str, str
     own = backend.pre_tokenizer
     whole_words = bool(state["model"].get("ignore_merges"))
     for name, candidate, whole in _known_pre_tokenizers():
-        if _same_spelling(own, candidate) and whole == whole_words:
+        if own is not None and _normalized(own) == _normalized(candidate) and whole == whole_words:
             return name, None
     for name, candidate, _ in _known_pre_tokenizers():
         if own is not None and all(_words(own, text) == _words(candidate, text) for text in PROBES):
@@ -164,10 +164,6 @@ def _pre_name(backend: Any, state: dict[str, Any], where: str) -> tuple[str, str
 def _known_pre_tokenizers() -> list[tuple[str, PreTokenizer, bool]]:
     names = ["smollm", "gpt-2", "llama-bpe", "qwen2", "smaug-bpe", "tekken"]
     return [(name, pre_tokenizer_named(name), split_named(name).whole_words) for name in names]
-
-
-def _same_spelling(one: PreTokenizer | None, other: PreTokenizer) -> bool:
-    return one is not None and _normalized(one) == _normalized(other)
 
 
 def _normalized(pre: PreTokenizer) -> Any:
