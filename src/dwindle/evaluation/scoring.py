@@ -30,7 +30,7 @@ from dwindle.core.garbage import no_garbage_collection
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.evaluation.encoding import Pair, Tokens
-from dwindle.evaluation.sampling import evaluating
+from dwindle.training.sampling import evaluating
 
 SHARED = 0
 """Branch number of the shared prefix."""
