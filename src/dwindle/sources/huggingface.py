@@ -28,9 +28,8 @@ from dwindle.core.reading import read_json
 from dwindle.sources.common import (
     build_model,
     check_floating,
-    check_loaded,
+    complete_model,
     config_reason,
-    model_class_of,
     quiet_transformers,
 )
 from dwindle.sources.generation import read_generation
@@ -214,7 +213,8 @@ def read_model(folder: Path, dtype: torch.dtype | None, device: torch.device, wh
         if safetensors:
             model = build_model(config, stored_tensors(files, device), dtype, where)
         else:
-            model = _from_pickles(folder, config, dtype, where)
+            pickles = {"local_files_only": True, "use_safetensors": False, "weights_only": True}
+            model = complete_model(folder, config, dtype, where, **pickles)
     except UserError:
         raise
     except Exception as error:
@@ -225,23 +225,6 @@ def read_model(folder: Path, dtype: torch.dtype | None, device: torch.device, wh
     check_floating(model, _integers(files, safetensors), where)
     model.config.name_or_path = str(folder)
     model.generation_config = generation
-    return model
-
-
-def _from_pickles(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
-    with quiet_transformers():
-        model, info = model_class_of(config).from_pretrained(
-            folder,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            local_files_only=True,
-            use_safetensors=False,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    assert isinstance(model, PreTrainedModel)
-    check_loaded(model, info, where)
     return model
 
 
