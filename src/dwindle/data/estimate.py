@@ -139,9 +139,7 @@ def _texts(config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase])
 def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:
     """Exact for token files; extrapolated from the beginning for text."""
     if is_token_files(name):
-        files = open_token_files(name)
-        files.check_encoder(encoder, option)
-        return files.num_tokens
+        return open_token_files(name).of_encoder(encoder, option).num_tokens
     texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)
     sample, left = list[str](), _ENCODED_CHARS
     for text in texts:
