@@ -40,11 +40,12 @@ from dwindle.data.token_files import write_token_files
 from dwindle.evaluation.config import SamplingConfig
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.prompts import prompt_ids
-from dwindle.evaluation.sampling import decode, end_tokens, evaluating
+from dwindle.evaluation.sampling import decode, end_tokens
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.run.result import RunResult
 from dwindle.run.tune import tuning_recipe
 from dwindle.sources.loading import load_tokenizer, model_of_run
+from dwindle.training.sampling import evaluating
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dwindle.evaluation import fixed_decoding
 from dwindle.evaluation.config import SamplingConfig
-from dwindle.evaluation.sampling import BatchDecoder, decode, evaluating
+from dwindle.evaluation.sampling import BatchDecoder, decode
+from dwindle.training.sampling import evaluating
 from tiny import shrunk, tiny_model, tokens
 
 ROWS = [tokens(1, length, seed=length)[0].tolist() for length in (9, 4, 7, 1)]

@@ -247,7 +247,7 @@ def test_our_own_model_types_use_the_installed_classes(folder: Path, monkeypatch
         config_class = OurConfig
 
     classes = {"dwindle_llama": (OurConfig, OurModel)}
-    for module in ("dwindle.anatomy.modeling_dwindle", "dwindle.sources.common"):
+    for module in ("dwindle.sources.huggingface", "dwindle.sources.common"):
         monkeypatch.setattr(f"{module}.classes_for", classes.__getitem__)
     change_config(folder, model_type="dwindle_llama", auto_map={"AutoConfig": "evil.C"})
     loaded = load(folder)

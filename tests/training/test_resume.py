@@ -96,7 +96,7 @@ def build(
         Validator(windows, every=5, batch=2),
         MetricsWriter(run / "metrics.jsonl"),
         KillAt(*kill),
-        Checkpointer(run, every=4, keep_last=2, extra_files=[Path("metrics.jsonl"), run / "ledger.jsonl"]),
+        Checkpointer(run, every=4, keep_last=2, extra_files=["metrics.jsonl", "ledger.jsonl"]),
     ]
     model = tiny_llama(dropout=0.2)
     steps: dict[str, Any] = {"sizes": (2, 1), "num_steps": NUM_STEPS, "ce_chunk_tokens": 7}

@@ -166,22 +166,22 @@ def is_custom(config: Any) -> bool:
 def build_on_meta(config: Any) -> nn.Module:
     """The model on the meta device, without storage."""
     with torch.device("meta"):
-        if is_custom(config):
-            model: nn.Module = classes_for(config.model_type)[1](config)
-        else:
-            model = AutoModelForCausalLM.from_config(config)
-    return model
+        return _made(config)
 
 
 def build_random(config: Any, seed: int) -> nn.Module:
     """The model with its family's random initialization (fp32), by ``seed``; the global generators are not touched."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(seed)
-        if is_custom(config):
-            model: nn.Module = classes_for(config.model_type)[1](config)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.eval()
+        return _made(config, dtype=torch.float32).eval()
+
+
+def _made(config: Any, **stock_options: Any) -> nn.Module:
+    if is_custom(config):
+        model: nn.Module = classes_for(config.model_type)[1](config)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **stock_options)
+    return model
 
 
 def restore_buffers(model: Any, device: torch.device | str) -> None:

@@ -48,10 +48,8 @@ _AFTER = {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_laye
 _PLAIN = Family(stem=_STEM, layer=_NORMS | _ATTENTION | _FFN)
 _LLAMA = _PLAIN.changed(output_bias_keys=["attention_bias", "mlp_bias"])
 
-_QWEN3 = Family(
-    stem=_STEM,
-    layer={**_LLAMA.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
-    head_norms=True,
+_QWEN3 = _PLAIN.changed(
+    layer={**_PLAIN.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"}, head_norms=True
 )
 
 _OLMO2 = Family(
@@ -81,17 +79,12 @@ _PHI3 = Family(
     },
 )
 
-_EXAONE4 = Family(
-    stem=_STEM,
-    layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"},
-    norm_before={},
-    norm_after=_AFTER,
-    head_norms=True,
+_EXAONE4 = _OLMO2.changed(
+    layer={**_OLMO2.layer, "self_attn.q_norm.weight": "dim", "self_attn.k_norm.weight": "dim"}, gain_in_float32=False
 )
 
-_HUNYUAN = Family(
-    stem=_STEM,
-    layer={**_LLAMA.layer, "self_attn.query_layernorm.weight": "dim", "self_attn.key_layernorm.weight": "dim"},
+_HUNYUAN = _PLAIN.changed(
+    layer={**_PLAIN.layer, "self_attn.query_layernorm.weight": "dim", "self_attn.key_layernorm.weight": "dim"},
     head_norms=True,
 )
 

@@ -58,14 +58,14 @@ def tiny_config(config: Any) -> Any:
     return type(config)(**{**values, **family.tiny})
 
 
-def random_model(config: Any, *, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+def random_model(config: Any, *, dtype: torch.dtype = torch.float64) -> Any:
     """A model with random values in every tensor, also those that initialise to zero or one."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1000 * seed + number))
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             is_gain = name.endswith("norm.weight") and not family_of(config.model_type).gain_offset
             parameter.copy_(1 + 0.2 * noise if is_gain else 0.2 * noise)
     model = model.to(dtype).eval()

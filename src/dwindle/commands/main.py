@@ -30,11 +30,11 @@ def main() -> None:
     except UserError as error:
         if said_before(str(error)):
             sys.exit(2)
-        _fail(str(error), 2)
+        _fail(str(error))
     except OSError as error:  # of a file that no other message names
-        _fail(f"{_named(error)}{error.strerror or error}", 2)
+        _fail(f"{_named(error)}{error.strerror or error}")
     except MemoryError:
-        _fail("there is not enough memory: use a smaller model, or fewer tokens at a time", 2)
+        _fail("there is not enough memory: use a smaller model, or fewer tokens at a time")
     except KeyboardInterrupt:
         say("interrupted", error=True)
         sys.exit(130)
@@ -54,7 +54,7 @@ def _named(error: OSError) -> str:
     return f"{names[-1]}: " if names else "standard output: " if error.errno in _OUTPUT_ERRORS else ""
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     """One line on standard error; output that cannot be written is not tried again on exit."""
     with suppress(OSError):
         say(shortened(plain(f"error: {message}")), error=True)
@@ -64,7 +64,7 @@ def _fail(message: str, code: int) -> NoReturn:
         except OSError:
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+    sys.exit(2)
 
 
 _show_others = warnings.showwarning

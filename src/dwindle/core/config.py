@@ -325,10 +325,8 @@ def _type_at(cls: type[Config], key: Key) -> tuple[Any, bool]:
         elif name not in owner.model_fields:
             raise UserError(_unknown(key[: depth + 1], owner, cls))
         else:
-            field = owner.model_fields[name]
-            annotation = _annotation(field)
-            default = None if field.is_required() else field.get_default(call_default_factory=True)
-            may_be_empty = not field.is_required() and default in (None, "", [], {})
+            annotation = _annotation(owner.model_fields[name])
+            may_be_empty = default_of(owner, name) in (None, "", [], {})
     return annotation, may_be_empty
 
 

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
-from dwindle.core.reading import read_json
+from dwindle.core.reading import MAX_JSON_BYTES, read_limited
 from dwindle.core.terminal import plain
 
 NEEDS_TRAINING = 0.1
@@ -22,6 +24,8 @@ NEEDS_TRAINING = 0.1
 
 _SHOWN = 200
 """Characters of a prompt that a terminal shows."""
+_AS_WRITTEN = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""For reading: files may be edited."""
 
 
 def bits_per_byte(nats: float, num_bytes: int) -> float:
@@ -33,6 +37,8 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
 class Sample:
     """The greedy continuations of one prompt."""
 
+    __pydantic_config__ = _AS_WRITTEN
+
     prompt: str
     source: str | None = None
     result: str | None = None
@@ -42,6 +48,8 @@ class Sample:
 @dataclass(slots=True)
 class Quality:
     """Loss (nats per token) and samples of a result and of its untouched source; None is not measured."""
+
+    __pydantic_config__ = _AS_WRITTEN
 
     text: list[str] = field(default_factory=list)
     """Names of the texts that the losses are measured on; empty if there are none."""
@@ -99,22 +107,6 @@ class Quality:
                     lines.append(f"  {name}: {one_line(text)}")
         return lines
 
-    def is_well_formed(self) -> bool:
-        """Whether every field has its type: files may be edited."""
-        told = [text for sample in self.samples for text in (sample.source, sample.result)]
-        return (
-            _are_texts(self.text)
-            and type(self.tokens) is int
-            and isinstance(self.held_out, bool)
-            and _is_loss(self.source_loss)
-            and _is_loss(self.result_loss)
-            and type(self.bytes) is int
-            and _is_loss(self.source_bits)
-            and _is_loss(self.result_bits)
-            and _are_texts([sample.prompt for sample in self.samples])
-            and _are_texts(told, unset=True)
-        )
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -123,26 +115,16 @@ class Quality:
 
 
 def read_quality(path: Path) -> Quality | None:
-    """The content of a ``quality.json``; None if there is none, or it is of another version."""
+    """The content of a ``quality.json``; None if there is none, it was edited, or it is of another version."""
     try:
-        found = read_json(path)
-        quality = Quality(**found | {"samples": [Sample(**sample) for sample in found["samples"]]})
-    except (UserError, TypeError, KeyError, AttributeError):
+        return TypeAdapter(Quality).validate_json(read_limited(path, MAX_JSON_BYTES))
+    except (UserError, ValidationError):
         return None
-    return quality if quality.is_well_formed() else None
 
 
 def one_line(text: str) -> str:
     """Text of a model or of a file as one printable line."""
     return plain(" ".join(text.split()))
-
-
-def _is_loss(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and math.isfinite(value))
-
-
-def _are_texts(values: Any, *, unset: bool = False) -> bool:
-    return isinstance(values, list) and all(isinstance(v, str) or (unset and v is None) for v in values)
 
 
 def text_names(paths: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ square brackets that rich reads as markup. Everything that commands print goes t
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.text import Text
@@ -26,18 +26,18 @@ def plain(text: str, *, keep: str = "") -> str:
     return "".join(letter if letter.isprintable() or letter in keep else _spelled(letter) for letter in text)
 
 
-def shortened(text: str, limit: int = 1000) -> str:
+def shortened(text: str) -> str:
     """A long text without its middle: names and values from files can have megabytes."""
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+    return text if len(text) <= 1000 else f"{text[:500]} … {text[-500:]}"
 
 
 def _spelled(letter: str) -> str:
     return letter.encode("unicode_escape").decode("ascii")
 
 
-def say(text: str, *, error: bool = False, flush: bool = False) -> None:
+def say(text: str, *, error: bool = False) -> None:
     """Print plain lines on standard output, or on standard error; line breaks are ours."""
-    print(plain(text, keep="\n\t"), file=sys.stderr if error else sys.stdout, flush=flush)
+    print(plain(text, keep="\n\t"), file=sys.stderr if error else sys.stdout)
 
 
 def titled(title: str, table: Table) -> Group:
@@ -48,8 +48,8 @@ def titled(title: str, table: Table) -> Group:
 class PlainConsole(Console):
     """A rich console for which every text is only text: no markup, no emoji codes, no control characters."""
 
-    def __init__(self, *, stderr: bool = False, file: TextIO | None = None, **options: Any) -> None:
-        super().__init__(stderr=stderr, file=file, markup=False, emoji=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """All strings pass here: cells, titles and captions of tables as well as lines."""

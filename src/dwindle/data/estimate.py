@@ -101,7 +101,7 @@ def _first_rows(name: str, encoder: ChatEncoder) -> tuple[list[EncodedPiece], fl
     """(The first examples of a file, their share of it)."""
     source = open_input(name, option="task.chat")
     rows = list(islice(conversations_in(source, encoder.input_joint), _READ_CONVERSATIONS + 1))
-    share = min(max(source.position, 1) / max(source.total, 1), 1.0) if len(rows) > _READ_CONVERSATIONS else 1.0
+    share = source.share_read() if len(rows) > _READ_CONVERSATIONS else 1.0
     return list(encoder.encode_conversations(rows)), share
 
 
@@ -139,9 +139,7 @@ def _texts(config: DataConfig, tokenizer: Callable[[], PreTrainedTokenizerBase])
 def _tokens(name: str, encoder: DocumentEncoder, text_field: str, option: str) -> float:
     """Exact for token files; extrapolated from the beginning for text."""
     if is_token_files(name):
-        files = open_token_files(name)
-        files.check_encoder(encoder, option)
-        return files.num_tokens
+        return open_token_files(name).of_encoder(encoder, option).num_tokens
     texts, share = open_input(name, text_field=text_field, option=option).beginning(_READ_CHARS)
     sample, left = list[str](), _ENCODED_CHARS
     for text in texts:

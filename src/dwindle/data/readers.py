@@ -33,7 +33,6 @@ ACCEPTED = ".txt, .jsonl (each also .gz, .xz, .zst), .parquet, hf:org/name, pydo
 INDEX_NAME = "index.json"
 
 _SPLIT_NAMES = ("train", "validation", "valid", "dev", "test")
-_HASH_BLOCK_BYTES = 1 << 20
 
 
 def read_documents(path_or_id: str, *, text_field: str = "text", option: str = "data") -> Iterator[str]:
@@ -128,10 +127,11 @@ class TextInput(ABC):
             texts.append(text)
             seen += len(text)
             if seen >= num_chars:
-                return texts, self._share_read()
+                return texts, self.share_read()
         return texts, 1.0
 
-    def _share_read(self) -> float:
+    def share_read(self) -> float:
+        """Approximate fraction of the input that was read."""
         return min(max(self.position, 1) / max(self.total, 1), 1.0)
 
     def _text_of(self, record: dict[str, Any], field: str, line: int | None = None) -> str:
@@ -158,12 +158,9 @@ class FileInput(TextInput):
 
     def digest(self) -> tuple[int, str]:
         if self._digest is None:
-            sha, size = hashlib.sha256(), 0
             with self._named_errors(), self.path.open("rb") as file:
-                while block := file.read(_HASH_BLOCK_BYTES):
-                    sha.update(block)
-                    size += len(block)
-            self._digest = size, sha.hexdigest()
+                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                self._digest = file.tell(), sha256
         return self._digest
 
     @contextmanager
@@ -190,11 +187,9 @@ class FileInput(TextInput):
     @contextmanager
     def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:
         with self._named_errors(), self.path.open("rb") as raw:
-            binary = open_compressed(self._counted(raw), compression, f"{self.option}: {self.name}")
+            counted: io.BufferedReader = io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
+            binary = open_compressed(counted, compression, f"{self.option}: {self.name}")
             yield io.TextIOWrapper(binary, encoding="utf-8-sig")
-
-    def _counted(self, raw: BinaryIO) -> io.BufferedReader:
-        return io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
 
 
 class _Counted(io.RawIOBase):
@@ -229,7 +224,7 @@ class PlainTextInput(FileInput):
         """At most ``num_chars`` characters of the file are read."""
         with self._open_text(self.compression) as file:
             text = file.read(num_chars)
-            share = self._share_read() if file.read(1) else 1.0
+            share = self.share_read() if file.read(1) else 1.0
         if not text or text.isspace():
             raise self._error("contains no text: give a file with at least one document")
         return [text], share

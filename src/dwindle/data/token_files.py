@@ -111,11 +111,12 @@ class TokenFiles:
                 largest = int(shard[start : start + _HASH_BLOCK_BYTES].max())
                 check_ids(largest, num_embeddings, f"{option}: {self.directory} holds")
 
-    def check_encoder(self, encoder: DocumentEncoder, option: str = "data") -> None:
-        """Raise UserError unless the encoder could have written the files, and its model has their ids."""
+    def of_encoder(self, encoder: DocumentEncoder, option: str) -> TokenFiles:
+        """These files; UserError unless the encoder could have written them, and its model has their ids."""
         self.check_tokenizer(encoder.fingerprint, option)
         self.check_template(encoder.template_fingerprint, option)
         self.check_ids(encoder.num_embeddings, option)
+        return self
 
     def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
         """Raise UserError if the files were written with another tokenizer."""

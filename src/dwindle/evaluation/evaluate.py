@@ -276,7 +276,7 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
     """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
-    kept = TaskData(data.task, [], [], data.where, data.split, data.num_skipped, list(data.skipped))
+    kept = TaskData(data.task, [], [], data.where, data.split, num_skipped=data.num_skipped, skipped=[*data.skipped])
     kept.shot_documents = data.shot_documents
     pairs: list[list[Pair]] = []
     for item, document in zip(data.items, data.documents, strict=True):

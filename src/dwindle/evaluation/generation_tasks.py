@@ -12,15 +12,13 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.evaluation.data import open_dataset, shot_dataset
+from dwindle.evaluation.data import NUM_REASONS_KEPT, Skips, open_dataset, shot_dataset
 from dwindle.evaluation.generation import Answerer, plan_groups, room_for
 from dwindle.evaluation.ifeval import Checkers, levels
 from dwindle.evaluation.metrics import standard_error
 from dwindle.evaluation.prompts import is_id, prompt_ids
 from dwindle.evaluation.results import GenerationResult
 from dwindle.evaluation.tasks import BrokenItem, Dataset
-
-_NUM_REASONS_KEPT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +52,13 @@ class GenerationItem:
 
 
 @dataclass(slots=True)
-class GenerationData:
+class GenerationData(Skips):
     """The usable items of a task, and why others were skipped."""
 
     task: GenerationTask
     where: str
     split: str
     items: list[GenerationItem] = field(default_factory=list)
-    num_skipped: int = 0
-    skipped: list[str] = field(default_factory=list)
-
-    def skip(self, reason: str) -> None:
-        self.num_skipped += 1
-        if len(self.skipped) < _NUM_REASONS_KEPT:
-            self.skipped.append(reason)
 
 
 def _last_number(answer: str) -> str:
@@ -290,7 +281,7 @@ def score_answers(
             given.append((item, answer))
         else:
             result.num_skipped += 1
-            result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:_NUM_REASONS_KEPT]
+            result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:NUM_REASONS_KEPT]
     if not given:
         raise UserError(f"{task.name}: none of its {len(data.items)} items has an answer: give answers to {data.where}")
     records = _ifeval(result, given) if task.name == "ifeval" else _exact(task, result, given)

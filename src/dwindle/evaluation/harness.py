@@ -24,6 +24,7 @@ from dwindle.evaluation.engines import Scored
 from dwindle.evaluation.metrics import Accuracy, accuracy
 from dwindle.evaluation.perplexity import TextData, detokenize
 from dwindle.evaluation.tasks import WIKITEXT
+from dwindle.training.sampling import evaluating
 
 INSTALL = "pip install 'lm_eval==0.4.13' accelerate"
 _SPLIT, _SHOTS, NUM_SHOTS = "test", "dev", 5
@@ -134,7 +135,7 @@ class HarnessEngine:
         self._harness = import_harness()
         self.batch = batch or 16
         self._model = model
-        with _quiet(), self._evaluating():  # HFLM calls model.eval() and does not undo it
+        with _quiet(), evaluating(model):  # HFLM calls model.eval() and does not undo it
             self._lm = self._harness.models.huggingface.HFLM(
                 pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=self.batch, max_length=max_length
             )
@@ -175,7 +176,7 @@ class HarnessEngine:
             self._harness.api.instance.Instance("loglikelihood_rolling", {}, (text,), index)
             for index, text in enumerate(data.texts)
         ]
-        with _quiet(), self._evaluating():
+        with _quiet(), evaluating(self._model):
             return [float(score) for score in self._lm.loglikelihood_rolling(instances)]
 
     def _run(
@@ -186,22 +187,12 @@ class HarnessEngine:
         shots: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The harness's results, and its samples in the order of the documents."""
-        with stock_tasks({name: documents}, shots) as tasks, _quiet(), self._evaluating():
+        with stock_tasks({name: documents}, shots) as tasks, _quiet(), evaluating(self._model):
             loaded = {"tasks": {_task_name(name): tasks[name]}, "groups": {}, "group_map": {}}
             found = self._harness.evaluator.evaluate(self._lm, loaded, bootstrap_iters=bootstrap, log_samples=True)
         samples = sorted(found["samples"][_task_name(name)], key=lambda sample: int(sample["doc_id"]))
         assert len(samples) == len(documents)
         return found["results"][_task_name(name)], samples
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """``model.eval()`` within the context."""
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            yield
-        finally:
-            self._model.train(was_training)
 
 
 def _number(value: Any) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,16 +26,8 @@ def load_with_tokenizer(source: str, dtype: str, device: str) -> tuple[nn.Module
     return loaded.model, needed_tokenizer(loaded.tokenizer, source)
 
 
-class InMemory(NamedTuple):
-    """A model, its tokenizer, and its name in tables."""
-
-    model: nn.Module
-    tokenizer: Any
-    name: str
-
-
-def in_memory(given: Any) -> InMemory:
-    """Unpack and check a pair of causal language model and tokenizer."""
+def in_memory(given: Any) -> tuple[nn.Module, Any, str]:
+    """Unpack and check a pair of causal language model and tokenizer; the last one is its name in tables."""
     try:
         model, tokenizer = given
     except (TypeError, ValueError):
@@ -48,7 +40,7 @@ def in_memory(given: Any) -> InMemory:
     if not callable(tokenizer) or not hasattr(tokenizer, "eos_token_id"):
         raise UserError(f"tokenizer: cannot be {type(tokenizer).__name__}: give a transformers tokenizer")
     source = given.source if isinstance(given, Loaded) else getattr(model.config, "_name_or_path", "")
-    return InMemory(model, tokenizer, str(source or type(model).__name__))
+    return model, tokenizer, str(source or type(model).__name__)
 
 
 def _check_model(model: Any) -> None:

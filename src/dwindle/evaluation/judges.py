@@ -23,10 +23,11 @@ from dwindle.evaluation.encoding import max_length_of
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.preferences import Outcome
 from dwindle.evaluation.prompts import Message, chat_ids
-from dwindle.evaluation.sampling import BatchDecoder, evaluating
+from dwindle.evaluation.sampling import BatchDecoder
 from dwindle.evaluation.tasks import BrokenItem
 from dwindle.sources.fingerprint import source_fingerprint
 from dwindle.sources.loading import check_source, model_of_run
+from dwindle.training.sampling import evaluating
 
 _MARKS = " \t\r\n*_`\"'.,:;!()[]{}"
 _LETTER = re.compile(r"\b([AB])\b(?=[*_`\"')\]}]*\s*(?:$|[.,;:!\n–—]|is (?:the )?(?:(?!not\b)\w+ )?better\b))")

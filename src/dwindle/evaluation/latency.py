@@ -57,9 +57,6 @@ class Spread:
         """The quartiles are on a second line, so that columns stay narrow."""
         return f"{self.median:{spec}}\n{self.low:{spec}}–{self.high:{spec}}"
 
-    def to_json(self) -> dict[str, float]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -94,8 +91,8 @@ class Latency:
             "threads": self.threads,
             "parameters": self.parameters,
             "bytes": self.num_bytes,
-            "prefill_ms_per_token": self.prefill_ms.to_json(),
-            "decode_ms_per_token": self.decode_ms.to_json(),
+            "prefill_ms_per_token": asdict(self.prefill_ms),
+            "decode_ms_per_token": asdict(self.decode_ms),
             "tokens_per_second": self.tokens_per_second,
             "outside_layers_share": self.outside_share,
             "peak_memory_bytes": self.peak_memory,

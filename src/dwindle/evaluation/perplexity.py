@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.names import short_names
 from dwindle.data.readers import read_documents
-from dwindle.evaluation.data import HUB, find_file, hub_documents, json_lines, read_text
+from dwindle.evaluation.data import HUB, Skips, find_file, hub_documents, json_lines, read_text
 from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
 
 _HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
@@ -22,7 +23,7 @@ WIKITEXT_PROMPT = "whole pages, detokenized; words and bytes are those of the or
 
 
 @dataclass(slots=True)
-class TextData:
+class TextData(Skips):
     """Documents to score, and the words and bytes that the score is divided by."""
 
     name: str
@@ -32,8 +33,6 @@ class TextData:
     """The texts before detokenization, in which words and bytes are counted."""
     where: str
     split: str = ""
-    num_skipped: int = 0
-    skipped: list[str] = field(default_factory=list)
 
     @property
     def num_words(self) -> int:
@@ -50,30 +49,25 @@ def text_names(paths: Sequence[str]) -> dict[str, str]:
     return {path: f"text:{name}" for path, name in zip(paths, names, strict=True)}
 
 
-def load_text(path: str, *, name: str = "", limit: int | None = None, text_field: str = "text") -> TextData:
+def load_text(path: str, *, name: str, limit: int | None, text_field: str) -> TextData:
     """Any text that training can read, document by document; ``name`` is its name in tables."""
-    documents: list[str] = []
-    for text in read_documents(path, text_field=text_field, option="--text"):
-        if limit is not None and len(documents) >= limit:
-            break
-        documents.append(text)
-    return TextData(name or text_names([path])[path], "whole documents as they are", documents, documents, path)
+    documents = list(islice(read_documents(path, text_field=text_field, option="--text"), limit))
+    return TextData(name, "whole documents as they are", documents, documents, path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
     """Pages of the test split, from ``wikitext-2-raw.test.txt`` or JSON lines with ``page``, or from the hub."""
-    skipped: list[str] = []
+    skips = Skips()
     for place in places or ([] if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else [HUB]):
-        found = _pages(place, skipped)
+        found = _pages(place, skips)
         if found is None:
             continue
         where, pages = found
         if not pages:
             raise UserError(f"--data: {where} contains no page: download WikiText-2 again")
         pages = pages[:limit]
-        return TextData(
-            WIKITEXT, WIKITEXT_PROMPT, list(map(detokenize, pages)), pages, where, "test", len(skipped), skipped[:5]
-        )
+        texts = list(map(detokenize, pages))
+        return TextData(WIKITEXT, WIKITEXT_PROMPT, texts, pages, where, "test", **asdict(skips))
     looked = f" not found in {', '.join(places)}" if places else " not found"
     raise UserError(
         f"--data: {WIKITEXT}{looked}: put {_RAW[0]} (the raw test split) or {_PAGES[0]} into a folder and pass "
@@ -82,25 +76,25 @@ def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> Te
     )
 
 
-def _pages(place: str, skipped: list[str]) -> tuple[str, list[str]] | None:
+def _pages(place: str, skips: Skips) -> tuple[str, list[str]] | None:
     if place == HUB:
         return f"hub {_HUB[0]}", [row["page"] for row in hub_documents(_HUB, "test", WIKITEXT)]
     folder = Path(place).expanduser()
     if (path := find_file(folder, _PAGES)) is not None:
-        return str(path), _json_pages(path, skipped)
+        return str(path), _json_pages(path, skips)
     if (path := find_file(folder, _RAW)) is not None:
         return str(path), split_pages(read_text(path))
     return None
 
 
-def _json_pages(path: Path, skipped: list[str]) -> list[str]:
+def _json_pages(path: Path, skips: Skips) -> list[str]:
     pages = []
     for label, row in json_lines(path):
         page: Any = None if isinstance(row, BrokenItem) else row.get("page")
         if isinstance(page, str) and page.strip():
             pages.append(page)
         else:
-            skipped.append(f"{label}: no page")
+            skips.skip(f"{label}: no page")
     return pages
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from dwindle.evaluation.config import SamplingConfig
 from dwindle.evaluation.fixed_decoding import FixedDecoder
+from dwindle.training.sampling import evaluating
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,8 @@ class BatchDecoder:
         self._fixed: FixedDecoder | None = None
         self._may_be_fixed = self._device.type == "cuda" if fixed is None else fixed
         self._step = 0
-        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in _arguments(model) else {}
+        known = inspect.signature(model.forward).parameters
+        self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def logits(self) -> Tensor:
         """Of the next token of every row (B × V); the tokens so far are in the cache then."""
@@ -216,20 +216,3 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     found += given if isinstance(given, (list, tuple)) else [given]
     return frozenset(int(token) for token in found if token is not None)
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Eval mode without gradients and compilation; the model's mode is restored."""
-    was_training = model.training
-    model.eval()
-    try:
-        may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
-            yield
-    finally:
-        model.train(was_training)
-
-
-def _arguments(model: Any) -> Collection[str]:
-    return inspect.signature(model.forward).parameters

@@ -10,10 +10,9 @@ Shapes: B rows, T tokens each, N scored tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -31,6 +30,7 @@ from dwindle.core.garbage import no_garbage_collection
 from dwindle.distributed.async_copy import sent
 from dwindle.distributed.precision import Precision, autocast_for, is_bf16
 from dwindle.evaluation.encoding import Pair, Tokens
+from dwindle.training.sampling import evaluating
 
 SHARED = 0
 """Branch number of the shared prefix."""
@@ -69,11 +69,6 @@ def tree_row(pairs: Sequence[Pair], max_length: int) -> PackedRow:
         scored = range(len(row) - len(continuation), len(row))
         places.append([place if place < shared else start + place - shared for place in scored])
     return PackedRow(tokens, positions, branches, places, [continuation for _, continuation in pairs])
-
-
-def plain_row(pair: Pair, max_length: int) -> PackedRow:
-    """A single request as a row."""
-    return tree_row([pair], max_length)
 
 
 def _common_length(rows: Sequence[Tokens]) -> int:
@@ -125,14 +120,14 @@ class Scorer:
                 rows.append(tree_row(pairs, self.max_length))
                 owners.append((question, 0))
             else:
-                rows += [plain_row(pair, self.max_length) for pair in pairs]
+                rows += [tree_row([pair], self.max_length) for pair in pairs]
                 owners += [(question, number) for number in range(len(pairs))]
         return rows, owners
 
     def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
         """Log-likelihood of every window of a text."""
         found = [0.0] * len(windows)
-        rows = [plain_row(window, self.max_length) for window in windows]
+        rows = [tree_row([window], self.max_length) for window in windows]
         for indices, scores in self._scored(rows, progress):
             for index, (value,) in zip(indices, scores, strict=True):
                 found[index] = value
@@ -160,23 +155,14 @@ class Scorer:
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Eval mode, no gradients; no ``torch.compile`` and no cuDNN attention, which compile for every new shape."""
-        was_training = self.model.training
-        may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
-        self.model.eval()
         try:
-            with (
-                torch.no_grad(),
-                without_cudnn_attention(),
-                torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext(),
-            ):
+            with evaluating(self.model), without_cudnn_attention():
                 yield
         except RuntimeError as error:
             if _NO_KERNEL not in str(error):
                 raise
             dtype = "bfloat16" if is_bf16(self.precision) else str(self.model.dtype).removeprefix("torch.")
             raise UserError(f"dtype {dtype}: this CPU does not support it ({error}): use float32") from error
-        finally:
-            self.model.train(was_training)
 
     def _batches(self, rows: Sequence[PackedRow]) -> Iterator[list[int]]:
         """Batches of rows of similar length, the longest first, so that running out of memory happens at once."""

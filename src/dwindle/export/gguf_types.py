@@ -31,10 +31,9 @@ FILE_TYPES = {
 }  # fmt: skip
 TYPES = tuple(FILE_TYPES)
 _MAIN = {"q4_k_m": "Q4_K", "q5_k_m": "Q5_K", "q6_k": "Q6_K", "iq4_nl": "IQ4_NL"}
-"""The type of most tensors, for files that mix types."""
+"""The type of most tensors, for files that mix types; llama.cpp's own quantiser rounds to them."""
 _FALLBACKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Types with blocks of 32 for rows that blocks of 256 do not divide."""
-_OURS = {"Q4_K", "Q5_K", "Q6_K", "IQ4_NL"}
 
 Matrix = npt.NDArray[np.float32]
 
@@ -55,11 +54,6 @@ class Fallback:
 def block_of(type_: str) -> int:
     """Values per block of most tensors of a file."""
     return K_BLOCK if _MAIN.get(type_, "").endswith("_K") else BLOCK
-
-
-def is_mixed(type_: str) -> bool:
-    """Whether llama.cpp's own quantiser is needed."""
-    return type_ in _MAIN
 
 
 class TypeChoice:
@@ -156,7 +150,7 @@ def quantize(gguf: Any, values: Matrix, kind: Any, threads: int = 1) -> npt.NDAr
     """The bytes of a tensor in a type."""
     if kind.name == "F32":
         return values
-    if kind.name not in _OURS:
+    if kind.name not in _MAIN.values():
         packed: npt.NDArray[Any] = gguf.quants.quantize(values, kind)
         return packed
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -195,5 +189,5 @@ def _llamacpp_quantizer() -> Any:
 
 def check_quantizer(type_: str) -> None:
     """Raise if the type needs a quantiser that is not there, before any work."""
-    if is_mixed(type_):
+    if type_ in _MAIN:
         _llamacpp_quantizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 from dwindle.core.errors import UserError
 from dwindle.sources.built_tokenizers import pre_tokenizer_named, split_named
 from dwindle.sources.loading import needed_tokenizer
+from dwindle.sources.vocabulary import merges_of
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "▁"
@@ -74,7 +76,7 @@ def vocabulary_of(tokenizer: Any, num_rows: int, where: str) -> Vocabulary:
     if state["model"]["type"] != "BPE":
         raise UserError(f"{where}: its tokenizer is {state['model']['type']}: only BPE can be written as GGUF")
     tokens, types = _tokens(state, num_rows, where)
-    merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in state["model"]["merges"]]
+    merges = merges_of(state["model"])
     pieces = bool(state["model"].get("byte_fallback"))
     first, last = added_around(tokenizer)
     pre, warning = ("default", None) if pieces else _pre_name(backend, state, where)
@@ -116,7 +118,7 @@ def _piece_types(tokens: list[str], types: list[int], unknown: str | None) -> li
     return [_UNKNOWN if token == unknown else kind for token, kind in zip(tokens, marked, strict=True)]
 
 
-def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
+def _scores(tokens: list[str], merges: Sequence[tuple[str, str]]) -> list[float]:
     """Scores from the merge order: llama.cpp first merges the pair whose result has the highest score."""
     order: dict[str, int] = {}
     for merge in merges:
@@ -149,7 +151,7 @@ def _pre_name(backend: Any, state: dict[str, Any], where: str) -> tuple[str, str
     own = backend.pre_tokenizer
     whole_words = bool(state["model"].get("ignore_merges"))
     for name, candidate, whole in _known_pre_tokenizers():
-        if _same_spelling(own, candidate) and whole == whole_words:
+        if own is not None and _normalized(own) == _normalized(candidate) and whole == whole_words:
             return name, None
     for name, candidate, _ in _known_pre_tokenizers():
         if own is not None and all(_words(own, text) == _words(candidate, text) for text in PROBES):
@@ -164,17 +166,12 @@ def _known_pre_tokenizers() -> list[tuple[str, PreTokenizer, bool]]:
     return [(name, pre_tokenizer_named(name), split_named(name).whole_words) for name in names]
 
 
-def _same_spelling(one: PreTokenizer | None, other: PreTokenizer) -> bool:
-    return one is not None and _normalized(one) == _normalized(other)
-
-
 def _normalized(pre: PreTokenizer) -> Any:
     """The pre-tokenizer's JSON without the options that do not change where it splits."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            kept = {k: clean(v) for k, v in value.items() if k not in ("trim_offsets", "invert")}
-            return kept
+            return {k: clean(v) for k, v in value.items() if k not in ("trim_offsets", "invert")}
         return [clean(item) for item in value] if isinstance(value, list) else value
 
     return clean(json.loads(pre.__getstate__()))

@@ -20,6 +20,7 @@ from dwindle.export import onnx_graph
 from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.export.resize import Blocks
+from dwindle.sources.common import interleaved_to_halves
 from dwindle.sources.gguf_file import import_gguf
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
 from dwindle.sources.gguf_rope import llama3_divisors, yarn_factor
@@ -215,7 +216,7 @@ class _Layout:
         for part, unit in (("q_proj", "query"), ("k_proj", "kv")):
             if self.family.permuted and f".self_attn.{part}." in parameter:
                 heads = len(self.anatomy.source.unit(unit, self.anatomy[parameter].layer))
-                return interleaved_from(values, heads, inverse=inverse)
+                return (interleaved_to_halves if inverse else interleaved_from)(values, heads)
         if parameter.endswith(".conv.conv.weight"):
             return values.squeeze(1)
         if parameter.endswith("norm.weight"):
@@ -250,10 +251,9 @@ def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Writte
     written.fallbacks = kind_of.fallbacks
 
 
-def interleaved_from(rows: torch.Tensor, num_heads: int, *, inverse: bool = False) -> torch.Tensor:
-    """Rows i and i + d/2 of a head, which transformers rotates together, become adjacent (or the inverse)."""
-    half = rows.shape[0] // num_heads // 2
-    pairs = rows.reshape(num_heads, *((half, 2) if inverse else (2, half)), *rows.shape[1:])
+def interleaved_from(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows i and i + d/2 of a head, which transformers rotates together, become adjacent."""
+    pairs = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape).contiguous()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,14 +41,11 @@ def check_name(repo: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    try:
+    with suppress(HFValidationError):
         validate_repo_id(repo)
-    except HFValidationError:
-        repo_is_valid = False
-    else:
-        repo_is_valid = repo.count("/") == 1
-    if not repo_is_valid:
-        raise UserError(f"{repo!r}: is not the name of a repository: give user/name, such as me/smollm2-80m")
+        if repo.count("/") == 1:
+            return
+    raise UserError(f"{repo!r}: is not the name of a repository: give user/name, such as me/smollm2-80m")
 
 
 def look(repo: str, private: bool, endpoint: str | None) -> Repository | None:

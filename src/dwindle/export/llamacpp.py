@@ -94,15 +94,6 @@ class LlamaCppEngine:
         assert timings["cache_n"] == 0 and timings["predicted_n"] == new_tokens + 1
         return float(timings["prompt_ms"]), float(timings["predicted_ms"]) / new_tokens
 
-    def generate(self, text: str, count: int, chat: bool = False) -> str:
-        """The greedy continuation of a text, or the answer to it as a message of a chat."""
-        request = {"max_tokens": count, "temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
-        if not chat:
-            return str(self._complete({"prompt": text, **request})["choices"][0]["text"])
-        messages = [{"role": "user", "content": text}]
-        answer = self._checked(self._server.handle_chat_completions({"messages": messages, **request}))
-        return str(answer["choices"][0]["message"]["content"])
-
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         """An answer to a prompt of token ids: its text, its number of tokens, and whether the model ended it."""
         answer = self._complete(request)
@@ -111,9 +102,7 @@ class LlamaCppEngine:
         return {"text": str(choice["text"]), "tokens": count - is_finished, "finished": is_finished}
 
     def _complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        return self._checked(self._server.handle_completions({"cache_prompt": False, **request}))
-
-    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._server.handle_completions({"cache_prompt": False, **request})
         if "error" in answer:
             raise RuntimeError(answer["error"].get("message", str(answer["error"])))
         return answer

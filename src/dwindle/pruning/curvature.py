@@ -26,16 +26,9 @@ class LayerCurvature(Mapping[str, Tensor]):
     is its share of its projection's total, whatever the scale of inputs and weights.
     """
 
-    def __init__(
-        self,
-        prunable: Prunable,
-        inputs: Mapping[str, Inputs],
-        metric: Metric,
-        damping: float,
-        exchange: Exchange | None = None,
-    ) -> None:
+    def __init__(self, prunable: Prunable, inputs: Mapping[str, Inputs], metric: Metric, damping: float) -> None:
         self._prunable, self._inputs, self._metric, self._damping = prunable, inputs, metric, damping
-        self._exchange = exchange or Exchange()
+        self._exchange = Exchange()
         rows = [row for kind, row in prunable.outputs if kind != "whole"]
         self._rows = {row.name: (number, row) for number, row in enumerate(rows)}
 
@@ -50,7 +43,7 @@ class LayerCurvature(Mapping[str, Tensor]):
             f_I.copy_(self._curvature(seen, row))
         f_I = self._exchange.from_owner(number, f_I)
         total = (weight.square().sum(0) * f_I).sum()
-        total = same_everywhere(total, parameter, partial=True)
+        total = same_everywhere(total, parameter)
         return (f_I / total.clamp(min=torch.finfo(f_I.dtype).tiny))[None]
 
     def _curvature(self, seen: Inputs, row: Row) -> Tensor:

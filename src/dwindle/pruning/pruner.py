@@ -178,8 +178,10 @@ class Pruner(Callback):
             for choice in choices:
                 self.ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
-            self._mask_smoothed()
-            self._save_milestones()
+            if self._smoothed is not None:
+                self._smoothed.mask(self.prunable.pruned)
+            while self.milestones and self.prunable.num_parameters <= self.milestones[0][1]:
+                self.on_milestone(self.milestones.pop(0)[0])
         self._watch.forget()
         self._maybe_compact(trainer)
         self._listen(trainer)
@@ -235,14 +237,6 @@ class Pruner(Callback):
         elif self.config.fisher == "adam":
             fishers = AdamFisher(trainer.optimizer, {name: parameters[name] for name in gradients}) or None
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
-
-    def _mask_smoothed(self) -> None:
-        if self._smoothed is not None:
-            self._smoothed.mask(self.prunable.pruned)
-
-    def _save_milestones(self) -> None:
-        while self.milestones and self.prunable.num_parameters <= self.milestones[0][1]:
-            self.on_milestone(self.milestones.pop(0)[0])
 
     def _maybe_compact(self, trainer: Trainer) -> None:
         """To round sizes on the way, when enough is pruned."""

@@ -13,7 +13,7 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -221,7 +221,7 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
         "reader": lambda row: (in_fp64(row.name) * (offset + in_fp64(_gain(anatomy, row)))) @ read_DK,
         "writer": lambda row: write_DK.T @ in_fp64(row.name),
     }
-    tensors = dict(_like(parameters, ((row.name, turn[_role(row)](row)) for row in anatomy.rows)))
+    tensors = {row.name: turn[_role(row)](row).to(parameters[row.name], copy=True) for row in anatomy.rows}
     if HEAD not in tensors:
         head_VK = (in_fp64(EMBEDDING) * (offset + in_fp64(final))) @ read_DK
         tensors[HEAD] = head_VK.to(tensors[EMBEDDING].dtype)
@@ -231,11 +231,6 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
     )
     smaller.generation_config = model.generation_config
     return smaller
-
-
-def _like(parameters: dict[str, nn.Parameter], turned: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in turned:
-        yield name, tensor.to(parameters[name], copy=True)
 
 
 def _gain(anatomy: Anatomy, row: Row) -> str:

@@ -177,7 +177,7 @@ def begin_scores(
     vectors = block_vectors(prunable) if blocks and metric.squares_sums else []
     wholes += [_derivative(prunable, row, offset, gradients[row.name])[None] for row, offset in vectors]
     flat = torch.cat([heads, *columns["ffn"], stem, *wholes])
-    transfer = Fetched(same_everywhere(flat, weight, partial=True))  # one reduction, one transfer, one sync
+    transfer = Fetched(same_everywhere(flat, weight))  # one reduction, one transfer, one sync
 
     def result() -> Scores:
         everything, count, kv = transfer.result(), prunable.anatomy.num_layers, list[Tensor]()

@@ -270,7 +270,6 @@ def repair(
     inputs: Mapping[str, Inputs],
     *,
     damping: float,
-    exchange: Exchange | None = None,
 ) -> None:
     """Update the kept columns so that the outputs of layers change least when the model is pruned to ``keep``.
 
@@ -278,7 +277,7 @@ def repair(
 
     All problems are launched on the device before the first result is read.
     """
-    exchange = exchange or Exchange()
+    exchange = Exchange()
     offset = prunable.anatomy.family.gain_offset
     problems = _problems(prunable, keep)
     factors: dict[int, Tensor] = {}

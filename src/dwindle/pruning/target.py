@@ -82,9 +82,9 @@ class Target:
     file: FileLimit | None = None
 
 
-def is_share(text: str, option: str = "at") -> bool:
+def is_share(text: str) -> bool:
     """Whether a size is relative to the source: ``0.6``, ``60%``, ``50%nonemb``."""
-    return parse_size(text, option).kind in ("share", "nonemb share")
+    return parse_size(text, "at").kind in ("share", "nonemb share")
 
 
 _PERHAPS_PERCENT = 100

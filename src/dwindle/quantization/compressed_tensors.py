@@ -39,15 +39,10 @@ def unpack(words: Tensor, bits: int, width: int, *, rows: bool = False) -> Tenso
     return (values.flatten(1)[:, :width] - (1 << (bits - 1))).to(torch.int8)
 
 
-def is_packed(layer: QuantizedLinear) -> bool:
-    """Weights alone are rounded: the kernels for that read packed integers."""
-    return layer.rounds is None
-
-
 def tensors_of(layer: QuantizedLinear) -> dict[str, Tensor]:
     """The layer's tensors under the names of the format."""
     found = {"weight_scale": layer.scale}
-    if is_packed(layer):
+    if layer.rounds is None:  # weights alone are rounded: the kernels for that read packed integers
         bits = 8 if layer.zero is None else 4
         found |= {"weight_packed": pack(layer.weight, bits), "weight_shape": torch.tensor(layer.weight.shape)}
         if layer.zero is not None:

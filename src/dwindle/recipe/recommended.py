@@ -38,46 +38,43 @@ HIDDEN = 576
 """Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
 SEQ_LEN = 1024
 TOKENS_PER_STEP = 16384
+_RATE = "by the size of a step and the width of the model"
 
 TEACHER: Settings = {"distill.weight": Setting(0.75, "share of the teacher, the untouched source, in the objective")}
 HORIZON: Settings = {"prune.horizon": Setting(0.03, "all pruning in 3 % of the steps, once the rate has warmed up")}
 
+EQUAL_LAYERS: Settings = {
+    "training.optimizer": Setting("adamw"),
+    "training.lr": Setting(1e-3, _RATE),
+    "prune.selection": Setting("coupled", "the same group from every layer"),
+    "prune.metric": Setting("taylor"),
+    "prune.second_order": Setting(True, "repairs the kept weights at each event"),
+}
+
 RECOMMENDED: Mapping[Goal, Settings] = {
     "quality": {
         "training.optimizer": Setting("muon", "0.03 nats better than AdamW at 50 %"),
-        "training.lr": Setting(1.5e-3, "by the size of a step and the width of the model"),
+        "training.lr": Setting(1.5e-3, _RATE),
         "prune.selection": Setting("global", "the least salient group of any layer: layers get sizes of their own"),
         "prune.metric": Setting("group", "squared derivative of the loss by a mask on the group"),
         **HORIZON,
         **TEACHER,
     },
     "speed": {
-        "training.optimizer": Setting("adamw"),
-        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
-        "prune.selection": Setting("coupled", "the same group from every layer"),
-        "prune.metric": Setting("taylor"),
-        "prune.second_order": Setting(True, "repairs the kept weights at each event"),
+        **EQUAL_LAYERS,
         "prune.round_to": Setting(
             64, "widths that matrix products are fast with: decoding 1.6 instead of 1.4 times as fast"
         ),
         **HORIZON,
         **TEACHER,
     },
-    "stock": {
-        "training.optimizer": Setting("adamw"),
-        "training.lr": Setting(1e-3, "by the size of a step and the width of the model"),
-        "prune.selection": Setting("coupled", "the same group from every layer"),
-        "prune.metric": Setting("taylor"),
-        "prune.second_order": Setting(True, "repairs the kept weights at each event"),
-        **HORIZON,
-        **TEACHER,
-    },
+    "stock": {**EQUAL_LAYERS, **HORIZON, **TEACHER},
 }
 """quality: the lowest loss at a size (layers differ). speed: equal layers of round widths. stock: equal layers."""
 
 TUNING: Settings = {
     "training.optimizer": Setting("adamw"),
-    "training.lr": Setting(3e-4, "by the size of a step and the width of the model"),
+    "training.lr": Setting(3e-4, _RATE),
 }
 """For ``dwindle tune``; the rate is for full steps of 16k tokens."""
 TUNING_PASSES = 3

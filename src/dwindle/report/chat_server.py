@@ -86,12 +86,8 @@ class ChatServer(LoopbackServer):
         self.desks = [Desk(model) for model in models]
         self.num_stopped = 0
         """Answers that ended because their client went away."""
-        self._page = render_chat(models, config or SamplingConfig(), system).encode()
+        self.page = render_chat(models, config or SamplingConfig(), system).encode()
         super().__init__(port, _Handler)
-
-    @property
-    def page(self) -> bytes:
-        return self._page
 
 
 def render_chat(models: Sequence[ChatModel], config: SamplingConfig, system: str = "") -> str:

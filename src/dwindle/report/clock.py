@@ -49,7 +49,7 @@ def running_clock(run: Run) -> Clock | None:
 
 def _named_pauses_s(run: Run) -> Floats:
     """Pauses that the metrics record: compactions, tasks, and other entries in seconds."""
-    rates = {"time.tokens_per_s", "time.wall", "time.seconds", "time.utilisation", "time.mfu", "time.devices"}
+    rates = {"time.tokens_per_s", "time.wall", "time.seconds", "time.mfu", "time.devices"}
     total = np.zeros(run.metrics.num_rows)
     for name in run.metrics.names:
         if name.startswith("time.") and name not in rates:

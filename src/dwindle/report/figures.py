@@ -9,7 +9,6 @@ import numpy as np
 from dwindle.core.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.core.run_directory import METRICS
 from dwindle.report.clock import running_clock
-from dwindle.report.layers import layer_figure
 from dwindle.report.logs import KINDS, Floats, MetricColumn
 from dwindle.report.run import Run
 from dwindle.report.target import target_count
@@ -34,7 +33,7 @@ def build_figures(run: Run) -> list[Figure]:
         _tasks(run),
         _saliency(run),
         _share(run),
-        layer_figure(run),
+        _layers(run),
         _throughput(run),
         _optimizer(run),
     ]
@@ -119,6 +118,35 @@ def _share(run: Run) -> Figure | None:
     if kept := [NAMES[kind] for kind in ("attn", "ffn", "stem") if not run.ledger.num_gone(kind)]:
         caption += f" All {' and '.join(kept)} are kept."
     return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
+
+
+def _layers(run: Run) -> Figure | None:
+    """Parameters and importance of every layer; None if all are alike, or no structure with counts is written yet."""
+    counts = [] if run.architecture is None else run.architecture.parameters
+    if len(set(counts)) < 2:
+        return None
+    numbers: list[float | int] = list(range(len(counts)))
+    before = Series("before", "train", numbers, [b for b, _ in counts], "dots")
+    after = Series("after", "size", numbers, [a for _, a in counts], "dots")
+    panels = [Panel("parameters", "count", [before, after], zero=True)]
+    caption = "Parameters of every decoder layer, before and after pruning."
+    if (importance := _importance(run, len(counts))) is not None:
+        panels.append(importance)
+        caption += " Importance: the layer's change of the residual stream (negative cosine similarity, or a distance)."
+    return Figure("layers", "Layer by layer", caption, "layer", "count", panels)
+
+
+def _importance(run: Run, num_layers: int) -> Panel | None:
+    """First and last importance; None for methods that do not measure it."""
+    found = [values for values in run.ledger.allocations if len(values) == num_layers]
+    if not found:
+        return None
+    named = {"first iteration": (found[0], "train"), "last iteration": (found[-1], "stem")}
+    series = []
+    for name, (values, color) in named.items():
+        known = [(place, value) for place, value in enumerate(values) if value == value]  # not of layers that are gone
+        series.append(Series(name, color, [place for place, _ in known], [value for _, value in known], "dots"))
+    return Panel("importance", "number", series if len(found) > 1 else series[:1])
 
 
 # Training ---------------------------------------------------------------------------------------------------
@@ -276,9 +304,8 @@ def _throughput(run: Run) -> Figure | None:
         return None
     x = clock.seconds[speed.rows]
     panels = [_speed_panel("tokens per second", "count", x, speed.values)]
-    use = next((c for c in map(metrics.column, ("time.utilisation", "time.mfu", "utilisation", "mfu")) if len(c)), None)
-    if use is not None:
-        panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], _percent(use.values)))
+    if len(use := metrics.column("time.mfu")):
+        panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], use.values * 100))
         about = "Utilisation: model FLOP/s relative to the device's peak."
     elif (flops := _flops(run, speed)) is not None:
         unit, scale = _flops_unit(flops)
@@ -305,12 +332,6 @@ def _throughput(run: Run) -> Figure | None:
 
 def _speed_panel(label: str, unit: Unit, x: Floats, y: Floats) -> Panel:
     return Panel(label, unit, _smoothed(label, "speed", x, y), zero=True, top=_calm_top(y))
-
-
-def _percent(values: Floats) -> Floats:
-    """Percentages, from shares or percentages."""
-    result: Floats = values * 100 if values.max() <= 1.5 else values
-    return result
 
 
 def _flops(run: Run, speed: MetricColumn) -> Floats | None:

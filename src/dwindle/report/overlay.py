@@ -50,7 +50,7 @@ def overlay(runs: Sequence[Run], names: Sequence[str] = ()) -> Figure:
 
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
     found = different_settings([settings_of(run.recipe, run.ledger.source) for run in runs])
-    lines = [f"{name}: {short_settings(own, with_off=True)}" for name, own in zip(names, found, strict=True)]
+    lines = [f"{name}: {short_settings(own)}" for name, own in zip(names, found, strict=True)]
     return "\n".join(lines) if any(found) else "All runs have the same settings."
 
 

@@ -84,15 +84,11 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> Row:
     """Nested names joined by spaces, spreads as one cell, without lists."""
     result: Row = {}
     for key, value in row.items():
-        if isinstance(value, dict) and not _is_spread(value):
+        if isinstance(value, dict) and not {"median", "low", "high"} <= value.keys():
             result |= flat(value, f"{prefix}{key} ")
         elif not isinstance(value, list):
             result[f"{prefix}{key}"] = value
     return result
-
-
-def _is_spread(value: Mapping[str, Any]) -> bool:
-    return {"median", "low", "high"} <= set(value)
 
 
 def _table(identity: str, title: str, note: str, rows: list[Row]) -> Table:

@@ -8,14 +8,12 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.quality import Quality
-from dwindle.core.reading import open_regular, parse_toml
+from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
 from dwindle.report.architecture import ArchitectureView, find_architecture
 from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog, MetricsLog
 from dwindle.report.target import target_missed
-
-_RECIPE_LIMIT_BYTES = 100_000
 
 
 class Run:
@@ -40,14 +38,10 @@ class Run:
         self.metrics.refresh()
         self.ledger.refresh()
         self.architecture = find_architecture(self.directory, self.ledger)
-        self.recipe_text = _read_text(self.directory.recipe)
+        self.recipe_text = recipe_text(self.directory)
         self.recipe = parse_recipe(self.recipe_text)
         self.quality = self.directory.read_quality()
         self.status = self.directory.status
-
-    def signature(self) -> object:
-        """Changes when a file changes that ``refresh`` or the result tables read."""
-        return self.directory.signature()
 
     @property
     def source_name(self) -> str:
@@ -154,10 +148,11 @@ def short_name(source: str) -> str:
     return source
 
 
-def _read_text(path: Path) -> str | None:
+def recipe_text(run: RunDirectory) -> str | None:
+    """The recipe as it is written; None without one."""
     try:
-        with open_regular(path) as file:
-            return file.read(_RECIPE_LIMIT_BYTES).decode("utf-8", errors="replace")
+        with open_regular(run.recipe) as file:
+            return file.read(MAX_TOML_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
 

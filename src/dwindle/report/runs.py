@@ -11,11 +11,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dwindle.core.errors import UserError
-from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_json
+from dwindle.core.reading import open_regular, parse_json
 from dwindle.core.run_directory import FOLDERS, RunDirectory
 from dwindle.core.sizes import format_count
 from dwindle.report.jsonlines import Record, number
-from dwindle.report.run import parse_recipe, read_structure, setting, short_name
+from dwindle.report.run import parse_recipe, read_structure, recipe_text, setting, short_name
 from dwindle.report.settings import Settings, different_settings, settings_of, short_settings
 from dwindle.report.target import target_missed
 
@@ -84,7 +84,7 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
 
 def _row(path: Path, root: Path) -> RunRow:
     run = RunDirectory(path)
-    recipe = parse_recipe(_text(run.recipe))
+    recipe = parse_recipe(recipe_text(run))
     first = _first_record(run.ledger)
     prunes = _last_records(run.ledger, lambda record: record.get("event") == "prune")
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
@@ -128,7 +128,7 @@ def render_runs(rows: list[RunRow]) -> Table:
     if differ:
         table.add_column("differs in", overflow="fold", min_width=14)
     if usual:
-        table.caption = f"unless noted: {short_settings(usual, with_off=True)}"
+        table.caption = f"unless noted: {short_settings(usual)}"
     if same_source:
         table.title = f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters"
     for row in rows:
@@ -142,7 +142,7 @@ def render_runs(rows: list[RunRow]) -> Table:
             _count(row.tokens),
             *losses,
             *(["" if above is None else f"{above:+.4f}"] if known else []),
-            *([short_settings(own, with_off=True)] if differ else []),
+            *([short_settings(own)] if differ else []),
         ]
         table.add_row(*cells)
     return table
@@ -176,14 +176,6 @@ def _count(value: int | None) -> str:
 def _whole(value: Any) -> int | None:
     found = number(value)
     return None if found is None else int(found)
-
-
-def _text(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return file.read(MAX_TOML_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _first_record(path: Path) -> Record:

@@ -24,7 +24,7 @@ class LiveReport:
 
     def summary(self) -> dict[str, Any]:
         with self._lock:
-            if (now := self._run.signature()) != self._seen:
+            if (now := self._run.directory.signature()) != self._seen:
                 self._run.refresh()
                 self._seen, self._summary = now, summarise(self._run, published=self._published)
             return self._summary

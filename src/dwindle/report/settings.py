@@ -63,17 +63,17 @@ def _rank(key: str) -> int:
     return _FIRST.index(key) if key in _FIRST else len(_FIRST)
 
 
-def short_settings(settings: Settings, *, with_off: bool = False) -> str:
-    """Such as ``adapt, distilled 0.75``; settings that are off are included only with ``with_off``."""
-    shown = [words for key, value in settings.items() if (words := _words(key, value, with_off))]
+def short_settings(settings: Settings) -> str:
+    """Such as ``adapt, no second order, distilled 0.75``."""
+    shown = [_words(key, value) for key, value in settings.items()]
     more = len(shown) - MAX_SHOWN
     return ", ".join(shown[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _words(key: str, value: Any, with_off: bool) -> str:
+def _words(key: str, value: Any) -> str:
     name = {"distill.weight": "distilled", "source.model": "source"}.get(key, key.split(".")[-1].replace("_", " "))
     if value is False or value in ("", []) or (key == "distill.weight" and value == 0):
-        return f"no {'distillation' if name == 'distilled' else name}" if with_off else ""
+        return f"no {'distillation' if name == 'distilled' else name}"
     if value is True or key == "prune.method":
         return name if value is True else str(value)
     values = value if isinstance(value, list) else [value]

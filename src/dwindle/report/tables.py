@@ -55,7 +55,7 @@ def cost_of(run: Run) -> Cost | None:
     prunes = run.ledger.prunes.tokens
     until = prunes[-1] if prunes else 0.0
     last = int(np.searchsorted(tokens, until, side="right")) - 1 if until > 0 else -1
-    devices = next((d for d in map(run.metrics.last, ("time.devices", "devices", "world_size")) if d), 1.0)
+    devices = run.metrics.last("time.devices") or 1.0
     pruning_s = float(clock.seconds[last]) if last >= 0 else 0.0
     scale = devices / 3600
     return Cost(

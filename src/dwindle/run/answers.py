@@ -104,12 +104,11 @@ def answers_header(
     prompts: str | PathLike[str],
     config: GenerateConfig,
     *,
-    chat: bool,
     limit: int | None,
     device: str,
 ) -> dict[str, Any]:
-    """What decides the answers of ``generate_answers`` with these arguments."""
-    return _header(*_asked(model, Path(prompts), limit, chat), config, chat, device)
+    """What decides the answers of ``generate_answers`` with these arguments, to prompts in a chat template."""
+    return _header(*_asked(model, Path(prompts), limit, True), config, True, device)
 
 
 def _header(source: str, prompts: Sequence[Prompt], config: GenerateConfig, chat: bool, device: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -98,7 +97,7 @@ def _row(family: str) -> FamilyRow:
         groups=", ".join(groups),
         cluster="yes" if has_heads else NONE,
         stock=_stock_sizes(config, Anatomy.of(model).source),
-        gguf=_gguf(model),
+        gguf=_gguf(in_common_terms(model)),
         onnx="yes" if onnx_graph.unsupported(in_common_terms(model)) is None else NONE,
         vllm="yes" if getattr(type(model), "_supports_attention_backend", False) else NONE,
     )
@@ -114,13 +113,8 @@ def _stock_sizes(config: Any, structure: Structure) -> str:
 
 
 def _gguf(model: Any) -> str:
-    return ", ".join(_gguf_architectures(in_common_terms(model))) or NONE
-
-
-def _gguf_architectures(model: Any) -> Iterator[str]:
     try:
-        yield gguf_writer.architecture_of(model)
+        found = gguf_writer.architecture_of(model)
     except UserError:
-        return
-    if gguf_writer.has_unequal_layers(model.config.model_type):
-        yield "deci"
+        return NONE
+    return f"{found}, deci" if gguf_writer.has_unequal_layers(model.config.model_type) else found

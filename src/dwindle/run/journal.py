@@ -16,9 +16,9 @@ from dwindle.core.reading import parse_json
 class Journal:
     """A file of JSON lines; ``rows`` are those that an earlier process wrote."""
 
-    def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool, option: str = "--out") -> None:
+    def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool) -> None:
         """``header`` has a ``format`` and whatever decides the work: a file with another one is not continued."""
-        self.path, self._option = path, option
+        self.path = path
         self.rows: list[dict[str, Any]] = []
         self._header = json_line(header)
         """Of a new file, until it is written with the first row."""
@@ -27,12 +27,12 @@ class Journal:
         content = path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         first, *lines = whole.splitlines() or [b""]
-        check_header(first, header, path, option)
+        check_header(first, header, path)
         self._header = ""
         try:
             self.rows = [parse_json(line) for line in lines]
         except ValueError as error:
-            raise UserError(f"{option} {path}: is damaged ({error}): pass --overwrite to begin again") from error
+            raise UserError(f"--out {path}: is damaged ({error}): pass --overwrite to begin again") from error
         if len(whole) < len(content):  # a line that a killed process did not finish
             os.truncate(path, len(whole))
 
@@ -40,7 +40,7 @@ class Journal:
         """Write a row; it is on disk when this returns."""
         line = json_line(row)
         if self._header:
-            write_text_atomic(self.path, self._header + line, option=self._option)
+            write_text_atomic(self.path, self._header + line, option="--out")
             self._header = ""
             return
         try:
@@ -49,20 +49,20 @@ class Journal:
             fsync_path(self.path)
         except OSError as error:
             advice = "free space, then run the same command again"
-            raise NotWritten(f"{self._option} {self.path}", error, advice) from error
+            raise NotWritten(f"--out {self.path}", error, advice) from error
 
     def remove(self) -> None:
         with suppress(OSError):
             self.path.unlink()
 
 
-def check_header(line: bytes, header: dict[str, Any], path: Path, option: str = "--out") -> None:
+def check_header(line: bytes, header: dict[str, Any], path: Path) -> None:
     """Raise if work was begun with another header than this, by the names of what differs."""
     found: Any = None
     with suppress(ValueError):
         found = parse_json(line)
     if not isinstance(found, dict) or found.get("format") != header["format"]:
-        raise UserError(f"{option} {path}: was not begun by this command: choose another name")
+        raise UserError(f"--out {path}: was not begun by this command: choose another name")
     if other := [name for name in {**found, **header} if found.get(name) != header.get(name)]:
         what = ", ".join(other)
-        raise UserError(f"{option} {path}: was begun with another {what}: repeat that command, or pass --overwrite")
+        raise UserError(f"--out {path}: was begun with another {what}: repeat that command, or pass --overwrite")

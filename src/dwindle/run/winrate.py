@@ -211,7 +211,7 @@ def _answer_once(
 ) -> None:
     """Answers that are there are kept if the same model, prompts and settings gave them, and refused otherwise."""
     beside = path.with_name(f"{path.name}.header")
-    header = answers_header(model, prompts, common["config"], chat=True, limit=common["limit"], device=common["device"])
+    header = answers_header(model, prompts, common["config"], limit=common["limit"], device=common["device"])
     if path.is_file() and not overwrite:
         if not beside.is_file():
             raise UserError(f"--out {path}: {beside.name} is missing, which says what gave it: pass --overwrite")

@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,27 +65,28 @@ def build_model(
 
     ``dtype`` None is that of the configuration or, if it has none, of the tensors.
     """
-    model_class = model_class_of(config)
-    config.architectures = [model_class.__name__]
+    config.architectures = [model_class_of(config).__name__]
+    return complete_model(None, config, dtype, where, state_dict=tensors)
+
+
+def complete_model(
+    folder: Path | None, config: PreTrainedConfig, dtype: torch.dtype | None, where: str, **how: Any
+) -> PreTrainedModel:
+    """transformers' ``from_pretrained``, an error for missing, unexpected or wrongly tied tensors; it only warns."""
     with quiet_transformers():
-        model, info = model_class.from_pretrained(
-            None,
+        model, info = model_class_of(config).from_pretrained(
+            folder,
             config=config,
-            state_dict=tensors,
             dtype="auto" if dtype is None else dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **how,
         )
     assert isinstance(model, PreTrainedModel)
-    check_loaded(model, info, where)
-    return model
-
-
-def check_loaded(model: PreTrainedModel, info: dict[str, Any], where: str) -> None:
-    """Raise UserError for missing, unexpected or wrongly tied tensors, about which transformers only warns."""
     _check_missing(info, where)
     _check_unexpected(model, info, where)
     _check_tied(model, where)
+    return model
 
 
 def _check_missing(info: dict[str, Any], where: str) -> None:

@@ -50,6 +50,7 @@ _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _LLAMA_LAYER = {**_PRE_NORMS, **_ATTENTION, **_FEED_FORWARD}
+_OLMO2_LAYER = {**_ATTENTION, **_FEED_FORWARD, **_QK_NORMS, **_POST_NORMS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +107,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
             "attention.scale": ("attention_multiplier", None),
         },
     ),
-    "olmo2": GgufArchitecture(
-        model_type="olmo2",
-        layer={
-            **_ATTENTION,
-            **_FEED_FORWARD,
-            **_QK_NORMS,
-            **_POST_NORMS,
-        },
-        optional_biases=True,
-        biases=(),
-        window_period=4,
-    ),
+    "olmo2": GgufArchitecture(model_type="olmo2", layer=_OLMO2_LAYER, optional_biases=True, biases=(), window_period=4),
     "lfm2": GgufArchitecture(
         model_type="lfm2",
         layer={
@@ -140,9 +130,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         biases=(),
     ),
     "smollm3": GgufArchitecture(model_type="smollm3", layer=_LLAMA_LAYER, permuted=True, optional_biases=True),
-    "exaone4": GgufArchitecture(
-        model_type="exaone4", layer={**_ATTENTION, **_FEED_FORWARD, **_QK_NORMS, **_POST_NORMS}, biases=()
-    ),
+    "exaone4": GgufArchitecture(model_type="exaone4", layer=_OLMO2_LAYER, biases=()),
     "mistral3": GgufArchitecture(
         model_type="ministral3", layer=_LLAMA_LAYER, permuted=True, states_head_dim=True, biases=()
     ),
@@ -187,10 +175,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma3": GgufArchitecture(
         model_type="gemma3_text",
         layer={
-            **_ATTENTION,
-            **_FEED_FORWARD,
-            **_QK_NORMS,
-            **_POST_NORMS,
+            **_OLMO2_LAYER,
             "attn_norm": "input_layernorm",
             "ffn_norm": "pre_feedforward_layernorm",
         },

@@ -19,16 +19,17 @@ from transformers import (
 )
 
 from dwindle.anatomy.families import register_beside
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.family_files import NAMES
+from dwindle.anatomy.modeling_dwindle import classes_for
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import LIMITS, check_sizes
 from dwindle.core.reading import read_json
 from dwindle.sources.common import (
     build_model,
     check_floating,
-    check_loaded,
+    complete_model,
     config_reason,
-    model_class_of,
     quiet_transformers,
 )
 from dwindle.sources.generation import read_generation
@@ -138,8 +139,9 @@ def _read_config(folder: Path, where: str) -> PreTrainedConfig:
     register_beside(folder, raw["model_type"])
     with quiet_transformers():
         try:
-            if _is_ours(raw):
-                return _our_classes(raw)[0].from_pretrained(folder)
+            if raw["model_type"].startswith(CUSTOM_PREFIX):  # the installed code: none of the directory is executed
+                config: PreTrainedConfig = classes_for(raw["model_type"])[0].from_pretrained(folder)
+                return config
             return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except UserError:
             raise
@@ -211,7 +213,8 @@ def read_model(folder: Path, dtype: torch.dtype | None, device: torch.device, wh
         if safetensors:
             model = build_model(config, stored_tensors(files, device), dtype, where)
         else:
-            model = _from_pickles(folder, config, dtype, where)
+            pickles = {"local_files_only": True, "use_safetensors": False, "weights_only": True}
+            model = complete_model(folder, config, dtype, where, **pickles)
     except UserError:
         raise
     except Exception as error:
@@ -222,23 +225,6 @@ def read_model(folder: Path, dtype: torch.dtype | None, device: torch.device, wh
     check_floating(model, _integers(files, safetensors), where)
     model.config.name_or_path = str(folder)
     model.generation_config = generation
-    return model
-
-
-def _from_pickles(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None, where: str) -> PreTrainedModel:
-    with quiet_transformers():
-        model, info = model_class_of(config).from_pretrained(
-            folder,
-            config=config,
-            dtype="auto" if dtype is None else dtype,
-            local_files_only=True,
-            use_safetensors=False,
-            weights_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
-    assert isinstance(model, PreTrainedModel)
-    check_loaded(model, info, where)
     return model
 
 
@@ -272,18 +258,6 @@ def _config_error(raw: dict[str, Any], where: str, error: Exception) -> UserErro
         reason = "runs code from the model's author, which dwindle never does" if "auto_map" in raw else "is unknown"
         return UserError(f"source {where}: model_type {model_type!r} {reason}: give a model that transformers has")
     return UserError(f"source {where}: config.json is not a valid {model_type} configuration: {config_reason(error)}")
-
-
-def _is_ours(raw: dict[str, Any]) -> bool:
-    return str(raw["model_type"]).startswith("dwindle_")
-
-
-def _our_classes(raw: dict[str, Any]) -> tuple[Any, Any]:
-    """Our modelling code from the installed package, so that no code in the directory is executed."""
-    from dwindle.anatomy.modeling_dwindle import classes_for
-
-    classes: tuple[Any, Any] = classes_for(raw["model_type"])
-    return classes
 
 
 def _refuse_quantized(raw: dict[str, Any], where: str) -> None:

@@ -151,7 +151,7 @@ class Checkpointer(Callback):
         run_dir: Path,
         every: int,
         keep_last: int = 2,
-        extra_files: Sequence[Path | str] = (),
+        extra_files: Sequence[str] = (),
         *,
         engine: Engine | None = None,
     ) -> None:
@@ -161,8 +161,8 @@ class Checkpointer(Callback):
         self.is_main = engine is None or engine.is_main
         self._writer = CheckpointWriter(engine, self.run_dir, keep_last) if engine and engine.world.is_group else None
         """A process group writes in the background; one process writes before it continues."""
-        self.extra_files = [Path(path) for path in extra_files]
-        """Paths inside the run directory, absolute or relative to it."""
+        self.extra_files = extra_files
+        """Names inside the run directory."""
         self._lengths: dict[str, int] = {}
 
     def after_step(self, trainer: Trainer) -> None:
@@ -187,13 +187,10 @@ class Checkpointer(Callback):
     def _sync_logs(self, trainer: Trainer) -> dict[str, int]:
         """Lengths of the append-only files, once they are on disk."""
         try:
-            return {self._key(path): synced_length(self.run_dir / path) for path in self.extra_files}
+            return {name: synced_length(self.run_dir / name) for name in self.extra_files}
         except OSError as error:
             tensors = dict(trainer.model.named_parameters())
             raise write_failure(error, RunDirectory(self.run_dir), self.run_dir, tensors) from error
-
-    def _key(self, path: Path) -> str:
-        return (self.run_dir / path).relative_to(self.run_dir).as_posix()
 
     def state_dict(self) -> dict[str, Any]:
         return {"lengths": self._lengths}

@@ -328,18 +328,14 @@ class Trainer:
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Continue from a checkpoint; the model must already have the checkpoint's shapes."""
         with fitting(checkpoint.path):
-            self._load(checkpoint)
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        self.load_state_dict(checkpoint.state)
-        load_model_tensors(self.model, checkpoint.pieces("model"))
-        load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))
-        own = checkpoint.tensors("callbacks")
-        for callback in self.callbacks:
-            mine = {
-                name: t for full, t in own.items() for owner, name in [full.split("/", 1)] if owner == callback.name
-            }
-            if mine:
-                callback.load_tensors(mine)
-        if self.engine.size == 1:  # several processes use no random numbers: the models have no dropout
-            load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))
+            self.load_state_dict(checkpoint.state)
+            load_model_tensors(self.model, checkpoint.pieces("model"))
+            load_optimizer_tensors(self.model, self.optimizer, checkpoint.pieces("optimizer"))
+            own = checkpoint.tensors("callbacks")
+            for callback in self.callbacks:
+                prefix = f"{callback.name}/"
+                mine = {full.removeprefix(prefix): t for full, t in own.items() if full.startswith(prefix)}
+                if mine:
+                    callback.load_tensors(mine)
+            if self.engine.size == 1:  # several processes use no random numbers: the models have no dropout
+                load_rng(checkpoint.state["rng"], checkpoint.tensors("rng"))

@@ -29,6 +29,7 @@ from dwindle.training.moments import MOST_ELEMENTS, AdamW, in_batches
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients (a, b, c) of X ← aX + (bA + cA²)X with A = XXᵀ, tuned for a steep slope at zero."""
+_NUM_ITERATIONS = 5
 MOMENTUM = "momentum_buffer"
 ALIVE_SIZES = "alive_sizes"
 """The larger dimension of each part of a matrix, without what is pruned."""
@@ -45,7 +46,6 @@ class Muon(AdamW):
         *,
         parts: Mapping[nn.Parameter, Sequence[int]],
         momentum: float = 0.95,
-        num_iterations: int = 5,
         **adamw: Any,
     ) -> None:
         for group in groups:
@@ -53,7 +53,7 @@ class Muon(AdamW):
         super().__init__(groups, **adamw)
         self.parts = parts
         """Rows of each part of every matrix, as ``layer_matrices`` gives them."""
-        self._momentum, self._num_iterations = momentum, num_iterations
+        self._momentum = momentum
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -106,7 +106,7 @@ class Muon(AdamW):
             pieces += split
             counts.append(len(split))
             scales += [_RMS * size**0.5 for size in self.state[parameter][ALIVE_SIZES].tolist()]
-        done = orthogonalise(pieces, self._num_iterations)
+        done = orthogonalise(pieces)
         torch._foreach_mul_(done, scales)
         found, first = [], 0
         for count in counts:
@@ -135,7 +135,7 @@ def alive_sizes(anatomy: Anatomy, row: Row, structure: Structure) -> Tensor:
     return torch.tensor([float(max(rows, columns)) for rows in part_sizes(anatomy, row, structure)])
 
 
-def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[Tensor]:
+def orthogonalise(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Newton–Schulz over all matrices, in batches of one shape (a matrix and a transposed one share a batch)."""
     batches: dict[tuple[int, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
@@ -147,19 +147,19 @@ def orthogonalise(matrices: Sequence[Tensor], num_iterations: int = 5) -> list[T
         for start in range(0, len(numbers), most):
             chosen = numbers[start : start + most]
             wide = [matrices[n].mT if matrices[n].shape[0] > matrices[n].shape[1] else matrices[n] for n in chosen]
-            for n, x_RC in zip(chosen, _newton_schulz(wide, num_iterations), strict=True):
+            for n, x_RC in zip(chosen, _newton_schulz(wide), strict=True):
                 found[n] = x_RC.mT if matrices[n].shape[0] > matrices[n].shape[1] else x_RC
     return [found[number] for number in range(len(matrices))]
 
 
-def _newton_schulz(matrices: Sequence[Tensor], num_iterations: int) -> Tensor:
+def _newton_schulz(matrices: Sequence[Tensor]) -> Tensor:
     """In bf16 on a GPU, where the iteration only needs to be roughly right; else in the dtype of the input."""
     first = matrices[0]
     x_NRC = first.new_empty((len(matrices), *first.shape), dtype=torch.bfloat16 if first.is_cuda else first.dtype)
     torch._foreach_copy_(list(x_NRC.unbind()), list(matrices))
     x_NRC = x_NRC / x_NRC.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = NEWTON_SCHULZ
-    for _ in range(num_iterations):
+    for _ in range(_NUM_ITERATIONS):
         gram_NRR = x_NRC @ x_NRC.mT
         poly_NRR = torch.baddbmm(gram_NRR, gram_NRR, gram_NRR, beta=b, alpha=c)
         x_NRC = torch.baddbmm(x_NRC, poly_NRR, x_NRC, beta=a)

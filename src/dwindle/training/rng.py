@@ -53,6 +53,6 @@ def load_rng(state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     key = tensors["numpy"].numpy().astype(np.uint32)
     np.random.set_state(("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(tensors["torch"].cpu())
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in tensors:
             torch.cuda.set_rng_state(tensors[f"cuda:{index}"].cpu(), index)

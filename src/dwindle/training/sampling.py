@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,20 +34,28 @@ def greedy_samples(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]])
 
 def greedy_tokens(model: Any, prompt: Sequence[int], count: int, tokenizer: Any) -> list[int]:
     """At most ``count`` token ids, without the one that ends a text."""
-    was_training, device = model.training, next(model.parameters()).device
-    cache, fresh, found = None, list(prompt), list[int]()
+    device, cache, fresh, found = next(model.parameters()).device, None, list(prompt), list[int]()
+    with evaluating(model):
+        while len(found) < count:
+            answer = model(input_ids=torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
+            cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
+            if fresh[0] == tokenizer.eos_token_id:
+                break
+            found += fresh
+    return found
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Eval mode without gradients and compilation; the model's mode is restored."""
+    was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            while len(found) < count:
-                answer = model(input_ids=torch.tensor([fresh], device=device), past_key_values=cache, use_cache=True)
-                cache, fresh = answer.past_key_values, [int(answer.logits[0, -1].argmax())]
-                if fresh[0] == tokenizer.eos_token_id:
-                    break
-                found += fresh
+        may_be_compiled = "torch._dynamo" in sys.modules  # its import takes seconds
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if may_be_compiled else nullcontext():
+            yield
     finally:
         model.train(was_training)
-    return found
 
 
 def continuation_text(tokenizer: Any, prompt: Sequence[int], found: Sequence[int]) -> str:

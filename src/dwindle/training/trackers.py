@@ -52,10 +52,11 @@ class Tracker(Callback):
         raise NotImplementedError
 
     def log(self, numbers: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+        self._tool.log(numbers, step=step)
 
     def close(self) -> None:
         """Write what is not written yet."""
+        self._tool.finish()
 
     def run_id(self, step: int) -> str:
         """The tool's name for this run: new at its beginning, the same when it is resumed."""
@@ -143,12 +144,6 @@ class Trackio(Tracker):
         trackio.init(project=self.config.project, name=name, config=self.settings, resume="allow", embed=False)
         return trackio
 
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self._tool.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._tool.finish()
-
 
 class WeightsAndBiases(Tracker):
     """Files in the run directory; ``wandb sync`` sends them, ``logging.online`` does so while the run trains."""
@@ -169,12 +164,6 @@ class WeightsAndBiases(Tracker):
             mode="online" if self.config.online else "offline",
             settings=wandb.Settings(silent=True),
         )
-
-    def log(self, numbers: dict[str, float], step: int) -> None:
-        self._tool.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._tool.finish()
 
 
 class MLflow(Tracker):
