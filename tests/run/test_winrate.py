@@ -479,11 +479,13 @@ def test_an_address_judges_only_when_it_is_allowed(
 
 
 def test_a_server_that_does_not_speak_http_is_one_line(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judges.time, "sleep", lambda seconds: None)
+    waited: list[float] = []
+    monkeypatch.setattr(judges.time, "sleep", waited.append)
     Stub.mode = "garbled"
     with pytest.raises(UserError, match=r"cannot be asked \(nonsense\): check the address") as error:
         AddressJudge(address, "m").judge(Pair(1, "q", "a", "b"), a_first=True)
     assert "\n" not in str(error.value)
+    assert waited == [0.25, 0.5, 1.0]  # between four tries
 
 
 def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(

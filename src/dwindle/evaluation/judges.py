@@ -166,8 +166,10 @@ class AddressJudge:
 
     def _ask(self, body: bytes) -> str:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
-        reason = ""
+        reason, wait = "", 0.0
         for number in range(_TRIES):
+            if number:
+                time.sleep(wait)
             try:
                 with self._open(urllib.request.Request(self._url, body, headers), timeout=_TIMEOUT_S) as reply:
                     answer = parse_json(reply.read(_MOST_ANSWER_BYTES))
@@ -176,11 +178,11 @@ class AddressJudge:
                 reason = f"status {error.code}"
                 if error.code != 429 and error.code < 500:
                     break
-                wait = error.headers.get("Retry-After", "")
-                time.sleep(min(float(wait) if wait.isdecimal() else 2.0**number, 60.0))
+                asked = error.headers.get("Retry-After", "")
+                wait = min(float(asked) if asked.isdecimal() else 2.0**number, 60.0)
             except (OSError, http.client.HTTPException) as error:
                 reason = " ".join(str(getattr(error, "reason", error)).split())
-                time.sleep(min(2.0**number, 60.0) / 4)
+                wait = min(2.0**number, 60.0) / 4
             except (ValueError, LookupError, TypeError):
                 reason = "not an answer of an OpenAI-compatible server"
                 break
