@@ -13,10 +13,11 @@ from transformers import LlamaConfig
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import KINDS, Group, Layer, Structure
 from dwindle.core.errors import UserError
-from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.config import PostTrainingConfig, PruneConfig
 from dwindle.pruning.layouts import check_rounding, rounded_shape
 from dwindle.pruning.pacing import Ratio, Rounds
 from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Choice, Trail
 from dwindle.pruning.strategies.coupled import CoupledStrategy, Selector
 from dwindle.pruning.target import Shape, Target, parse_target
@@ -180,6 +181,20 @@ def test_heads_of_layers_that_differ_are_not_removed_together() -> None:
     for kept in (PruneConfig(groups=["ffn", "stem"]), PruneConfig(attention="cluster")):
         CoupledStrategy(anatomy, half, kept)
     CoupledStrategy(anatomy, parse_target("hidden=20", anatomy), PruneConfig())
+
+
+def test_without_a_selection_layers_with_different_heads_are_a_mixture() -> None:
+    anatomy = Anatomy.of(shrunk("llama", "unequal")[0])
+    half = Target(anatomy.count(anatomy.source).total // 2)
+    found = make_strategy(anatomy, half, PostTrainingConfig())
+    assert found.config.record()["selection"] == "global"
+    with pytest.raises(UserError, match=r"^selection coupled: the source's layers already have different heads"):
+        make_strategy(anatomy, half, PostTrainingConfig(selection="coupled"))
+    for coupled in (PostTrainingConfig(groups=["ffn", "stem"]), PostTrainingConfig(attention="cluster")):
+        assert make_strategy(anatomy, half, coupled).config.record()["selection"] == "coupled"
+    equal = Anatomy.of(tiny_model("llama"))
+    target = Target(equal.count(equal.source).total // 2)
+    assert make_strategy(equal, target, PostTrainingConfig()).config.record()["selection"] == "coupled"
 
 
 def test_the_smallest_regular_model_is_one_that_exists() -> None:

@@ -39,7 +39,8 @@ class PruneConfig(Config):
     method: Annotated[MethodName, Field(description=help_text())] = "efficientllm"
     selection: Selection | None = None
     """With efficientllm: coupled removes the same group from every layer, global the least salient group anywhere. Not
-    set: global; coupled without training, which keeps stock shapes, and where the target is a shape."""
+    set: global; coupled where the target is a shape, and without training, which keeps stock shapes, unless the
+    source's layers already have different heads."""
     metric: str | None = None
     """Saliency of a weight: taylor, taylor1, obd, group, wanda, obc, magnitude, random or a registered metric; the
     group with the lowest saliency is removed first. Not set: group, without training taylor, with adapt and uniform

@@ -9,7 +9,7 @@ from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.methods import MethodName
 from dwindle.pruning.metrics import metric_named
-from dwindle.pruning.strategies.base import Strategy
+from dwindle.pruning.strategies.base import Strategy, heads_differ
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.file_size import FileStrategy
 from dwindle.pruning.strategies.global_mixture import GlobalStrategy
@@ -40,10 +40,16 @@ def is_shallower(target: Target, anatomy: Anatomy) -> bool:
 
 
 def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
-    """The configuration with the groups that this family has; a target that names layers makes them prunable."""
+    """The configuration with the groups that this family has; a target that names layers makes them prunable.
+
+    Where no selection is set, and coupled groups cannot remove heads because those of the layers differ, it is global.
+    """
     if is_shallower(target, anatomy):
         config = config.with_layers()
     config = config.for_family(anatomy.family)
+    removes_heads = "attn" in config.effective_groups and config.attention == "regular" and target.shape is None
+    if config.method == "efficientllm" and config.selection is None and removes_heads and heads_differ(anatomy):
+        config = config.model_copy(update={"selection": "global"})
     if config.has_own_score:
         return config
     scores_inputs = metric_named(config.effective_metric).curvature is not None

@@ -93,10 +93,14 @@ def check_heads(anatomy: Anatomy, config: PruneConfig) -> None:
     )
 
 
+def heads_differ(anatomy: Anatomy) -> bool:
+    """Whether the layers of the source that have heads have different ones."""
+    return len({(len(la.query_heads), len(la.kv_heads)) for la in anatomy.source.layers if la.query_heads}) > 1
+
+
 def check_same_heads(anatomy: Anatomy, config: PruneConfig) -> None:
     """Refuse to remove heads from all layers at once where these differ: the smallest would lose its last ones."""
-    found = {(len(layer.query_heads), len(layer.kv_heads)) for layer in anatomy.source.layers if layer.query_heads}
-    if len(found) > 1 and config.attention == "regular":
+    if config.attention == "regular" and heads_differ(anatomy):
         which, ways = f"method {config.method}", "adapt"
         if config.method == "efficientllm":
             which, ways = "selection coupled", "global, attention cluster"
