@@ -100,3 +100,13 @@ def chat_directory(path: Path, family: str | None = "chatml", *, model: str = "l
     tiny_model(model, dtype=torch.float32, **sizes | options).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def write_answers(path: Path, answers: dict[int, str], question: str = "Question {}?") -> Path:
+    rows = [
+        {"id": name, "messages": [{"role": "user", "content": question.format(name)},
+                                  {"role": "assistant", "content": text}]}
+        for name, text in answers.items()
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
