@@ -98,6 +98,20 @@ def test_at_most_three_graphs_with_validation(name: str) -> None:
     assert graphs() == compiling.MAX_GRAPHS
 
 
+@pytest.mark.parametrize("name", ["heads", "uneven groups"])
+def test_validation_of_symbolic_heads_is_not_compiled_but_a_teacher_is(name: str) -> None:
+    ours, plain = model_of(STRUCTURES[name]), model_of(STRUCTURES[name], compiled=False)
+    assert use(ours) == 2, "two sizes of micro-batches"
+    teacher = model_of(STRUCTURES[name]).requires_grad_(False)
+    with torch.no_grad():
+        for batch in (5, 3):
+            expected = plain(input_ids=ids(batch), use_cache=False).logits
+            for model in (ours, teacher):
+                found = model(input_ids=ids(batch), use_cache=False).logits
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert graphs() == 3, "and the teacher's"
+
+
 def test_layers_of_rare_kinds_are_not_compiled() -> None:
     """Five kinds: several and uneven query heads per key/value head, a single one of both, no attention."""
     common: Shape = (40, [2, 2], [])

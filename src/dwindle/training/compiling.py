@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 MAX_GRAPHS = 3
-"""Graphs of one model. Layers of rarer kinds are not compiled, nor is validation of a model of several kinds."""
+"""Graphs of one model. Layers of rarer kinds are not compiled, nor is validation of a model of several kinds or of
+symbolic heads, whose graphs take the compiler longest. A frozen teacher of one kind is compiled, symbolic or not."""
 _MOST_KINDS = 64
 _GRAPHS_PER_KIND = 8
 """Variants of one kind: training, validation, a teacher's frozen weights, another size of micro-batches, and so on."""
@@ -121,15 +122,16 @@ class _Block:
         self._plain: Forward = layer.forward
         self._compiled: Forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
         self._is_marked = not axes
+        self._only_trains = False
         layer.forward = self
 
     def __call__(self, hidden_BTD: Tensor, *args: Any, **kwargs: Any) -> Any:
         masked = (args[0] if args else kwargs.get("attention_mask")) is not None
         training, kinds = torch.is_grad_enabled(), self._kinds[masked]
-        if not self._chosen[masked] or not (training or 2 * kinds <= MAX_GRAPHS):
-            return self._plain(hidden_BTD, *args, **kwargs)
         if not self._is_marked:
             self._mark_weights()
+        if not self._chosen[masked] or not (training or (2 * kinds <= MAX_GRAPHS and not self._only_trains)):
+            return self._plain(hidden_BTD, *args, **kwargs)
         if kinds > 1 or not training:  # batches of all sizes share a graph; a training step has at most two
             _mark_batch(hidden_BTD, *args, *kwargs.values())
         if not _symbolic_heads(self._axes):
@@ -138,7 +140,8 @@ class _Block:
             return self._compiled(hidden_BTD, *args, **kwargs)
 
     def _mark_weights(self) -> None:
-        """At the first call, because FSDP2 replaces the parameters."""
+        """At the first call, because FSDP2 replaces the parameters, and a teacher is frozen late."""
+        self._only_trains = _symbolic_heads(self._axes) and any(p.requires_grad for p in self._layer.parameters())
         for name, parameter in self._layer.named_parameters():
             for axis in self._axes.get(name, ()):
                 torch._dynamo.maybe_mark_dynamic(parameter, axis)
