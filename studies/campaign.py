@@ -160,6 +160,7 @@ def thirty(at: Places) -> list[Job]:
         "longer": (OURS.replace("+", "-8+"), ()),
         "second-order": (OURS, ("prune.second_order=true",)),
         "to-zero": (OURS, ("training.min_lr_ratio=0",)),
+        "hidden-kept": (OURS, ("prune.groups=attn,ffn",)),
     }
     for name, (row, settings) in choices.items():
         words = study(at, f"thirty-{name}", row, "7M", 0, at.adapted(0), at.tokens, settings=settings)
@@ -253,11 +254,11 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     for seed in SEEDS:
         for name in slowest_first:
             row(f"peers-{name}-{seed}", name, ",".join(PEER_SIZES), seed, "ask")
-    while_training = (*OURS_AT_ONCE, "sheared")
     at_once = [name for name in reversed(slowest_first) if name not in (*OURS_AT_ONCE, "ours-plain")]
+    pruned_by = {name: name for name in at_once} | {"ours-rounds": "ours"}
     for seed, size in itertools.product(SEEDS, PEER_SIZES):
-        for name in (*while_training, *at_once):
-            after = (f"peers-{name}-{seed}",) if name in at_once else ()
+        for name in (*OURS_AT_ONCE, "sheared", "ours-kept", "ours-rounds", *at_once):
+            after = (f"peers-{pruned_by[name]}-{seed}",) if name in pruned_by else ()
             row(f"peers-{name}-trained-{size[:2]}-{seed}", f"{name}-trained+kd", size, seed, "train", after)
     return jobs
 

@@ -60,9 +60,11 @@ ROWS = {
     },
     "sheared-trained": Row("Sheared-LLaMA, masks while training", ("prune.method=sheared",)),
     "ours-trained": Row("global mixture, group saliency, while training (ours)", GROUP),
+    "ours-kept-trained": Row("the same, hidden size kept (ours)", (*GROUP, "prune.groups=attn,ffn")),
+    "ours-rounds-trained": Row(f"{METHOD_ROWS['ours'][0]}, then training", REPAIRED, from_one_shot=True, rounds=ROUNDS),
     "ours-32-trained": Row("the same in multiples of 32 (ours)", (*GROUP, "prune.round_to=32")),
 }
-_TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared")]
+_TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared", "ours-kept", "ours-rounds")]
 GROUPS = {
     "pruned": ["source", *METHOD_ROWS],
     "trained": _TRAINED,
