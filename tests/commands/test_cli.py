@@ -192,7 +192,7 @@ def test_sizes_that_quantised_files_do_not_like_are_told(shell: Shell) -> None:
     code, _, err = shell("prune", "model", "--to", "hidden=31,ffn=38", "--sequences", "4", "--out", "odd-sizes")
     assert code == 0
     assert "note: hidden 31 and FFN 38 in all layers: not in blocks of 32, so most rows of a quantized GGUF" in err
-    assert "--round-to 32, or padding by `dwindle export --round 32`, avoids it\n" in err
+    assert "f16; padding by `dwindle export --round 32` avoids it\n" in err  # a shape has the sizes it names
     code, _, err = shell("prune", "model", "--to", "ffn=32", "--sequences", "4", "--out", "even-sizes")
     assert code == 0 and "note:" not in err
     small = ["--sequences", "4", "--seq-len", "32"]
@@ -355,6 +355,10 @@ BAD = {
     ),
     "an unknown goal": (["new", "model", "text.txt", "--to", "50%", "--for", "fun", "--out", "x.toml"], "--for 'fun'"),
     "held out twice": ([*PRETRAIN, "data.holdout=0.1"], "data.holdout: cannot be combined with data.valid"),
+    "target of a recipe": (
+        [*PRETRAIN, "--to", "50%"],
+        "--to 50%: needs a model and a text: with a recipe, write prune",
+    ),
     "tokens of a recipe": ([*PRETRAIN, "--tokens", "1M"], "--tokens 1M: needs --to"),
     "a GGUF file that is not there": (["generate", "x.gguf", "Hello"], "source x.gguf: does not exist"),
 }

@@ -109,6 +109,8 @@ def test_missing_empty_unknown_and_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("x")
     assert complaint(tmp_path / "notes.md").endswith("plain text must end in .txt")
     assert "is a directory" in complaint(tmp_path)
+    (tmp_path / "photo.txt").write_bytes(b"\x89PNG\r\n\x1a\n\x00\x00")
+    assert "photo.txt is binary, not text" in complaint(tmp_path / "photo.txt")
 
 
 @pytest.mark.parametrize("encoding", ["windows-1252", "utf-16"])

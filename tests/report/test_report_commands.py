@@ -91,6 +91,11 @@ def test_runs_are_listed_with_their_status(shell, tmp_path: Path) -> None:
     code, out, _ = shell("runs")
     assert code == 0 and "a/done" in out and "50%" in out
     assert shell("runs", "runs/notes")[1] == "no runs in runs/notes\n"
+    make_run(tmp_path / "one" / "half-of-the-source", steps=50)
+    assert " half-of-the-source " in shell("runs", "one")[1]
+    make_run(tmp_path / "one" / "other", steps=50, recipe='[source]\nmodel = "org/another-source"\n')
+    out = shell("runs", "one")[1]  # a table for each source
+    assert out.count("org/source, ") == out.count("org/another-source, ") == 1 and " half-of-the-source " in out
 
 
 def test_an_exported_source_is_not_pruned(shell, tmp_path: Path) -> None:

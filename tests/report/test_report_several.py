@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from made_runs import make_run, write_lines
+from rich.table import Table
 
 from dwindle.report.overlay import overlay
 from dwindle.report.run import Run, open_run
@@ -143,8 +144,8 @@ def test_a_setting_of_one_run_only_is_shown(tmp_path: Path) -> None:
     for name in "abc":
         make_run(tmp_path / name, recipe=PLAIN)
     make_run(tmp_path / "b", recipe=PLAIN.replace("[distill]", 'ratio = "1:2"\n[distill]'))
-    table = render_runs(list_runs(tmp_path))
-    assert [column.header for column in table.columns][-1] == "differs in"
+    (table,) = render_runs(list_runs(tmp_path)).renderables
+    assert isinstance(table, Table) and [column.header for column in table.columns][-1] == "differs in"
     assert list(table.columns[-1].cells) == ["", "ratio 1:2", ""]
 
 

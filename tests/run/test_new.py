@@ -99,6 +99,9 @@ def test_choices_of_the_user_win(place: Path, monkeypatch: pytest.MonkeyPatch) -
     assert recipe.data.valid == ["other.txt"] and not recipe.data.holdout
     with pytest.raises(UserError, match="to 900M: the source has"):
         new_recipe("model", ["book.txt"], "900M")
+    (place / "note.txt").write_text("It was the best.")
+    with pytest.raises(UserError, match=r"texts: only about .* tokens, too few to hold any out: give more text"):
+        new_recipe("model", ["note.txt"], "50%")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import dwindle
 from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.report.run import open_run
+from dwindle.report.runs import list_runs
+from dwindle.report.verdict import verdict
 from runs import tiny_recipe
 from tiny import tiny_directory
 
@@ -45,6 +48,10 @@ def test_the_ledger_says_what_was_done_and_cannot_be_replayed(place: Path) -> No
     assert structure["rotated"] and len(structure["hidden"]) == rotation["hidden"] < 32
     card = (place / "model" / "README.md").read_text()
     assert f"| hidden channels | 32 | {rotation['hidden']} |" in card and "head is not tied" in card
+    run = open_run(place / "model")
+    assert run.parameters_after == rotation["parameters"] and run.ledger.num_gone("stem") == 32 - rotation["hidden"]
+    assert not run.missing() and "not pruned" not in verdict(run)
+    assert list_runs(place / "model")[0].parameters == rotation["parameters"]
     with pytest.raises(dwindle.UserError, match="slicegpt rotated this model, which no indices can repeat"):
         dwindle.replay(place / "source", place / "model")
 

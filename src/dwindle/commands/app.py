@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from dwindle.anatomy.structure import Kind
 from dwindle.core.config import described
 from dwindle.core.errors import UserError
 from dwindle.core.terminal import PlainConsole, plain, say
-from dwindle.pruning.config import PretrainPruneConfig
+from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 
 _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
@@ -111,10 +112,10 @@ def resolve_model(name: str) -> str:
     return str(model)
 
 
-def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
+def note_odd_sizes(model: str | Path, prune: PruneConfig, target: str | None, remedy: str) -> None:
     """Warn that sizes are not multiples of 32, which quantized GGUF files need, or that no stock model has them.
 
-    ``remedy`` would have rounded them; None for methods that cannot.
+    ``remedy`` is named where it would have rounded them; ``target`` is None where nothing was pruned.
     """
     from dwindle.anatomy.anatomy import Anatomy
     from dwindle.anatomy.build import is_custom
@@ -133,5 +134,6 @@ def note_odd_sizes(model: str | Path, remedy: str | None) -> None:
     if odd := [size for size in sizes if not size.startswith("heads")]:  # heads cannot be rounded
         what = f"{' and '.join(odd)}: not in blocks of 32, so most rows of a quantized GGUF file are stored as f16"
         padding = "padding by `dwindle export --round 32`"
-        ways = padding if remedy is None else f"{remedy}, or {padding},"
+        kinds: set[Kind] = {"stem" if size.startswith("hidden") else "ffn" for size in odd}
+        ways = f"{remedy}, or {padding}," if target and prune.can_round(kinds, target) else padding
         say(f"note: {what}; {ways} avoids it", error=True)

@@ -11,7 +11,6 @@ from dwindle.commands.guidance import export_command, pretrain_command, say_next
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PostTrainingConfig
-from dwindle.pruning.methods import METHODS
 
 
 @app.command(rich_help_panel=SHRINK)
@@ -52,7 +51,7 @@ def prune(
         overwrite=overwrite,
     )
     print_result(result.summary(out) if as_json else result.render(out), as_json)
-    note_odd_sizes(out, "--round-to 32" if "round_to" in METHODS[config.method].settings else None)
+    note_odd_sizes(out, config, to, "--round-to 32")
     if as_json:
         return
     training = {}

@@ -106,7 +106,7 @@ def print_run(result: Any, as_json: bool) -> None:
         say(result.render())
     if not as_json and result.status != "stopped":
         prune = result.recipe.prune
-        note_odd_sizes(result.model, "prune.round_to=32" if prune.enabled and not prune.keeps_hidden_size else None)
+        note_odd_sizes(result.model, prune, prune.target if prune.enabled else None, "prune.round_to=32")
         if result.target_reached:
             report = f"dwindle report {quote(str(result.run))}"
             say_next({"look at it": report, "a file for llama.cpp": export_command(result.run, result.run)})

@@ -179,7 +179,10 @@ class FileInput(TextInput):
         if self.path.suffix.lower() in COMPRESSIONS:
             return "is not UTF-8 text: unpack and convert it"
         with self.path.open("rb") as file:
-            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            head = file.read(1 << 16)
+        utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if b"\0" in head and not utf16:
+            return f"is binary, not text: name one of {ACCEPTED}"
         encoding, known = ("utf-16", "UTF-16") if utf16 else ("windows-1252", "perhaps Windows-1252")
         place, out = quote(self.name), quote(str(self.path.with_suffix(f".utf8{self.path.suffix}")))
         return f"is not UTF-8 text but {known}: convert it with iconv -f {encoding} -t utf-8 {place} > {out}"

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -102,6 +103,12 @@ class PruneConfig(Config):
         if "@" not in target or self.method != "efficientllm" or "round_to" in self.model_fields_set:
             return self.round_to
         return parse_size(target, option).block
+
+    def can_round(self, kinds: Set[Kind], target: str) -> bool:
+        """Whether ``round_to``, if it were given, would round the widths of ``kinds``: a shape names its sizes, and
+        what is not prunable keeps its own."""
+        rounds = "round_to" in METHODS[self.method].settings and self.round_to == 1
+        return rounds and parse_size(target, "target").kind != "shape" and kinds <= {*self.effective_groups}
 
     @property
     def effective_groups(self) -> tuple[Kind, ...]:

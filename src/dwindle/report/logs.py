@@ -17,6 +17,7 @@ Floats = NDArray[np.float64]
 
 KINDS = ("attn", "ffn", "stem", "layer")
 MAX_DEPTH = 3
+_MAX_HIDDEN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,11 @@ class LedgerLog:
             self.source = record
         elif event == "prune":
             self._prune(record)
+        elif event == "rotate":  # the hidden channels that are left are the first ones
+            hidden, of = record["hidden"], record["of"]
+            if not 0 < hidden <= of <= _MAX_HIDDEN:
+                return False
+            self._prune(record | {"type": "stem", "indices": [list(range(hidden, of))]})
         elif event == "compact":
             found = {k: v if isinstance(v, list) else [v] for k, v in record.items() if k not in ("step", "tokens")}
             sizes = {k: v for k, v in found.items() if v and all(type(number) is int for number in v)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 
 from dwindle.core.errors import UserError
@@ -86,7 +87,7 @@ def _row(path: Path, root: Path) -> RunRow:
     run = RunDirectory(path)
     recipe = parse_recipe(recipe_text(run))
     first = _first_record(run.ledger)
-    prunes = _last_records(run.ledger, lambda record: record.get("event") == "prune")
+    prunes = _last_records(run.ledger, lambda record: record.get("event") in ("prune", "rotate"))
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid, source_valid = (_last(steps, name) for name in ("valid_loss", "source_valid_loss"))
@@ -111,39 +112,44 @@ def _row(path: Path, root: Path) -> RunRow:
     )
 
 
-def render_runs(rows: list[RunRow]) -> Table:
-    """The table for a terminal; what the runs share is in its title and caption."""
-    same_source = len(rows) > 1 and len({(row.source, row.source_parameters) for row in rows}) == 1
-    usual, differ = _usual(rows), any(row.settings for row in rows)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left", caption_justify="left")
-    for column in ("run", "status", *(() if same_source else ("source",)), "target"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("status", "target"))
-    known = any(_above_source(row) is not None for row in rows)
-    for column in (
-        *(() if same_source else ("before",)),
-        *("now", "tokens", "loss", "valid"),
-        *(("to source",) if known else ()),
-    ):
-        table.add_column(column, justify="right", no_wrap=True)
-    if differ:
-        table.add_column("differs in", overflow="fold", min_width=14)
-    if usual:
-        table.caption = f"unless noted: {short_settings(usual)}"
-    if same_source:
-        table.title = f"{rows[0].source}, {_count(rows[0].source_parameters)} parameters"
-    for row in rows:
-        losses = ["" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.valid_loss)]
-        own = {key: value for key, value in row.settings.items() if value != usual.get(key)}
-        cells = [row.run, row.status, *([] if same_source else [row.source]), row.target]
-        cells += [] if same_source else [_count(row.source_parameters)]
-        above = _above_source(row)
-        cells += [
-            _count(row.parameters),
-            _count(row.tokens),
-            *losses,
-            *(["" if above is None else f"{above:+.4f}"] if known else []),
-            *([short_settings(own)] if differ else []),
-        ]
+def render_runs(rows: list[RunRow]) -> Group:
+    """One table for each source; below them the settings that most runs share."""
+    usual = _usual(rows)
+    own = [{key: value for key, value in row.settings.items() if value != usual.get(key)} for row in rows]
+    sources = dict.fromkeys((row.source, row.source_parameters) for row in rows)
+    tables = [
+        _table(
+            [(row, had) for row, had in zip(rows, own, strict=True) if (row.source, row.source_parameters) == source]
+        )
+        for source in sources
+    ]
+    return Group(*tables, *([f"unless noted: {short_settings(usual)}"] if usual else []))
+
+
+def _table(rows: list[tuple[RunRow, Settings]]) -> Table:
+    """Runs of one source, each with its own settings; a column that no run fills is left out."""
+    columns: dict[str, list[str]] = {
+        "run": [row.run for row, _ in rows],
+        "status": [row.status for row, _ in rows],
+        "target": [row.target for row, _ in rows],
+        "now": [_count(row.parameters) for row, _ in rows],
+        "tokens": [_count(row.tokens) for row, _ in rows],
+        "loss": [_four_digits(row.loss) for row, _ in rows],
+        "valid": [_four_digits(row.valid_loss) for row, _ in rows],
+        "to source": [_four_digits(_above_source(row), "+") for row, _ in rows],
+        "differs in": [short_settings(own) for _, own in rows],
+    }
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    first = rows[0][0]
+    table = Table(box=SIMPLE_HEAD, padding=0, title_justify="left")
+    table.title = f"{first.source}, {_count(first.source_parameters)} parameters"
+    for name in shown:
+        if name in ("run", "differs in"):
+            table.add_column(name, overflow="fold", min_width=12)
+        else:
+            left = name in ("status", "target")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for cells in zip(*shown.values(), strict=True):
         table.add_row(*cells)
     return table
 
@@ -171,6 +177,10 @@ def _usual(rows: list[RunRow]) -> Settings:
 
 def _count(value: int | None) -> str:
     return "" if value is None else format_count(value)
+
+
+def _four_digits(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{value:{sign}.4f}"
 
 
 def _whole(value: Any) -> int | None:

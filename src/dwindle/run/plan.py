@@ -278,7 +278,7 @@ class Plan(Shown):
 
     def _text(self) -> str:
         return ", ".join(
-            f"{name}: about {format_count(tokens)} tokens, read {self.text_passes[name]:.2g} times"
+            f"{name}: about {format_count(tokens)} tokens, read {_passes(self.text_passes[name])} times"
             for name, tokens in self.text_tokens.items()
         )
 
@@ -380,6 +380,11 @@ def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, abo
         return ""
     named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())
     return f"training.tokens: reads {named}, so it may be memorised: add text, or watch the validation loss"
+
+
+def _passes(number: float) -> str:
+    """``0.16``, ``4``, ``1,076``."""
+    return f"{number:.2g}" if number < 10 else f"{number:,.0f}"
 
 
 class PlanWarning(UserWarning):
