@@ -16,6 +16,7 @@ from tiny import tiny_directory
 METHODS: dict[str, dict[str, Any]] = {
     "adapt": {"method": "adapt", "interleaves": 4, "amplitude": 0.05, "horizon": None, "target": "60%"},
     "global": {"selection": "global", "target": "60%"},
+    "random": {"selection": "global", "target": "60%", "metric": "random"},
     "depth": {"selection": "global", "target": "60%", "groups": ["ffn", "layer"], "min_ffn": 36, "metric": "group"},
     "shortgpt": {"method": "shortgpt", "horizon": None, "target": "60%"},
 }

@@ -101,6 +101,8 @@ def test_cluster_and_masked_models() -> None:
 
 
 def test_sliding_windows_are_kept() -> None:
+    """Also where questions beyond the window and others, which share their beginning, would fit into one batch."""
+    check(tiny_model("mistral", sliding_window=10), batch=100)
     check(tiny_model("mistral", sliding_window=6))
     check(tiny_model("mistral", sliding_window=64))
 

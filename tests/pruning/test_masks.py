@@ -136,6 +136,7 @@ def test_the_derivative_by_a_mask_is_that_of_the_weights_it_scales() -> None:
     masks = Masks(parts_of(prunable.anatomy.source, Shape(32, 4, 24, 3)), num_steps=10)
     masks.log_alpha.data.fill_(0.3)
     masked = MaskedModel(prunable, masks)
+    masked.sample(0)
     model.train()
     batch = tokens(2, 9)
     model(input_ids=batch, labels=batch).loss.backward()

@@ -120,15 +120,19 @@ def test_compacted_or_not_it_is_the_same_model(place: Path) -> None:
         torch.testing.assert_close(weight, theirs[name], atol=2e-4, rtol=0)
 
 
-def test_compiled_layers_compute_with_masks_and_later_without(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model before and after the cut (it is not rebuilt), with graphs that dynamo made."""
+@pytest.mark.parametrize("first", [0, 2])
+def test_compiled_layers_compute_with_masks_and_later_without(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """The same model before masks, with them and after the cut (it is not rebuilt), with graphs that dynamo made."""
     monkeypatch.setattr("dwindle.training.compiling.torch.compile", functools.partial(torch.compile, backend="eager"))
-    settings = recipe(place, {"compact_threshold": 1.0, "horizon": 0.3}, training={"compile": True})
-    pretrain(settings, place / "compiled")
+    prune = {"compact_threshold": 1.0, "horizon": 0.3, "warmup_steps": first}
+    settings = recipe(place, prune, training={"compile": True})
+    pretrain(settings, tmp_path / "compiled")
     torch.compiler.reset()
     settings.training.compile = False
-    pretrain(settings, place / "not-compiled")
-    ours, theirs = metrics(place / "compiled"), metrics(place / "not-compiled")
+    pretrain(settings, tmp_path / "not-compiled")
+    ours, theirs = metrics(tmp_path / "compiled"), metrics(tmp_path / "not-compiled")
     for key in ("loss", "valid_loss", "open_ffn"):
         pairs = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in b]
         assert pairs and [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], abs=1e-5), key

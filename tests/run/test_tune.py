@@ -91,12 +91,13 @@ def test_pruning_goes_on_and_a_killed_run_resumes_to_the_bit(place: Path) -> Non
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in generation["eos_token_id"]
 
 
-def plain_step(settings: Recipe, cache: Path) -> dict[str, float]:
+def plain_step(settings: Recipe, cache: Path, *, packed: bool = True) -> dict[str, float]:
     """The first step, slowly: every example in a pass of its own, sums over all, divided by their learned tokens."""
     sources = [settings.source.model, settings.distill.teacher]
     model, teacher = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for source in sources)
     tokenizer, seed = load_tokenizer(sources[0]), settings.training.seed
-    data = open_training_data(settings.data, tokenizer, seed=seed, cache_dir=cache, task=settings.task)
+    task = settings.task
+    data = open_training_data(settings.data, tokenizer, seed=seed, cache_dir=cache, task=task, packed=packed)
     loss, divergence, counts = torch.zeros(()), torch.zeros(()), []
     for g in range(settings.num_sequences_per_step):
         ids, learned, positions = torch.from_numpy(data.mixture.sample(g))
@@ -131,6 +132,15 @@ def test_two_ranks_equal_one_process_and_a_plain_computation(place: Path) -> Non
             ours, theirs = ([line[key] for line in lines] for lines in (metrics(run), alone))
             assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5), (parallel, key)
             assert ours[0] == pytest.approx(plain[key], abs=1e-5, rel=1e-5), (parallel, key)
+
+
+def test_a_teacher_with_convolutions_sees_one_conversation_at_a_time(place: Path, tmp_path: Path) -> None:
+    """They would carry the end of one into the next: then none share a row, although the student could have it."""
+    teacher = str(chat_directory(tmp_path / "other", model="lfm2"))
+    settings = recipe(place, steps=1, distill={"weight": 0.5, "teacher": teacher})
+    pretrain(settings, tmp_path / "run")
+    plain = plain_step(settings, tmp_path / "plain", packed=False)
+    assert {key: metrics(tmp_path / "run")[0][key] for key in plain} == pytest.approx(plain, abs=1e-5, rel=1e-5)
 
 
 def test_the_loss_of_a_step_does_not_depend_on_micro_batches(place: Path) -> None:

@@ -11,13 +11,17 @@ import torch
 from tiny_run import make_trainer, tiny_llama
 from torch import Tensor, nn
 
+from dwindle.evaluation.config import SamplingConfig
+from dwindle.evaluation.sampling import BatchDecoder
 from dwindle.training import graphed
 from dwindle.training.callbacks import Callback, Checkpointer
 from dwindle.training.checkpoint import latest_checkpoint, open_checkpoint
 from dwindle.training.distill import Distillation, HiddenStates, Teacher
 from dwindle.training.graphed import GraphedPasses
 from dwindle.training.loop import Trainer
+from dwindle.training.sampling import evaluating
 from dwindle.training.stop import StopSignal
+from tiny import tiny_model
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -96,6 +100,24 @@ def test_a_cpu_records_nothing() -> None:
     trainer = make_trainer(tiny_llama(), cuda_graphs=True)
     trainer.run()
     assert trainer._graphs is None
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "dynamic"), ("phi3", "longrope")])
+def test_frequencies_that_follow_the_length_are_not_recorded(family: str, kind: str) -> None:
+    """transformers reads the largest position in every pass, and nothing can be read while a graph is recorded."""
+    factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]} if kind == "longrope" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **factors}
+    following, plain = (tiny_model(family, **own).float() for own in ({"rope_parameters": rope}, {}))
+    assert make_trainer(following, device="cuda")._graphs is None
+    trainer = make_trainer(plain, device="cuda")
+    assert trainer._graphs is not None
+    trainer.teacher = Teacher.of(HiddenStates(following), Distillation(0.5))
+    trainer.replace_model(trainer.model, trainer.optimizer)
+    assert trainer._graphs is None
+    with evaluating(following):
+        decoder = BatchDecoder(following, [[1, 2, 3]], SamplingConfig(), None, fixed=True)
+        decoder.step()
+    assert decoder._fixed is None
 
 
 class Watcher(Callback):

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 _IGNORES_POSITIONS = ("granitemoehybrid",)
+_FOLLOWS_LENGTH = ("dynamic", "longrope")
 
 
 class SizeWarning(UserWarning):
@@ -33,6 +34,20 @@ def can_be_packed(config: Any) -> bool:
     kinds = getattr(config, "layer_types", None) or ()
     attends = all(str(kind).endswith("_attention") and kind != "linear_attention" for kind in kinds)
     return attends and not config.model_type.endswith(_IGNORES_POSITIONS)
+
+
+def follows_length(model: Any) -> str:
+    """The kind of a model's rotary frequencies if they depend on the length of its sequences, else empty.
+
+    transformers looks for the largest position in every pass and waits for the device, as a CUDA graph cannot.
+    """
+    backbone = getattr(model, "model", model)
+    for rotary in (getattr(backbone, "rotary_emb", None), *getattr(backbone, "rotary_embs", ())):
+        kinds = getattr(rotary, "rope_type", "")
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in _FOLLOWS_LENGTH:
+                return str(kind)
+    return ""
 
 
 def warn_beyond_positions(seq_len: int, config: Any) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from dwindle.anatomy.positions import follows_length
+
 ATTENTION = "dwindle_decode"
 BLOCK = 256
 """Tokens by which buffers grow."""
@@ -76,10 +78,14 @@ class FixedDecoder:
 
     @staticmethod
     def fits(model: Any, cache: Any) -> bool:
-        """Whether every layer attends to all tokens, by transformers' sdpa, whose meaning ``grouped_attention`` has."""
+        """Whether every layer attends to all tokens, by transformers' sdpa, whose meaning ``grouped_attention`` has.
+
+        Not where a step waits for the device.
+        """
         layers = getattr(cache, "layers", None) or ()
         plain = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-        return plain and getattr(model.config, "_attn_implementation", None) == "sdpa"
+        by_sdpa = getattr(model.config, "_attn_implementation", None) == "sdpa"
+        return plain and by_sdpa and not follows_length(model)
 
     def logits(self, token_B1: Tensor) -> Tensor:
         """Append a token to every row; the result is valid until the next call."""

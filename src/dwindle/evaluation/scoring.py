@@ -138,6 +138,9 @@ class Scorer:
         longest = max(len(context) + len(continuation) for context, continuation in pairs)
         return self._takes_masks and (self._window is None or longest <= self._window)
 
+    def _is_beyond_window(self, row: PackedRow) -> bool:
+        return self._window is not None and len(row.tokens) > self._window and row.branches[-1] == SHARED
+
     def _scored(self, rows: Sequence[PackedRow], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
         _check_vocabulary(self.model, rows)
         queued: deque[tuple[list[int], Tensor]] = deque()
@@ -165,12 +168,17 @@ class Scorer:
             raise UserError(f"dtype {dtype}: this CPU does not support it ({error}): use float32") from error
 
     def _batches(self, rows: Sequence[PackedRow]) -> Iterator[list[int]]:
-        """Batches of rows of similar length, the longest first, so that running out of memory happens at once."""
+        """Batches of rows of similar length, the longest first, so that running out of memory happens at once.
+
+        Rows beyond the sliding window come before all others, whose mask would open the window.
+        """
         batch: list[int] = []
         size = width = 0
-        for index in sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens)):
+        beyond = [self._is_beyond_window(row) for row in rows]
+        for index in sorted(range(len(rows)), key=lambda index: (not beyond[index], -len(rows[index].tokens))):
             requests = len(rows[index].places)
-            if batch and (size + requests > self.batch or (len(batch) + 1) * width > self._max_batch_tokens):
+            is_full = size + requests > self.batch or (len(batch) + 1) * width > self._max_batch_tokens
+            if batch and (is_full or beyond[index] != beyond[batch[0]]):
                 yield batch
                 batch, size = [], 0
             if not batch:

@@ -21,6 +21,7 @@ import torch
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.positions import follows_length
 from dwindle.anatomy.refusals import split_name
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
@@ -33,7 +34,6 @@ Stored = dict[str, torch.Tensor]
 _MICROSOFT = "com.microsoft"
 _IR_VERSION = 10
 _MASKED = float(np.finfo(np.float32).min)
-_FOLLOWS_LENGTH = ("dynamic", "longrope")
 _STEM = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _LAYER_PART = re.compile(
     r"self_attn\.((q|k|v|o|qkv)_proj\.(weight|bias)|(q|k)_norm\.weight|(query|key)_layernorm\.weight)"
@@ -439,13 +439,10 @@ def unsupported(model: Any) -> str | None:
         in_layer, part = split_name(name)
         if part not in _STEM and not (in_layer and (part in norms or _LAYER_PART.fullmatch(part))):
             return f"{part} of {model.config.model_type.removeprefix(CUSTOM_PREFIX)} is not part of its graphs"
-    rotary = getattr(model.model, "rotary_emb", None)
-    if rotary is None:
+    if getattr(model.model, "rotary_emb", None) is None:
         return "a model without rotary positions is not supported"
-    kinds = rotary.rope_type
-    for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-        if kind in _FOLLOWS_LENGTH:
-            return f"rope scaling {kind!r} depends on the length"
+    if kind := follows_length(model):
+        return f"rope scaling {kind!r} depends on the length"
     if (activation := _activation(model.config)) not in _ACTIVATIONS:
         return f"the activation {activation!r} is not one of {', '.join(_ACTIVATIONS)}"
     return None

@@ -159,12 +159,13 @@ class MaskedModel:
 
     Heads and channels are masked as inputs of ``o`` and ``down``, hidden channels in everything that is written into
     the residual stream; the norms then divide by the number of masks that are not zero. The hooks read a plain
-    attribute of their module, so they also work in compiled layers.
+    attribute of their module, so they also work in compiled layers, if they are there before the first pass. There are
+    no masks before the first ``sample``.
     """
 
     def __init__(self, prunable: Prunable, masks: Masks) -> None:
         self.masks, self._prunable = masks, prunable
-        self._shown: list[Tensor] | None = None
+        self.trained = self.measured = self._shown = list[Tensor]()
         model = prunable.model
         self._device = local(next(iter(prunable.parameters.values()))).device
         self._sites = list(_sites(prunable, masks.parts))
@@ -173,7 +174,6 @@ class MaskedModel:
             module.mask_in, module.mask_out = None, None
             self._handles.append(module.register_forward_pre_hook(_mask_input))
             self._handles.append(module.register_forward_hook(_mask_output))
-        self.sample(0)
 
     def sample(self, seed: int) -> None:
         """New masks for the next step, and those to measure with."""
@@ -182,7 +182,7 @@ class MaskedModel:
         both = torch.stack([sampled(log_alpha, self.u), settled(log_alpha)]).to(self._device)
         self.trained = [z.clone().requires_grad_() for z in masks.split(both[0])]
         self.measured = masks.split(both[1])
-        self._shown = None
+        self._shown = []
 
     def gradients(self) -> list[Tensor]:
         """The loss's derivatives by the masks of this step, over all processes (of which each has a mean)."""

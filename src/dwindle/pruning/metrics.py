@@ -42,6 +42,8 @@ class Metric:
     of element scores."""
     is_plain: bool = True
     """Whether the score is pure arithmetic, which can be compiled (no random numbers, no checks)."""
+    draws: bool = False
+    """Whether the score draws random numbers, so that those of a row depend on the rows before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ def register_metric(
 
     def make(seed: int) -> Metric:
         function = score(seed) if seeded else score
-        return Metric(function if plain else _checked(name, function, wanted), wanted, curvature, is_plain=plain)
+        scored = function if plain else _checked(name, function, wanted)
+        return Metric(scored, wanted, curvature, is_plain=plain, draws=seeded)
 
     entry = _Entry(make, f"{getattr(score, '__module__', '')}.{getattr(score, '__qualname__', repr(score))}")
     if name in METRICS or (name in _METRICS and _METRICS[name].origin != entry.origin):

@@ -19,7 +19,7 @@ from dwindle.anatomy.anatomy import Row, places
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
-from dwindle.distributed.shards import local, row_range, same_everywhere
+from dwindle.distributed.shards import is_sharded, local, row_range, same_everywhere
 from dwindle.pruning.curvature import LayerCurvature
 from dwindle.pruning.metrics import Metric, Score, derivative
 from dwindle.pruning.strips import Strips
@@ -165,7 +165,8 @@ def begin_scores(
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
     for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        row, column = sums(metric.score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
+        score = _score_of_rows(metric, prunable.parameters[table_row.name])
+        row, column = sums(score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
         rows.append(row)
         columns[kind].append(column)
     heads = torch.cat([*columns["attn"], rows[0].new_zeros(0)]).view(-1, prunable.anatomy.head_dim).sum(1)
@@ -192,6 +193,20 @@ def begin_scores(
         return Scores(prunable.physical, parts[:count], parts[count:-1], parts[-1], kv, of_blocks)
 
     return result
+
+
+def _score_of_rows(metric: Metric, parameter: Tensor) -> Score:
+    """The metric's score for this process's rows: of random numbers, the ones that a single process draws for them."""
+    if not (metric.draws and is_sharded(parameter)):
+        return metric.score
+    first, count = row_range(parameter)
+
+    def whole(rows: Tensor) -> Tensor:
+        if len(rows) != count:  # a curvature of the inputs, one row for all
+            return rows
+        return torch.nn.functional.pad(rows, (0, 0, first, len(parameter) - first - count))
+
+    return lambda *given: metric.score(*map(whole, given))[first : first + count]
 
 
 def _of_blocks(

@@ -52,11 +52,11 @@ class ShearedPruner(Pruner):
 
     def edit_gradients(self, trainer: Trainer) -> None:
         super().edit_gradients(trainer)
-        if self._masked is not None:
+        if self._masked is not None and trainer.step >= self._first:
             self._derivatives = self._masked.gradients()
 
     def after_backward(self, trainer: Trainer) -> None:
-        if self._masked is None:
+        if self._masked is None or trainer.step < self._first:
             return
         expected = self._masks.learn(self._derivatives, self._masked.u, trainer.step + 1 - self._first)
         for kind in {part.kind for part in self._masks.parts}:
@@ -79,12 +79,16 @@ class ShearedPruner(Pruner):
         super().compact(trainer, keep)
 
     def _show_masks(self, trainer: Trainer) -> None:
-        """In the next step, masks that depend on the seed and the step alone."""
-        if self.finished or not self._first <= trainer.step < self._last:
+        """In the next step, masks that depend on the seed and the step alone.
+
+        Their hooks are there from the run's first step on: a layer that is already compiled ignores new ones.
+        """
+        if self.finished or trainer.step >= self._last:
             return
         if self._masked is None:
             self._masked = MaskedModel(self.prunable, self._masks)
-        self._masked.sample(self.seed * 1_000_003 + trainer.step)
+        if trainer.step >= self._first:
+            self._masked.sample(self.seed * 1_000_003 + trainer.step)
 
     def _hide_masks(self) -> None:
         if self._masked is not None:

@@ -154,6 +154,12 @@ def teacher_of(recipe: Recipe, config: Any) -> str | None:
     return teacher
 
 
+def packs(recipe: Recipe, config: Any) -> bool:
+    """Whether several conversations share a row: the model and its teacher must both keep them apart."""
+    teacher = teacher_of(recipe, config)
+    return can_be_packed(config) and (teacher is None or can_be_packed(load_config(teacher)))
+
+
 def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> Footprint:
     """Memory of the run on one of the devices that share the weights."""
     source, precision = teacher_of(recipe, config), precision_of(recipe, device)
@@ -330,8 +336,7 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
     plan = plan_pruning(recipe, anatomy, start)
     before = anatomy.count(anatomy.source).total
     micro_batch = micro_batch_of(recipe, device, config)
-    packed = can_be_packed(config)
-    found = estimate(recipe.data, recipe.task, start.tokenizer, packed=packed)
+    found = estimate(recipe.data, recipe.task, start.tokenizer, packed=packs(recipe, config))
     often = repetition(found.epochs, recipe, "about ")
     shape = {} if plan is None else _shape_target(anatomy, plan.target)
     return Plan(

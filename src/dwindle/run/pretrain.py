@@ -19,7 +19,6 @@ from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import aligned, build, build_random, config_for
-from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Structure
 from dwindle.core.config import to_toml
 from dwindle.core.errors import UserError
@@ -49,6 +48,7 @@ from dwindle.run.plan import (
     check_data,
     device_of,
     joined_for,
+    packs,
     parallel_of,
     plan_pruning,
     plan_warnings,
@@ -267,7 +267,7 @@ class Job:
         """The texts of the recipe, and the batches of this process."""
         settings, seed = self.recipe.data, self.recipe.training.seed
         cache = Path(settings.cache_dir) if settings.cache_dir else self.run.tokens
-        task, packed = self.recipe.task, can_be_packed(self.config)
+        task, packed = self.recipe.task, packs(self.recipe, self.config)
 
         def open_data() -> TrainingData:
             return open_training_data(settings, self.tokenizer, seed=seed, cache_dir=cache, task=task, packed=packed)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.positions import can_be_packed
 from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
@@ -44,6 +43,7 @@ from dwindle.run.plan import (
     joined_for,
     make_plan,
     micro_batch_of,
+    packs,
     plan_pruning,
     precision_of,
 )
@@ -213,7 +213,7 @@ class _Rehearsal(Job):
     def _chat_rows(self, count: int) -> PackedChat:
         """Rows of as many examples, with as many learned tokens at their ends, as those of the run have on average."""
         data, config = self.recipe.data, self.config
-        packed = can_be_packed(config)
+        packed = packs(self.recipe, config)
         found = estimate(data, self.recipe.task, lambda: self.tokenizer, packed=packed)
         in_row = min(max(round(found.examples_per_row), 1), (data.seq_len + 1) // 2)
         size, rng = (data.seq_len + 1) // in_row, np.random.default_rng(0)

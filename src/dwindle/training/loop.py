@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.positions import follows_length
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.distributed.async_copy import sent
@@ -276,11 +277,16 @@ class Trainer:
         self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
-        graphed = self.config.cuda_graphs and not self.config.activation_checkpointing  # which saves random states
-        on_one_gpu = self.device == "cuda" and self.engine.size == 1 and not self.engine.world.is_group
         self._graphs = None
-        if graphed and on_one_gpu:
+        if self._can_be_graphed():
             self._graphs = GraphedPasses(self._passes, list(model.parameters()), conversations=self.fused_loss)
+
+    def _can_be_graphed(self) -> bool:
+        """Whether the passes may be CUDA graphs: on one GPU, if nothing in them waits for it."""
+        on_one_gpu = self.device == "cuda" and self.engine.size == 1 and not self.engine.world.is_group
+        if not (on_one_gpu and self.config.cuda_graphs) or self.config.activation_checkpointing:
+            return False  # checkpointing saves random states
+        return not any(map(follows_length, (self.model, *([self.teacher.model] if self.teacher else []))))
 
     def state_dict(self) -> dict[str, Any]:
         """All state but tensors, as JSON: counters, schedule, position in the data, callbacks, random generators."""
