@@ -100,6 +100,11 @@ def print_result(what: Any, as_json: bool) -> None:
     PlainConsole().print(what)
 
 
+def show(result: Any, as_json: bool) -> None:
+    """A result as one JSON object, or as it renders itself."""
+    print_result(result.to_json() if as_json else result.render(), as_json)
+
+
 def resolve_model(name: str) -> str:
     """Resolves a run directory to its model (logged to stderr)."""
     from dwindle.sources.loading import model_of_run

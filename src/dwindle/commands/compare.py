@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import JUDGE, Device, Json, Model, app, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, app, show
 from dwindle.commands.options import options_of
 from dwindle.run.config import NOT_COMPARED, CompareConfig
 
@@ -51,7 +51,7 @@ def compare(
         overwrite=overwrite,
         device=device,
     )
-    print_result(result.to_json() if as_json else result.render(), as_json)
+    show(result, as_json)
 
 
 def _parts(text: str) -> list[str]:

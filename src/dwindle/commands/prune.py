@@ -51,7 +51,7 @@ def prune(
         measure=measure,
         overwrite=overwrite,
     )
-    print_result(result.summary(out) if as_json else result.render(out), as_json)
+    print_result({"out": out} | result.to_json() if as_json else result.render(out), as_json)
     note_odd_sizes(out, "--round-to 32" if "round_to" in METHODS[config.method].settings else None)
     if as_json:
         return

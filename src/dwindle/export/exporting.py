@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from shlex import quote
@@ -67,7 +67,7 @@ class Exported(Shown):
             "predicted_bytes": self.predicted_bytes,
             "parameters": self.parameters,
             "cost": self.resized.cost() if self.resized is not None else None,
-            "verified": self.verified.to_json() if self.verified is not None else None,
+            "verified": None if self.verified is None else asdict(self.verified),
             "warnings": self.warnings,
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,9 +67,6 @@ class Verified:
     max_error: float
     tolerance: float
     measure: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def describe(self) -> str:
         return f"{self.runtime}: {self.measure} {self.max_error:.2g} (allowed {self.tolerance:.3g})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,6 @@ class Demo(Shown):
     columns: list[DemoModel] = field(default_factory=list)
     text: str = ""
     folder: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def render(self) -> Group:
         """The table, then a sample of each model."""

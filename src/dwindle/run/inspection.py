@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,6 @@ class Inspection(Shown):
     """total, embedding, non_embedding, and by part."""
     groups: dict[str, int]
     """Parameters removed with one group of each type."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def render(self) -> RenderableType:
         """Tables for a terminal."""

@@ -241,9 +241,6 @@ class Plan(Shown):
     cost: float | None = None
     """At the price of an hour that the user gave."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
         rows = {

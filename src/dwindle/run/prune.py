@@ -85,10 +85,9 @@ class Pruned(Shown):
         sizes, events = sizes_text(sizes_of(self.structure)), sum(event["event"] == "prune" for event in self.ledger)
         return f"<Pruned {self.source}: {before} → {after} parameters, {sizes}, {events:,} events>"
 
-    def summary(self, out: str | PathLike[str]) -> dict[str, Any]:
-        """The result in numbers, for ``--json``."""
+    def to_json(self) -> dict[str, Any]:
+        """The result in numbers, without the model."""
         return {
-            "out": str(out),
             "source": self.source,
             "model_type": self.model.config.model_type,
             "stock": not is_custom(self.model.config),

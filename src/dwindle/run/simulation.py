@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,9 +79,6 @@ class WorldPlan(Shown):
     parts: dict[str, Traffic]
     """``step``, ``event``, ``compaction``, ``checkpoint``."""
     not_counted: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def peak_bytes(self) -> int:
