@@ -40,7 +40,7 @@ from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, te
 from dwindle.evaluation.prompts import read_chats
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import FEW_SHOT_TASKS, TASKS, WIKITEXT, resolve_tasks
-from dwindle.sources.loading import Loaded, check_source, chosen_device, model_of_run
+from dwindle.sources.loading import Loaded, check_source, chosen_device, model_in
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ def evaluate(
         path, name = Path(model), name or os.fspath(model)
         if path.suffix == ".jsonl" and path.is_file():
             return evaluate_answers(path, load_data(tasks, data, limit=config.limit), name=name, items=items)
-        source = os.fspath(model_of_run(path) or model)
+        source = model_in(model)
         check_source(source)
         found = load_data(tasks, data, texts=text, text_field=text_field, limit=config.limit)
         loaded, tokenizer = load_with_tokenizer(source, config.dtype or "float32", chosen_device(device or "auto"))

@@ -26,7 +26,7 @@ from dwindle.evaluation.prompts import Message, chat_ids
 from dwindle.evaluation.sampling import BatchDecoder
 from dwindle.evaluation.tasks import BrokenItem
 from dwindle.sources.fingerprint import source_fingerprint
-from dwindle.sources.loading import check_source, model_of_run
+from dwindle.sources.loading import check_source, model_in
 from dwindle.training.sampling import evaluating
 
 _MARKS = " \t\r\n*_`\"'.,:;!()[]{}"
@@ -247,13 +247,13 @@ def open_judge(spec: str, *, model: str | None, allow_network: bool) -> Judge | 
         if not Path(spec).is_file():
             raise UserError(f"--judge {spec}: does not exist: give a file of verdicts, a model or an address")
         return FileJudge(Path(spec))
-    check_source(str(model_of_run(Path(spec)) or spec))
+    check_source(model_in(spec))
     return None
 
 
 def load_judge(spec: str, *, device: str, dtype: str) -> Judge:
     """A model as a judge."""
-    source = str(model_of_run(Path(spec)) or spec)
+    source = model_in(spec)
     loaded, tokenizer = load_with_tokenizer(source, dtype, device)
     return LocalJudge(loaded, tokenizer, spec, source_fingerprint(source))
 

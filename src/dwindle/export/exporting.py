@@ -36,7 +36,7 @@ from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.gguf_file import import_gguf
-from dwindle.sources.loading import Loaded, load, model_of_run
+from dwindle.sources.loading import Loaded, load, model_in
 
 FORMATS = ("hf", "gguf", "onnx", "transformers.js", "executorch")
 
@@ -122,7 +122,7 @@ def export(
         raise UserError(f"--as {layout}: the layouts are deci, for --to hf without --stock")
     at_least(1, threads=threads)
     if not isinstance(source, Loaded):
-        source = model_of_run(Path(source)) or source
+        source = model_in(source)
     target = Path(out)
     kind = _chosen_type(to, type)
     _check_target(to, target, kind, verify, overwrite, _files_read(source))
@@ -133,7 +133,7 @@ def export(
     return dict(zip(FORMATS, jobs, strict=True))[to]()
 
 
-def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
+def _loaded(source: str | Loaded, *, as_stored: bool) -> Loaded:
     """The model in float32 unless ``as_stored``, because 16-bit arithmetic would blur the comparison."""
     if not isinstance(source, Loaded):
         return load(source, dtype="auto" if as_stored else torch.float32)
@@ -149,9 +149,9 @@ def _chosen_type(to: str, type_: str | None) -> str:
     return chosen
 
 
-def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
+def _files_read(source: str | Loaded) -> list[str]:
     """The paths that the export reads, which ``out`` must not overwrite."""
-    place = source.source if isinstance(source, Loaded) else os.fspath(source)
+    place = source.source if isinstance(source, Loaded) else source
     folder = Path(place).expanduser()
     return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from dwindle.evaluation.generation import Answer, Answerer, open_answerer, plan_
 from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
 from dwindle.run.journal import Journal
 from dwindle.sources.fingerprint import source_fingerprint
-from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_in
 
 FORMAT = "dwindle-answers-1"
 
@@ -93,7 +93,7 @@ def generate_answers(
 
 def _asked(model: str | PathLike[str], prompts: Path, limit: int | None, chat: bool) -> tuple[str, list[Prompt]]:
     """Where the model is, and what it is asked."""
-    source = str(model_of_run(Path(model)) or fspath(model))
+    source = model_in(model)
     check_source(source)
     joint = input_joint(load_tokenizer(source).chat_template) if chat else input_joint(None)
     return source, read_prompts(prompts, limit=limit, joint=joint)

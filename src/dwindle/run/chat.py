@@ -28,7 +28,7 @@ from dwindle.evaluation.prompts import Message, prompt_ids
 from dwindle.evaluation.sampling import end_tokens, stream
 from dwindle.export.llamacpp import open_here, require_xllamacpp
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_in
 from dwindle.training.sampling import continuation_text
 
 _ADVICE = "remove the system prompt, or give the model another template"
@@ -179,7 +179,7 @@ def open_chat_models(
     models: Sequence[str], config: GenerateConfig, *, device: str = "auto", threads: int = 1
 ) -> Iterator[list[ChatModel]]:
     """The models, loaded; those of llama.cpp run in processes that end with the context."""
-    sources = [str(model_of_run(Path(model)) or model) for model in models]
+    sources = [model_in(model) for model in models]
     for source in sources:
         check_source(source)
     place = chosen_device(device)

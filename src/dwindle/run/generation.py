@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.generation import open_answerer, room_for
 from dwindle.evaluation.prompts import prompt_ids
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.sources.loading import load_tokenizer, model_of_run
+from dwindle.sources.loading import load_tokenizer, model_in
 from dwindle.training.sampling import continuation_text
 
 ONNX_FILE = "model.onnx"
@@ -39,7 +39,7 @@ def generate(
     at_least(1, threads=threads)
     if not prompt:
         raise UserError("prompt: is empty: give the beginning of a text")
-    where = str(model_of_run(Path(model)) or fspath(model))
+    where = model_in(model)
     message = [{"role": "user", "content": without_lone_surrogates(prompt)}]
     count = config.tokens or DEFAULT_TOKENS
     if (Path(where) / ONNX_FILE).is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group as Stack
@@ -22,7 +21,7 @@ from dwindle.core.terminal import titled
 from dwindle.export.card_structure import mistral_note
 from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
-from dwindle.sources.loading import load_config, model_of_run
+from dwindle.sources.loading import load_config, model_in
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 
@@ -116,7 +115,7 @@ class Inspection(Shown):
 
 def inspect(source: str | PathLike[str]) -> Inspection:
     """Count a model's parameters from its configuration, without loading weights; a run stands for its final model."""
-    source = model_of_run(Path(source)) or source
+    source = model_in(source)
     config = load_config(source)
     anatomy = Anatomy.of_config(config)
     structure = anatomy.source
@@ -134,7 +133,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     ]
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
-        source=str(source),
+        source=source,
         origin=None if (alias := alias_of(source)) is None else alias.origin,
         model_type=config.model_type,
         stock=not is_custom(config),

@@ -34,7 +34,7 @@ from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agr
 from dwindle.evaluation.prompts import Chats, Message, read_chats
 from dwindle.run.answers import answers_header, generate_answers
 from dwindle.run.journal import Journal, check_header
-from dwindle.sources.loading import check_source, chosen_device, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, model_in
 
 FORMAT = "dwindle-verdicts-2"
 TIE_MARGIN = 0.0
@@ -184,7 +184,7 @@ def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None
     if path.suffix != ".jsonl":
         if prompts is None or folder is None:
             raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
-        check_source(str(model_of_run(path) or fspath(source)))
+        check_source(model_in(source))
     elif not path.is_file():
         raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
 
