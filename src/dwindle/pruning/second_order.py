@@ -13,7 +13,7 @@ the readers of every norm's output. ``repair`` then updates the kept columns, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -190,30 +190,18 @@ def _thinned(x_BLN: Tensor, stride: int) -> Tensor:
     return x_TN.to(dtype, copy=True)  # a view would keep all activations in memory
 
 
-class InputStatistics(Mapping[str, Inputs]):
+class InputStatistics(dict[str, Inputs]):
     """Statistics of the inputs by tap: a Gram or a sample, whichever is smaller."""
 
     def __init__(self, num_tokens: int) -> None:
+        super().__init__()
         self.num_tokens = num_tokens
-        self._by_key: dict[str, Inputs] = {}
 
     def add(self, key: str, x_TN: Tensor) -> None:
-        if key not in self._by_key:
+        if key not in self:
             is_wide = 4 * x_TN.shape[1] >= x_TN.element_size() * self.num_tokens
-            self._by_key[key] = Sample() if is_wide else Gram()
-        self._by_key[key].add(x_TN)
-
-    def clear(self) -> None:
-        self._by_key.clear()
-
-    def __getitem__(self, key: str) -> Inputs:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_key)
-
-    def __len__(self) -> int:
-        return len(self._by_key)
+            self[key] = Sample() if is_wide else Gram()
+        self[key].add(x_TN)
 
 
 class InputWatch:
