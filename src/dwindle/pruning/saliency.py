@@ -59,14 +59,16 @@ class Scores:
         return self
 
     def copy(self) -> Scores:
-        return Scores(
-            self.structure,
-            [t.clone() for t in self.attn],
-            [t.clone() for t in self.ffn],
-            self.stem.clone(),
-            [t.clone() for t in self.kv],
-            [t.clone() for t in self.blocks],
-        )
+        return self._changed(torch.clone)
+
+    def _changed(self, change: Callable[..., Tensor], *others: Scores) -> Scores:
+        """``change`` of every tensor, and of those in its place in other scores."""
+
+        def each(part: str) -> list[Tensor]:
+            return [change(*own) for own in zip(*(getattr(scores, part) for scores in (self, *others)), strict=True)]
+
+        stem = change(self.stem, *(scores.stem for scores in others))
+        return Scores(self.structure, each("attn"), each("ffn"), stem, each("kv"), each("blocks"))
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
         """The saliency of a key/value head with all its query heads; ``queries`` are theirs."""
@@ -114,18 +116,7 @@ class Scores:
         if previous is None or factor == 0.0:
             return self
         assert previous.structure == self.structure
-
-        def mix(now: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-            return [factor * b + (1 - factor) * n for n, b in zip(now, before, strict=True)]
-
-        return Scores(
-            self.structure,
-            mix(self.attn, previous.attn),
-            mix(self.ffn, previous.ffn),
-            mix([self.stem], [previous.stem])[0],
-            mix(self.kv, previous.kv),
-            mix(self.blocks, previous.blocks),
-        )
+        return self._changed(lambda now, before: factor * before + (1 - factor) * now, previous)
 
 
 def score_model(
