@@ -42,6 +42,11 @@ class Layer:
         """Whether the whole layer was removed."""
         return len(self.absent) == len(BLOCKS)
 
+    @property
+    def block_places(self) -> tuple[int, ...]:
+        """The places in ``BLOCKS`` of its blocks."""
+        return tuple(place for place, block in enumerate(BLOCKS) if block not in self.absent)
+
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
         """A key/value head is kept while one of its query heads is."""
@@ -138,6 +143,11 @@ class Group:
 
     kind: Kind
     members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of_layer(cls, kind: Kind, layer: int, members: tuple[int, ...], num_layers: int) -> Group:
+        """A group with members in a single layer."""
+        return cls(kind, tuple(members if number == layer else () for number in range(num_layers)))
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def _head_steps(layer: Layer, config: PruneConfig) -> list[tuple[Layer, Layer]]:
         left = [(heads - 1, kv)] if heads > kv else []
         left += [(heads - 1, kv - 1)] if kv > 1 else []
         return [(sized(heads, kv), sized(*sizes)) for sizes in left]
-    steps, least = list[tuple[Layer, Layer]](), min(max(config.min_heads, 1), heads)
+    steps, least = list[tuple[Layer, Layer]](), min(config.min_heads, heads)
     for a in range(1, kv + 1):
         for b in range(1, heads // kv + 1):
             left = [(x * y, x) for x, y in ((a - 1, b), (a, b - 1)) if x * y >= least]

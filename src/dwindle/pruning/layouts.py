@@ -99,7 +99,7 @@ def layouts(structure: Structure, config: PruneConfig) -> list[Layout]:
     heads = Shape.of(structure).heads
     if "attn" not in config.effective_groups or not heads:
         return [Layout(heads, None, 0)]
-    least = min(max(config.min_heads, 1), heads)
+    least = min(config.min_heads, heads)
     if config.attention == "cluster":
         return [Layout(n, None, heads - n) for n in range(heads, least - 1, -1)]
     layer = structure.with_heads

@@ -27,7 +27,7 @@ from types import NoneType
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, KINDS, UNIT_OF, Group, Layer, Structure
+from dwindle.anatomy.structure import ALL_KINDS, KINDS, UNIT_OF, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile
@@ -248,7 +248,7 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
 
 def _alive(group: Group, layer: Layer) -> tuple[int, ...]:
     if group.kind == "layer":
-        return tuple(place for place, block in enumerate(BLOCKS) if block not in layer.absent)
+        return layer.block_places
     return layer.unit(UNIT_OF[group.kind])
 
 

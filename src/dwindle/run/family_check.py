@@ -234,7 +234,7 @@ def _blocks(anatomy: Anatomy, wanted: Sequence[tuple[int, ...]], structure: Stru
         free = [n for n, found in anatomy.removable_blocks(structure) if found == places]
         free = [number for number in free if not structure.layers[number].absent]
         if free:
-            group = Group("layer", tuple(places if n == free[0] else () for n in range(anatomy.num_layers)))
+            group = Group.of_layer("layer", free[0], places, anatomy.num_layers)
             structure = structure.without(group)
             yield group
 

@@ -167,5 +167,5 @@ def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
         groups["attn_kv"] = Group("attn", tuple(last_kv))
     groups["ffn"] = Group("ffn", tuple(la.ffn[-1:] for la in structure.layers))
     groups["stem"] = Group("stem", (structure.hidden[-1:],))
-    groups["layer"] = Group("layer", (*((),) * (len(structure.layers) - 1), (0, 1)))
+    groups["layer"] = Group.of_layer("layer", len(structure.layers) - 1, (0, 1), len(structure.layers))
     return {name: parameters_of(group) for name, group in groups.items() if group.kind in anatomy.family.groups}

@@ -132,6 +132,11 @@ class Strategy(ABC):
         Modifies ``scores``: chosen groups are removed from them.
         """
 
+    def goal(self, pacing: Pacing, step: int) -> int:
+        """The parameter count that the removals after ``step`` land on."""
+        aim = pacing.aim(step)
+        return self.target.num_parameters if aim is None else aim
+
     @property
     def num_rounds(self) -> int:
         """Rounds without training, each with its own calibration."""

@@ -225,9 +225,7 @@ class Selector:
         excess = count - self.target.num_parameters
         sizes = self.anatomy.layer_counts(alive)
         for number in self.anatomy.removable_wholes(alive):
-            absent = alive.layers[number].absent
-            places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
-            group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
+            group = Group.of_layer("layer", number, alive.layers[number].block_places, len(alive.layers))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
             candidate = self._candidate(count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group))
             order = max(sizes[number] - excess, 0), candidate.saliency

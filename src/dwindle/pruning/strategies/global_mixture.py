@@ -71,8 +71,7 @@ class GlobalStrategy(Strategy):
         While the candidate of any kind still fits above the goal, only those that fit are compared; the last group is
         the smallest. So the result lands at most one minimal group below the goal.
         """
-        aim = pacing.aim(step)
-        goal = self.target.num_parameters if aim is None else aim
+        goal = self.goal(pacing, step)
         pool, trail = _Pool(self.anatomy, self.config, scores.current, alive), Trail(alive)
         alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
@@ -279,7 +278,7 @@ class _Pool:
             if layer.queries_per_kv[0] > 1:  # one query of every key/value head keeps the layer regular
                 each = tuple(min(layer.queries_of(kv), key=values.__getitem__) for kv in layer.kv_heads)
                 ways.append((each, sum(values[q] for q in each)))
-        least = max(self.config.min_heads, 1)
+        least = self.config.min_heads
         ways = [(way, total) for way, total in ways if len(layer.query_heads) - len(way) >= least]
         if not ways:
             return None
@@ -385,7 +384,7 @@ def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
     if "attn" not in config.effective_groups or not heads:
         return [layer.kv_of_query]
-    least = min(max(config.min_heads, 1), heads)
+    least = min(config.min_heads, heads)
     if config.attention == "cluster":  # in the worst case all of different key/value heads
         return [tuple(query % min(kv, least) for query in range(least))]
     ends = [
@@ -448,5 +447,4 @@ def _saved(anatomy: Anatomy, before: Structure, after: Structure, layer: int) ->
 def _group(chosen: _Candidate, num_layers: int) -> Group:
     if chosen.kind == "stem":
         return Group("stem", (chosen.members,))
-    before, after = ((),) * chosen.layer, ((),) * (num_layers - chosen.layer - 1)
-    return Group(chosen.kind, (*before, chosen.members, *after))
+    return Group.of_layer(chosen.kind, chosen.layer, chosen.members, num_layers)

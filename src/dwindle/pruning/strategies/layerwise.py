@@ -58,9 +58,8 @@ class LayerwiseStrategy(Strategy):
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
         """One group of heads and one of channels, which bring the model to at most the step's count."""
-        aim = pacing.aim(step)
         self._before_choice()
-        return iter(self.choose_to(scores.current, alive, self.target.num_parameters if aim is None else aim))
+        return iter(self.choose_to(scores.current, alive, self.goal(pacing, step)))
 
     def choose_to(self, scores: Scores, alive: Structure, goal: int) -> list[Choice]:
         """The groups to remove so that at most ``goal`` parameters remain."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import BLOCKS, Group, Structure
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count
@@ -74,17 +74,15 @@ class ShortGptStrategy(Strategy):
         if not all(map(isfinite, found)):
             raise UserError("method shortgpt: the residual stream is not finite: the weights or the data are broken")
         self.influence = [1 + found[places[n]] if n in places else None for n in range(self.anatomy.num_layers)]
-        aim = pacing.aim(step)
-        is_last = aim is None or (self.target.shape is not None and isinstance(pacing, Stages))  # a shape counts layers
-        goal = self.target.num_parameters if is_last or aim is None else aim
+        counts_layers = self.target.shape is not None and isinstance(pacing, Stages)
+        goal = self.target.num_parameters if counts_layers else self.goal(pacing, step)
         count, trail = self.anatomy.count(alive).total, Trail(alive)
         while count > goal and not self.is_finished(alive, count):
             values = {n: bi for n in self.anatomy.removable_wholes(alive) if (bi := self.influence[n]) is not None}
             if not values:
                 break
             least = min(values, key=values.__getitem__)
-            gone = tuple(place for place, block in enumerate(BLOCKS) if block not in alive.layers[least].absent)
-            group = Group("layer", tuple(gone if n == least else () for n in range(len(alive.layers))))
+            group = Group.of_layer("layer", least, alive.layers[least].block_places, len(alive.layers))
             self._left = alive = alive.without(group)
             count = self.anatomy.count(alive).total
             yield trail.choice(group, {"layer": values[least]}, count)
