@@ -411,11 +411,7 @@ def cut(
             tensors[anatomy.name_in(row, keep)] = whole.clone() if part is whole and release is None else part
         if release is not None:
             release(parameter)
-    smaller = stock_form(build(config_for(anatomy.config, keep), tensors), keep)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        smaller.generation_config = generation
-    return smaller
+    return stock_form(build(config_for(anatomy.config, keep), tensors, model), keep)
 
 
 def _value(terms: _Terms, sizes: tuple[int, int, int, int]) -> int:

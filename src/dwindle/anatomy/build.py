@@ -119,7 +119,7 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
     absorb("model.embed_tokens.weight", lambda weight: weight * factor)
     if config.tie_word_embeddings:
         absorb("model.norm.weight", lambda gain: (offset + gain) / factor - offset)
-    return build(stock, tensors)
+    return build(stock, tensors, model)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
@@ -153,9 +153,7 @@ def with_output_bias(model: Any, structure: Structure) -> Any:
         if name not in tensors:
             like = next(iter(tensors.values()))
             tensors[name] = torch.zeros(parameter.shape, dtype=like.dtype, device=like.device)
-    biased = build(config, tensors)
-    biased.generation_config = model.generation_config
-    return biased
+    return build(config, tensors, model)
 
 
 def is_custom(config: Any) -> bool:
@@ -197,8 +195,8 @@ def restore_buffers(model: Any, device: torch.device | str) -> None:
         embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype, device=device)
 
 
-def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
-    """The model with the given tensors as parameters (no copy)."""
+def build(config: Any, tensors: dict[str, Tensor], like: Any = None) -> nn.Module:
+    """The model with the given tensors as parameters (no copy); it generates as the model ``like``."""
     model = build_on_meta(config)
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
@@ -207,6 +205,8 @@ def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert sample.is_meta or not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
+    if getattr(like, "generation_config", None) is not None:
+        model.generation_config = like.generation_config
     return model.eval()
 
 

@@ -301,9 +301,8 @@ class ShardedEngine(_WrappedEngine):
 
     def gather(self, model: nn.Module) -> nn.Module:
         """A copy in host memory, gathered tensor by tensor."""
-        whole = build(model.config, {name: gathered(p).to("cpu", copy=True) for name, p in model.named_parameters()})
-        whole.generation_config = model.generation_config
-        return whole
+        tensors = {name: gathered(p).to("cpu", copy=True) for name, p in model.named_parameters()}
+        return build(model.config, tensors, model)
 
     def files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
         """Each process of the first replica writes its rows of sharded tensors; the main process everything else."""

@@ -178,10 +178,7 @@ def _enlarged(
             tensors[name] = torch.zeros(parameter.shape, dtype=tensor.dtype, device=tensor.device)
     name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
     setattr(config, name, getattr(model.config, name) * share)
-    larger = stock_form(build(config, tensors), after)
-    if getattr(model, "generation_config", None) is not None:
-        larger.generation_config = model.generation_config
-    return larger
+    return stock_form(build(config, tensors, model), after)
 
 
 def _plans(

@@ -226,11 +226,8 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
         head_VK = (in_fp64(EMBEDDING) * (offset + in_fp64(final))) @ read_DK
         tensors[HEAD] = head_VK.to(tensors[EMBEDDING].dtype)
     structure = _sliced(anatomy, kept)
-    smaller = stock_form(
-        build(config_for(model.config, structure, changed={"tie_word_embeddings": False}), tensors), structure
-    )
-    smaller.generation_config = model.generation_config
-    return smaller
+    config = config_for(model.config, structure, changed={"tie_word_embeddings": False})
+    return stock_form(build(config, tensors, model), structure)
 
 
 def _gain(anatomy: Anatomy, row: Row) -> str:
