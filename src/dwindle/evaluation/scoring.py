@@ -126,12 +126,7 @@ class Scorer:
 
     def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
         """Log-likelihood of every window of a text."""
-        found = [0.0] * len(windows)
-        rows = [tree_row([window], self.max_length) for window in windows]
-        for indices, scores in self._scored(rows, progress):
-            for index, (value,) in zip(indices, scores, strict=True):
-                found[index] = value
-        return found
+        return [value for (value,) in self.choices([[window] for window in windows], progress)]
 
     def _shareable(self, pairs: Sequence[Pair]) -> bool:
         """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared."""
