@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -190,16 +191,15 @@ def activation_rounding_error(reference: Any, sequences: list[list[int]], type_:
     Of the 20 likeliest tokens at the ``last`` places of each sequence.
     """
     expected = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: (rounded_input(inputs[0], type_), *inputs[1:]))
-        for layer in reference.modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    try:
+
+    def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return rounded_input(inputs[0], type_), *inputs[1:]
+
+    with ExitStack() as hooks:
+        for layer in reference.modules():
+            if isinstance(layer, nn.Linear):
+                hooks.enter_context(layer.register_forward_pre_hook(rounded))
         found = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
-    finally:
-        for hook in hooks:
-            hook.remove()
     likeliest = [values.topk(min(20, values.shape[-1])).indices for values in expected]
     triples = zip(found, expected, likeliest, strict=True)
     return float(torch.cat([(a.gather(1, at) - b.gather(1, at)).abs().flatten() for a, b, at in triples]).mean())

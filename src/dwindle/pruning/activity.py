@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens of a sequence, N columns of an input, U units (hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -103,17 +103,18 @@ class LayerWalk:
             raise _Enough
 
         skipped = layers[: self._first]
-        handles = [layers[self._first].register_forward_pre_hook(enter), layers[last].register_forward_pre_hook(keep)]
-        handles.append(layers[last].register_forward_hook(leave))
         for layer in skipped:
-            layer.forward = lambda stream, **_: stream
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer in skipped:
-                del layer.forward
+            layer.forward = lambda hidden, **_: hidden
+        with (
+            layers[self._first].register_forward_pre_hook(enter),
+            layers[last].register_forward_pre_hook(keep),
+            layers[last].register_forward_hook(leave),
+        ):
+            try:
+                yield
+            finally:
+                for layer in skipped:
+                    del layer.forward
         self._first, self._inputs = last, found
 
 
@@ -142,18 +143,15 @@ def observe(
             )
         found[row.name] = new
 
-    handles = [_hook(model.get_submodule(row.module), row, add) for row in rows]
     device = next(model.parameters()).device
-    try:
-        shown = Bar("calibrating", len(windows)) if bar is None else nullcontext(bar)
-        with torch.no_grad(), passes or nullcontext(), shown as progress:
-            for batch in torch.split(windows, batch_size(prunable, windows)):
-                with suppress(_Enough):
-                    model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
-                progress.advance(len(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    shown = Bar("calibrating", len(windows)) if bar is None else nullcontext(bar)
+    with ExitStack() as hooks, torch.no_grad(), passes or nullcontext(), shown as progress:
+        for row in rows:
+            hooks.enter_context(_hook(model.get_submodule(row.module), row, add))
+        for batch in torch.split(windows, batch_size(prunable, windows)):
+            with suppress(_Enough):
+                model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
+            progress.advance(len(batch))
     if not all(torch.isfinite(seen.square_N).all() for seen in found.values()):
         raise UserError("calibration: activations are not finite: the source's weights or the data are broken")
     return found

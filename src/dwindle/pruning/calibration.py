@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
@@ -200,16 +199,13 @@ class _Gradients:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = [
-            module.register_forward_hook(partial(self._watch, name)) for name, module in self._watched.items()
-        ]
-        for name, parameter in {} if self._watched else self._scored.items():
-            handles.append(cast(Any, parameter).register_post_accumulate_grad_hook(partial(self._take_gradient, name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._watched.items():
+                hooks.enter_context(module.register_forward_hook(partial(self._watch, name)))
+            for name, parameter in {} if self._watched else self._scored.items():
+                take = partial(self._take_gradient, name)
+                hooks.enter_context(cast(Any, parameter).register_post_accumulate_grad_hook(take))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add_from(self, loss: Tensor, count: int, of: int) -> None:
         """Backward pass of the mean loss of ``count`` of the windows."""

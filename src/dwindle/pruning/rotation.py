@@ -14,6 +14,7 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -171,15 +172,12 @@ def stream_moment(model: Any, anatomy: Anatomy, windows_BT: Tensor) -> Tensor:
         moment_DD.add_(accumulate_gram(part, x_ND))
         seen += len(x_ND)
 
-    handles = [norm.register_forward_pre_hook(collect) for norm in norms]
-    try:
-        with torch.no_grad(), Bar("calibrating", len(windows_BT)) as bar:
-            for batch in torch.split(windows_BT, max(1, _PASS_TOKENS // windows_BT.shape[1])):
-                model.model(input_ids=batch.to(device), use_cache=False)
-                bar.advance(len(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), Bar("calibrating", len(windows_BT)) as bar:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(collect))
+        for batch in torch.split(windows_BT, max(1, _PASS_TOKENS // windows_BT.shape[1])):
+            model.model(input_ids=batch.to(device), use_cache=False)
+            bar.advance(len(batch))
     if not bool(moment_DD.isfinite().all()):
         raise UserError("calibration: the residual stream is not finite: the source's weights or the data are broken")
     return moment_DD / seen
