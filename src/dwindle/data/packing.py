@@ -77,9 +77,9 @@ class ChatStream(TokenStream):
         if (np.diff(flat) < 0).any() or flat[0] < 0 or flat[-1] > len(self):
             raise UserError(f"{parts[0].label} is damaged (its answers are not in order): render it again")
 
-    def last_of_answers(self, most: int = 256) -> Iterator[int]:
-        """The last token of each of the first answers."""
-        for stop in map(int, self.answers_K2[:most, 1]):
+    def last_of_answers(self) -> Iterator[int]:
+        """The last token of each of the first 256 answers."""
+        for stop in map(int, self.answers_K2[:256, 1]):
             yield int(self.read(stop - 1, stop)[0])
 
 

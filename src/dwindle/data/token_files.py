@@ -126,7 +126,7 @@ class TokenFiles:
                 "run dwindle tokenize again with --model set to this model"
             )
 
-    def check_template(self, fingerprint: str | None, option: str = "data") -> None:
+    def check_template(self, fingerprint: str | None, option: str) -> None:
         """Raise UserError for text in place of conversations, or the reverse, or another chat template."""
         if fingerprint is None and self.template_fingerprint is not None:
             raise UserError(f"{option}: {self.directory} holds conversations: name it in task.chat")

@@ -254,7 +254,7 @@ def cached_token_files(
     )
 
 
-def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str = "data.train") -> None:
+def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str) -> None:
     """Raise UserError if validation text is trained on: the same input, or shared documents of over 1 % of its tokens.
 
     The margin allows boilerplate that any two collections share, such as a licence page.

@@ -210,9 +210,7 @@ def _finished(result: EvalResult, lines: list[str], items: str | os.PathLike[str
     return result
 
 
-def evaluate_answers(
-    path: Path, data: EvalData, *, name: str, items: str | os.PathLike[str] | None = None
-) -> EvalResult:
+def evaluate_answers(path: Path, data: EvalData, *, name: str, items: str | os.PathLike[str] | None) -> EvalResult:
     """Score answers that were generated before, perhaps on another machine."""
     if data.tasks or data.texts:
         others = [task.task.name for task in data.tasks] + [text.name for text in data.texts]

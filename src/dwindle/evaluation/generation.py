@@ -180,7 +180,7 @@ def is_for_llamacpp(source: str, config: GenerateConfig, device: str) -> bool:
 
 
 def open_answerer(
-    source: str, config: GenerateConfig, *, device: str, threads: int = 1
+    source: str, config: GenerateConfig, *, device: str, threads: int
 ) -> AbstractContextManager[Answerer]:
     """The model in the runtime that ``config`` asks for; a context manager, which ends llama.cpp's process."""
     place = chosen_device(device)

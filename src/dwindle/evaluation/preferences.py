@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Outcome = Literal["A", "B", "tie"]
+_RESAMPLES = 1000
 _RIDGE = 1e-2
 """Keeps the coefficients finite when one side wins every pair."""
 _MOST_LOGIT = 14.0
@@ -82,16 +83,14 @@ class Rate:
     high: float
 
 
-def rates(
-    values: Sequence[float], differences: Sequence[float], *, seed: int = 0, resamples: int = 1000
-) -> tuple[Rate, Rate | None]:
+def rates(values: Sequence[float], differences: Sequence[float], *, seed: int = 0) -> tuple[Rate, Rate | None]:
     """The plain win rate (ties count half) and the length-controlled one, None where it is not identifiable."""
     values_N, differences_N = np.array(values, float), np.array(differences, float)
     plain, controlled = float(values_N.mean()), float(length_controlled(values_N[None], differences_N[None])[0])
-    index_RN = np.random.default_rng(seed).integers(len(values_N), size=(resamples, len(values_N)))
+    index_RN = np.random.default_rng(seed).integers(len(values_N), size=(_RESAMPLES, len(values_N)))
     plain_R = values_N[index_RN].mean(axis=1)
     controlled_R = np.concatenate(
-        [length_controlled(values_N[part], differences_N[part]) for part in np.array_split(index_RN, 10) if len(part)]
+        [length_controlled(values_N[part], differences_N[part]) for part in np.array_split(index_RN, 10)]
     )
     if (values_N == values_N[0]).all():  # resamples are all alike, which says nothing about other prompts
         low, high = _wilson(plain, len(values_N))

@@ -63,7 +63,7 @@ def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -
     return prompts
 
 
-def make_prompt(row: Any, number: int, where: str, joint: str = "\n\n") -> Prompt:
+def make_prompt(row: Any, number: int, where: str, joint: str) -> Prompt:
     """The prompt of a record; without an id its number is taken."""
     if isinstance(row, BrokenItem) or not isinstance(row, Mapping):
         raise UserError(f"{where}: is not a JSON object: correct or remove the line")

@@ -65,7 +65,7 @@ def minitron(seen: Activity) -> Tensor:
     return seen.mean_square_U.sqrt()
 
 
-def activity_of(x_BTN: Tensor, stretch: int = 1) -> Activity:
+def activity_of(x_BTN: Tensor, stretch: int) -> Activity:
     """The sums of one batch; ``stretch`` consecutive columns are one unit."""
     x = x_BTN.detach().double()
     norms_BTU = x.abs() if stretch == 1 else x.view(*x.shape[:2], -1, stretch).norm(dim=-1)

@@ -420,7 +420,7 @@ def _check_output(out: Path, overwrite: bool, sources: Sequence[str | PathLike[s
         pass  # a missing matplotlib is reported before the work
 
 
-def write_comparison(result: Comparison, out: Path, *, overwrite: bool = False) -> None:
+def write_comparison(result: Comparison, out: Path, *, overwrite: bool) -> None:
     """``compare.json``, and the figure as PNG and SVG."""
     with atomic_directory(out, marker=FILE, overwrite=overwrite) as folder:
         (folder / FILE).write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -72,7 +72,7 @@ class RunState(Callback):
         self.changes = [*state["changes"], *self.new_changes]
 
 
-def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
+def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabulary | None) -> dict[str, Any]:
     """The settings by dotted name, and the hashes of source, teacher, kept tokens and validation text."""
     teacher = recipe.distill.teacher if recipe.teacher_weight else ""
     valid = None if valid_windows is None else hashlib.sha256(valid_windows.numpy().tobytes()).hexdigest()

@@ -84,7 +84,7 @@ def plan_layer(
     head_dim: int,
     config: PruneConfig,
     count: Callable[[Layer], int],
-    spared: bool = False,
+    spared: bool,
 ) -> LayerPlan:
     """The plan of ``layer``, the alive part of ``source``; ``count`` gives a layer's parameters.
 
