@@ -61,25 +61,15 @@ class Recipe(Config):
     }
 
     source: ModelConfig
-    """Where training starts."""
     vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
-    """Which tokens are kept; the others are removed before anything is pruned."""
     task: TaskConfig = Field(default_factory=TaskConfig)
-    """What is learned: text, or the answers of conversations."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """What the model is trained and validated on."""
     training: TrainingConfig
-    """How the model is trained."""
     prune: PretrainPruneConfig = Field(default_factory=PretrainPruneConfig)
-    """What is pruned during training, and when."""
     distill: DistillConfig = Field(default_factory=DistillConfig)
-    """What the model learns from a frozen teacher, beside the text."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    """When the loss on held-out text (data.valid or data.holdout) is measured."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """How much a crash can cost."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    """Where the numbers of a run are shown, beside metrics.jsonl."""
 
     @property
     def num_sequences_per_step(self) -> int:
