@@ -121,6 +121,11 @@ def format_count(value: int | float) -> str:
     return f"{value:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``1,024 layers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _three_digits(value: float) -> str:
     """Significant ones; ``.3g`` alone writes 1000 as 1e+03."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

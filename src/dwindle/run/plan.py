@@ -17,7 +17,7 @@ from dwindle.core.config import in_section, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.run_directory import RunDirectory
-from dwindle.core.sizes import format_bytes, format_count, format_duration, format_range
+from dwindle.core.sizes import counted, format_bytes, format_count, format_duration, format_range
 from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
@@ -244,8 +244,8 @@ class Plan(Shown):
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
         rows = {
-            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} "
-            f"sequence{'s' if self.sequences_per_step > 1 else ''}, {self.micro_batch} at a time)",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens "
+            f"({counted(self.sequences_per_step, 'sequence')}, {self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
             "parameters": self._parameters_text(),
             "events": self._events_text(),

@@ -15,7 +15,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import counted, format_count
 from dwindle.pruning.activity import observe
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import EventRange
@@ -47,7 +47,7 @@ class ShortGptStrategy(Strategy):
         if target.shape is None and smallest > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest model that method shortgpt can "
-                f"reach, {smallest:,} parameters in {least} layer{'s' if least > 1 else ''}: choose a larger target"
+                f"reach, {smallest:,} parameters in {counted(least, 'layer')}: choose a larger target"
             )
 
     def is_finished(self, alive: Structure, num_parameters: int) -> bool:
