@@ -46,7 +46,7 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.overwrite = overwrite
         own_loop_config(self.settings)  # refuses unknown keys and wrong values before anything is loaded
         self.pruner: AttachedPruner | None = None
-        """Of the run that trains or has trained."""
+        """Pruner of the current or last run."""
         self._first_step = 0
         self._complete: set[str] = set()
         self._tokens: Tensor | int = 0

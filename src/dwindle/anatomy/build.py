@@ -18,9 +18,9 @@ from dwindle.anatomy.structure import Structure, head_dim_of
 
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
 _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
-"""Of our configurations, recreated for each structure."""
+"""Keys of our configurations, recreated for each structure."""
 _ALIGNMENT = 64
-"""Bytes, of what torch allocates on a CPU."""
+"""Alignment in bytes of torch's CPU allocations."""
 
 
 def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | None = None) -> Any:

@@ -12,7 +12,7 @@ from dwindle.core.errors import UserError
 SHAPE_KEYS = ("hidden", "heads", "ffn", "layers")
 
 MAX_COUNT = 10**18
-"""Of parameters or tokens; beyond it is a typing mistake."""
+"""Parameters or tokens; a larger number is a typing mistake."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma separates thousands, it is not a decimal point
 _COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
@@ -44,9 +44,9 @@ class Size:
     value: float = 0.0
     """Parameters, or the share of them that is kept (``nonemb share``: not counting the embeddings), or bytes."""
     shape: dict[str, int] = field(default_factory=dict)
-    """Of SHAPE_KEYS those that were given."""
+    """The given sizes, by ``SHAPE_KEYS``."""
     file_type: str = ""
-    """Of a file: the type that ``export`` writes, such as ``q8_0``."""
+    """For a file size: the type that ``export`` writes, such as ``q8_0``."""
 
     @property
     def block(self) -> int:

@@ -43,7 +43,7 @@ class Estimate:
     learned: float = 1.0
     """Share of learned tokens in the training samples: answers, and plain text between them."""
     examples_per_row: float = 1.0
-    """Of packed conversations."""
+    """Examples in a row of packed conversations."""
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source after so many samples, like ``Mixture.epochs``."""

@@ -50,7 +50,7 @@ def num_predictions(batch: Tensor) -> int:
 
 
 def first_prompt(row: Tensor, most: int) -> list[int]:
-    """Of text, its first ``most`` tokens; of packed conversations, the last (shortest) example up to its answer."""
+    """The first ``most`` tokens of text; the last (shortest) example of packed conversations, up to its answer."""
     if row.ndim == 1:
         return [int(token) for token in row[:most]]
     last = int(row[_LEARNED].nonzero()[-1])

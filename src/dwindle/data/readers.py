@@ -339,7 +339,7 @@ class HubInput(TextInput):
         return self.name
 
     def digest(self) -> tuple[int, str]:
-        """Of the text read so far, because a stream has no known size."""
+        """Digest of the text read so far, because a stream has no known size."""
         return self._bytes, self._sha.hexdigest()
 
     def _texts(self) -> Iterator[str]:

@@ -58,15 +58,15 @@ class TokenFiles:
         self.tokenizer_fingerprint: str = index["tokenizer"]
         self.fingerprint: str = index["sha256"]
         self.template_fingerprint: str | None = index.get("template")
-        """Of the chat template; None for text."""
+        """Fingerprint of the chat template; None for text."""
         dtype = np.dtype(_DTYPES[index["dtype"]])
         self._shards = [np.memmap(directory / shard["file"], dtype=dtype, mode="r") for shard in index["shards"]]
         self._ends = list(accumulate(len(shard) for shard in self._shards))
         self._starts = np.memmap(directory / _DOCUMENTS_NAME, dtype="<u8", mode="r")
         self.answers: npt.NDArray[np.uint64] | None = None
-        """Of conversations: tokens [start, stop) that are learned, in order, as rows."""
+        """For conversations: spans [start, stop) of the learned tokens, in order, one per row."""
         self.conversation_starts: npt.NDArray[np.uint64] | None = None
-        """Of conversations: position of the first token of each."""
+        """For conversations: position of the first token of each."""
         if self.template_fingerprint is not None:
             self.conversation_starts = np.memmap(directory / _CONVERSATIONS_NAME, dtype="<u8", mode="r")
             self.answers = np.memmap(directory / _ANSWERS_NAME, dtype="<u8", mode="r").reshape(-1, 2)

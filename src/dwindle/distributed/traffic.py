@@ -29,7 +29,7 @@ class Traffic:
     bytes_sent: int = 0
     """With ring algorithms, as NCCL and gloo use them; the mean over ranks where they differ."""
     bytes_between_nodes: int = 0
-    """Of these, in groups whose ranks are on more than one machine."""
+    """The part in groups whose ranks are on more than one machine."""
     peak_bytes: int = 0
     """Largest sum of all tensors that existed at the same time."""
 

@@ -126,7 +126,7 @@ class LlamaCppAnswerer:
         return answers
 
     def _context_for(self, tokens: int) -> int:
-        """Of the prompt alone, never of what was asked before: a resumed file equals an uninterrupted one.
+        """The context size. It depends on the prompt only: a resumed file equals an uninterrupted one.
 
         A prompt that does not fit in what was reserved (an answer may have more tokens when it is read again) gets a
         process of its own.

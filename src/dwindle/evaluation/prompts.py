@@ -14,7 +14,7 @@ from dwindle.evaluation.tasks import BrokenItem
 
 Message = dict[str, str]
 Chats = dict[int | str, tuple[Message, ...]]
-"""By id."""
+"""Messages of each chat, by its id."""
 _IDS = ("id", "key", "question_id")
 _TEXTS = ("prompt", "instruction", "question", "text")
 _FORMS = "messages, turns, prompt, instruction (and input), question or text"

@@ -100,7 +100,7 @@ class BatchDecoder:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def logits(self) -> Tensor:
-        """Of the next token of every row (B × V); the tokens so far are in the cache then."""
+        """Logits of the next token of every row (B × V); caches the keys and values of the tokens so far."""
         if self._fixed is not None:
             return self._fixed.logits(self._fresh_BT)
         inputs: dict[str, Any] = {"input_ids": self._fresh_BT, "past_key_values": self._cache, "use_cache": True}
@@ -137,7 +137,7 @@ class BatchDecoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, as far as they are tensors of a cache's layers."""
+        """Bytes of keys and values; those of custom cache classes are not counted."""
         layers = getattr(self._cache, "layers", None) or ()
         found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         return sum(part.nbytes for part in found if isinstance(part, Tensor))

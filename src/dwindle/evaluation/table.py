@@ -40,7 +40,7 @@ _PER_TEXT = ("bits/byte", "nats/token")
 _LEFT = ("model", "source", "items")
 _ALL = "all"
 WIDTH = 100
-"""Of a terminal; wider tables continue below."""
+"""Characters per line of a terminal; wider tables continue below."""
 _LONGEST_TEXT = 24
 
 
@@ -56,7 +56,7 @@ class ModelRow:
     values: dict[str, float]
     note: str = ""
     items: str = _ALL
-    """Of each task: ``all``, or ``first 100``."""
+    """Items of each task: ``all``, or ``first 100``."""
 
 
 @dataclass(slots=True)

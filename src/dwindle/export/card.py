@@ -32,7 +32,7 @@ SETTINGS = (
     "method", "selection", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds",
     "interleaves", "amplitude", "distance", "balance",
 )  # fmt: skip
-"""Of what a ledger records: the settings that a reader of the card may want; a method records only its own."""
+"""Settings of the ledger that a card shows; a method records only its own."""
 
 REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 

@@ -55,7 +55,7 @@ class Exported(Shown):
     verified: Verified | None
     warnings: list[str] = field(default_factory=list)
     predicted_bytes: int | None = None
-    """Of a GGUF file, as a target such as ``90MB@q8_0`` computes it; None for other formats."""
+    """Size of a GGUF file as a target such as ``90MB@q8_0`` computes it; None for other formats."""
 
     def to_json(self) -> dict[str, Any]:
         return {

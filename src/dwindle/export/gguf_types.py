@@ -45,7 +45,7 @@ class Fallback:
     name: str
     kind: str
     block: int
-    """Of the type that it should have had."""
+    """Block size of the requested type."""
     more_bytes: float
     padding_bytes: float
     """What padding its rows to whole blocks would cost instead."""

@@ -155,7 +155,7 @@ class _Decoder:
     def __init__(self, onnx: Any, model: Any, bits: int | None = None) -> None:
         self.onnx = onnx
         self.bits = bits
-        """Of the weights of the layers; embedding and head then have 8."""
+        """Bits of the layers' weights; if set, embedding and head have 8."""
         self.stored: Stored = {}
         self.graph = _Graph(onnx)
         self.model = model

@@ -74,14 +74,14 @@ def activity_of(x_BTN: Tensor, stretch: int) -> Activity:
 
 
 class _Enough(Exception):
-    """Ends a forward pass: what comes after the layer is not needed."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 class LayerWalk:
-    """Passes over the same windows for one layer after the other, when only layers behind have changed.
+    """Passes over the same windows for one layer after the other, while only earlier layers change.
 
-    A pass skips the layers before the one of the last walk, computes that one as it now is, and ends after the layer of
-    this walk: two layers instead of all. What enters that layer is kept, for all windows.
+    A pass starts at the layer of the previous walk, with its cached inputs and its current weights, and ends after the
+    layer of this walk: two layers instead of all. The inputs of that layer are cached for all windows.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class LayerWalk:
 
     @contextmanager
     def to(self, layers: Sequence[nn.Module], last: int) -> Iterator[None]:
-        """In here, passes end after layer ``last``, which must not be before that of the walk before."""
+        """Inside, passes end after layer ``last``, which must not precede the previous walk's."""
         before, found = iter(self._inputs), list[Tensor]()
 
         def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -125,7 +125,7 @@ def observe(
     bar: Bar | None = None,
     passes: AbstractContextManager[None] | None = None,
 ) -> dict[str, Activity]:
-    """By tensor name: of a matrix its input, of a norm's gain its output. Forward passes alone.
+    """Run forward passes; by tensor name, the activity of a matrix's input or of a norm's output.
 
     ``passes`` may shorten them (``LayerWalk.to``).
     """

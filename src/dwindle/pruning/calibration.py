@@ -28,7 +28,7 @@ _PASS_LOGITS = 2**29
 _SHARING = frozenset({"cuda"})
 """Devices on which several examples share a pass: a CPU gains nothing and would need all their logits at once."""
 _EXAMPLE_ELEMENTS = 2**26
-"""Of the gradients of single examples that exist at a time."""
+"""Limit of the per-example gradients that exist at a time."""
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class _Gradients:
         self._take(name, gradient[None])
 
     def _take(self, name: str, gradients_B: Tensor) -> None:
-        """Of some examples, or the mean over a batch."""
+        """Add the gradients of some examples, or the mean over a batch."""
         self._taken.add(name)
         is_one = len(gradients_B) == 1
         if "groups" in self._needs and name in self._matrices:

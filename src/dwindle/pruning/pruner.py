@@ -132,7 +132,7 @@ class Pruner(Callback):
 
     @property
     def _pace(self) -> Pacing:
-        """To the real end: with rounding it is a shape, chosen from the first saliencies, below the target's count."""
+        """The pacing to the real end: rounding chooses a shape below the target's count from the first saliencies."""
         return replace(self.pacing, end_count=self.end_count) if isinstance(self.pacing, Horizon) else self.pacing
 
     @property
@@ -239,7 +239,7 @@ class Pruner(Callback):
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
 
     def _maybe_compact(self, trainer: Trainer) -> None:
-        """To round sizes on the way, when enough is pruned."""
+        """Rebuild the model at round sizes once enough of it is pruned."""
         threshold = self.config.compact_threshold
         if threshold >= 1 or (self.prunable.pruned_share < threshold and not self.finished):
             return
@@ -331,10 +331,10 @@ class AttachedPruner:
         self.tokens = 0
         """Tokens seen, as counted by the caller."""
         self.extra_metrics: dict[str, Any] = {}
-        """Of the last step: parameters, and the number of events."""
+        """Parameters and number of events after the last step."""
         self.extra_times: dict[str, float] = {}
         self.notes: dict[str, str] = {}
-        """For people: parameters, and the step of the next event."""
+        """For the progress line: parameters, and the step of the next event."""
         self.fused_loss = False
         self.batches = None
         self._path = ledger

@@ -69,7 +69,7 @@ class FileLimit:
     bytes_of: Callable[[Structure], int]
     """Size of the file of a model with this structure."""
     bytes_per_parameter: float
-    """Of the FFN or of the hidden channels, whichever is more."""
+    """Bytes per parameter of the FFN or of the hidden channels, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ SCHEMES: dict[str, Scheme] = {
     "w4": Scheme(4, None, "4-bit weights in groups"),
     "fp8": Scheme(8, "fp8", "8-bit floats: weights per row, activations per token"),
 }
-"""Of all linear layers but the head; embedding, head, norms and biases have 16 bits."""
+"""Applied to all linear layers but the head; embedding, head, norms and biases have 16 bits."""
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ class Piece:
     text: str
     tokens: int
     seconds: float
-    """Of computing this answer, without waiting for others."""
+    """Time to compute this answer, without waiting for others."""
     memory_bytes: int
     is_last: bool = False
     is_finished: bool = False
@@ -58,7 +58,7 @@ class Facts:
     name: str
     parameters: int
     size_bytes: int
-    """Of its weights on disk."""
+    """Size of its weights on disk."""
     runtime: str
     is_chat: bool
     """Has a chat template; otherwise the last message is continued as plain text."""

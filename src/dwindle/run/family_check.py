@@ -43,7 +43,8 @@ NUM_STEPS = 20
 EXACT = 1e-10
 """Largest difference of a logit or a loss between zeroed and sliced models, in float64."""
 WEIGHTS = 1e-9
-"""Of a weight after training: Adam divides gradients that are zero but for rounding (key biases) by its epsilon."""
+"""Largest difference of a weight after training. Adam divides gradients that are zero but for rounding (key biases) by
+its epsilon."""
 STOCK = 1e-5
 """Largest difference of a logit, relative to the largest one, between the model in float64 and stock float32."""
 OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")

@@ -61,7 +61,7 @@ class RunState(Callback):
         self.changes: list[dict[str, Any]] = []
         """What ``resume`` was allowed to change, as events of the ledger."""
         self.new_changes: list[dict[str, Any]] = []
-        """Of these, the ones of this process."""
+        """Those accepted by this process."""
 
     def state_dict(self) -> dict[str, Any]:
         generation = self.generation.to_diff_dict()

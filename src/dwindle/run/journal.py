@@ -21,7 +21,7 @@ class Journal:
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self._header = json_line(header)
-        """Of a new file, until it is written with the first row."""
+        """Header of a new file, written with the first row."""
         if overwrite or not path.exists():
             return
         content = path.read_bytes()

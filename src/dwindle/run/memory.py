@@ -25,7 +25,7 @@ class Footprint:
     fixed: float
     """Weights, moments, narrow copies of weights, and the teacher's weights."""
     gradients: float
-    """Of the first micro-batch they appear as activations are freed, so the two do not add up."""
+    """In the first micro-batch they appear as activations are freed, so the two do not add up."""
     per_token: float
     """Activations saved for the backward pass, and the teacher's final hidden states."""
     per_chunk_token: float
@@ -78,7 +78,7 @@ def footprint(
 
 
 def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: int) -> float:
-    """Of the optimizer's batches: Muon's averages, their orthogonalised copies and one in bf16; wide bf16 moments."""
+    """Bytes of the optimizer's batches: Muon's averages, orthogonalised and bf16 copies; wide copies of bf16 moments."""
     if training.optimizer == "muon":
         return min(in_layers, MOST_ELEMENTS) * (2 * width + 2)
     return 2 * width * min(count, MOST_ELEMENTS) if training.moments == "bf16" else 0

@@ -235,11 +235,11 @@ class Plan(Shown):
     """Texts that are not on this machine: the run reads them as it begins."""
     warnings: list[str]
     seconds: float | None = None
-    """Of the whole run on this machine, from a few measured steps; None if none were measured."""
+    """Time of the whole run on this machine, from a few measured steps; None if none were measured."""
     memory_bytes_measured: int | None = None
     """Largest memory of those steps: on a CPU of the whole process."""
     cost: float | None = None
-    """At the price of an hour that the user gave."""
+    """Cost of the run at the given price of an hour."""
 
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)

@@ -56,7 +56,7 @@ from dwindle.run.start import Start, file_sizes, trimmed
 from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 
 _MEASURED_TOKENS = 4096
-"""Of source and result: enough to see a difference of a few hundredths, little beside the calibration."""
+"""Tokens on which source and result are measured: enough to see a few hundredths, cheap beside the calibration."""
 
 
 @dataclass(slots=True, repr=False)
@@ -259,7 +259,7 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
 
 
 def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> tuple[Tensor, Tensor]:
-    """To calibrate on, and to measure on."""
+    """Windows for calibration and for measurement."""
     return calibration_and_held_out(
         data,
         needed_tokenizer(loaded.tokenizer, loaded.source),
@@ -272,7 +272,7 @@ def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostT
 
 
 def _judge(loaded: Loaded, windows: Tensor | None, held_out: Tensor | None, data: Sequence[str]) -> Judge:
-    """Of a text too short to hold any of it out, the calibration windows are measured."""
+    """Measures on the calibration windows if the text is too short to hold any of it out."""
     assert windows is not None and held_out is not None
     few = windows[: max(1, _MEASURED_TOKENS // windows.shape[1])]
     measured = held_out if len(held_out) else few

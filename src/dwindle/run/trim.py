@@ -29,7 +29,7 @@ from dwindle.sources.loading import Loaded, load
 from dwindle.sources.vocabulary import Vocabulary
 
 _MEASURED_CHARS, _DOCUMENT_CHARS = 16_000, 2_000
-"""Of the text that source and result are measured on, and of one document of it."""
+"""Characters of the text that source and result are measured on, and of one of its documents."""
 
 
 @dataclass(slots=True, repr=False)

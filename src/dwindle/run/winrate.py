@@ -42,7 +42,7 @@ TIE_MARGIN = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one pair: probabilities that the answer shown first is better, in both orders.
+    """For one pair, the probabilities that the answer shown first is better, in both orders.
 
     A verdict of people holds for both.
     """

@@ -117,7 +117,7 @@ class _Block:
         kinds: Mapping[bool, int],
         mode: str | None,
     ) -> None:
-        """``gathers``, ``chosen`` (is compiled) and ``kinds`` (their number) are told without and with a mask."""
+        """``gathers``, ``chosen`` (is compiled) and ``kinds`` (their number) are keyed by whether there is a mask."""
         self._layer, self._axes, self._gathers, self._chosen, self._kinds = layer, axes, gathers, chosen, kinds
         self._plain: Forward = layer.forward
         self._compiled: Forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
@@ -140,7 +140,7 @@ class _Block:
             return self._compiled(hidden_BTD, *args, **kwargs)
 
     def _mark_weights(self) -> None:
-        """At the first call, because FSDP2 replaces the parameters, and a teacher is frozen late."""
+        """Called at the first forward pass: before it, FSDP2 replaces the parameters and a teacher is frozen."""
         self._only_trains = _symbolic_heads(self._axes) and any(p.requires_grad for p in self._layer.parameters())
         for name, parameter in self._layer.named_parameters():
             for axis in self._axes.get(name, ()):

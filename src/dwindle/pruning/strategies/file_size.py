@@ -22,7 +22,7 @@ from dwindle.pruning.target import Shape, Target
 _CAUTION = 1.25
 """A step on the way removes this much fewer parameters than the excess suggests, because types differ by tensor."""
 _MOST_BYTES = 2.0
-"""Of a parameter in a file of another type than f32: what is not whole blocks is stored in f16."""
+"""Most bytes per parameter in a file whose type is not f32: rows that are not whole blocks are stored in f16."""
 
 
 class FileStrategy(Strategy):
@@ -42,7 +42,7 @@ class FileStrategy(Strategy):
         self._limit, self._make = target.file, make
         self._measured: Structure | None = None
         self._count, self._excess = 0, 0
-        """Of the last structure that was measured: parameters, and bytes above the limit."""
+        """Parameters of the structure that was measured last, and its bytes above the limit."""
         smallest = _smallest(anatomy, config)
         self._least = anatomy.count(smallest).total
         self._check_reachable(smallest)
