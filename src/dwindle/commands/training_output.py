@@ -67,7 +67,7 @@ def _print_world(recipe: Any, world: int, options: Training) -> None:
     if not options.dry_run:
         raise UserError(f"--world {world}: counts and does not train: add --dry-run (--nproc starts processes)")
     if options.price is not None:
-        raise UserError("--price: needs the time of measured steps, and --world measures none: leave one of them out")
+        raise UserError("--price: needs the time of measured steps, and --world measures none: use one of them")
     from dwindle.run.simulation import RANKS_PER_NODE, simulate
 
     plan = simulate(recipe, world, ranks_per_node=options.nproc or RANKS_PER_NODE)

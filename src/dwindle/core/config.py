@@ -204,7 +204,7 @@ def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[.
     """Decorator: the function's keyword arguments are the fields of a config, which it receives as ``config``.
 
     ``help()`` and editors see every field with its default; a whole ``config=`` may be given instead. ``but`` names
-    fields that are no arguments.
+    fields that are not arguments.
     """
     names = [name for name in cls.model_fields if name not in but]
 

@@ -94,7 +94,7 @@ class ChatEncoder(DocumentEncoder):
         self._special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
 
     def end_of_turn(self, last: Iterable[int]) -> int | None:
-        """The token that ends answers: the first of their ``last`` ones that is no part of a text."""
+        """The token that ends answers: the first of their ``last`` tokens that never occurs inside a text."""
         names = ((token, str(self._tokenizer.convert_ids_to_tokens(token))) for token in last)
         return next((token for token, name in names if name in self._special), None)
 

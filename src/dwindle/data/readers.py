@@ -175,7 +175,7 @@ class FileInput(TextInput):
             raise self._error(f"cannot be read ({error.strerror or error})") from error
 
     def _conversion(self) -> str:
-        """What is wrong with text that is not UTF-8, and the command that mends it; iconv assumes UTF-8 unless told."""
+        """What is wrong with text that is not UTF-8, and the command that converts it; iconv's default is UTF-8."""
         if self.path.suffix.lower() in COMPRESSIONS:
             return "is not UTF-8 text: unpack and convert it"
         with self.path.open("rb") as file:

@@ -192,7 +192,7 @@ class AddressJudge:
 def verdict_in(answer: str) -> float | None:
     """1 for A, 0 for B, 0.5 for a tie; None if an answer says none of them, or several.
 
-    A letter counts in upper case and before punctuation, the end or "is better": "A close call" is no verdict.
+    A letter counts in upper case and before punctuation, the end or "is better": "A close call" is not a verdict.
     """
     whole = answer.strip(_MARKS)
     if whole in ("A", "B") or whole.lower() in ("tie", "both"):

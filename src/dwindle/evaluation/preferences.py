@@ -54,7 +54,7 @@ def length_controlled(values_RN: Array, differences_RN: Array) -> Array:
 
     logit P(A wins) = θ + φ·tanh(Δ/σ), with Δ the length of A's answer minus that of B's and σ the standard deviation
     of Δ; fitted by Newton's method with a ridge of 0.01, evaluated at Δ = 0: sigmoid(θ). NaN where Δ is the same
-    for all pairs and not 0: what is length and what is not cannot be told apart then.
+    for all pairs and not 0: length then cannot be separated from quality.
     """
     is_same_R = (differences_RN == differences_RN[:, :1]).all(axis=1) & (differences_RN[:, 0] != 0)
     spread_R1 = differences_RN.std(axis=1, keepdims=True)

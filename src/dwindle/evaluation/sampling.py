@@ -166,7 +166,7 @@ def decode(
 ) -> list[Decoded]:
     """Answers of at most ``count`` tokens to a batch of prompts; ``keys`` and the seed decide what a row draws.
 
-    When half of the rows have ended, they leave the batch (``droppable``: the model's cache can select rows).
+    When half of the rows have ended, they are dropped (``droppable``: the model's cache can select rows).
     """
     draws = torch.stack([uniforms(config.seed, key, count) for key in keys]) if config.temperature else None
     found: list[list[int]] = [[] for _ in rows]

@@ -101,7 +101,7 @@ class ModelTable:
         return "\n".join([head, f"|{marks}|", *body, *(f"\n{line}" for line in self._footer())])
 
     def _fixed(self) -> list[list[str]]:
-        """The columns before the scores, each from its head down; only those that tell rows apart or have content."""
+        """The columns before the scores, each from its head down; only those that distinguish rows or have content."""
         columns = [
             ["model", *(_short(row.model) for row in self.rows)],
             ["source", *(row.kind for row in self.rows)],

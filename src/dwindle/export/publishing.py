@@ -121,7 +121,7 @@ def push(
 
 
 def _rewritten(files: dict[str, Path], repo: str, with_samples: bool) -> dict[str, bytes]:
-    """The files that are not sent as they are: nothing of the user's text or folders leaves unasked."""
+    """The files that are not sent as they are: no text or folder of the user is sent unasked."""
     card = files[CARD].read_text(encoding="utf-8")
     card = as_published(card if with_samples else without_samples(card), repo, [n for n in files if fnmatch(n, GGUF)])
     found = {CARD: card.encode()}

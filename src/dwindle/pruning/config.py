@@ -89,7 +89,7 @@ class PruneConfig(Config):
 
     @property
     def has_own_score(self) -> bool:
-        """Whether the method, not a metric, says what groups are worth; no metric can be chosen then."""
+        """Whether the method itself scores groups; then no metric can be chosen."""
         return METHODS[self.method].default_metric is None
 
     @property
@@ -115,7 +115,7 @@ class PruneConfig(Config):
         return ALL_KINDS if self.method == "efficientllm" else METHODS[self.method].kinds
 
     def with_layers(self) -> Self:
-        """For a target that names layers: they are prunable where nothing else was said."""
+        """For a target that names layers: they are prunable unless groups were set."""
         if self.groups is not None or self.method != "efficientllm":
             return self
         return self.model_copy(update={"groups": list(ALL_KINDS)})

@@ -220,7 +220,7 @@ class Conversation:
         """Stream every model's answer to ``write``; an interrupted answer is kept as far as it came.
 
         A model that fails keeps no other from answering; the first failure is raised at the end. A question without an
-        answer is no part of a chat.
+        answer is not part of a chat.
         """
         failures: list[UserError] = []
         for model, chat in zip(self.models, self.chats, strict=True):

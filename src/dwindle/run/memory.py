@@ -78,7 +78,7 @@ def footprint(
 
 
 def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: int) -> float:
-    """Bytes of the optimizer's batches: Muon's averages, orthogonalised and bf16 copies; wide copies of bf16 moments."""
+    """Bytes of the optimizer's batches: Muon's averages and their orthogonalised and bf16 copies; wide bf16 moments."""
     if training.optimizer == "muon":
         return min(in_layers, MOST_ELEMENTS) * (2 * width + 2)
     return 2 * width * min(count, MOST_ELEMENTS) if training.moments == "bf16" else 0

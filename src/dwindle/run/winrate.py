@@ -72,7 +72,7 @@ class WinRate:
     win_rate: Rate
     """Ties count half."""
     length_controlled: Rate | None
-    """None where it cannot be told apart from length: all pairs differ by the same one."""
+    """None if it cannot be separated from length, because all pairs differ by the same length."""
     mean_length: tuple[float, float]
     """Characters of A's and B's answers."""
     first_share: float | None

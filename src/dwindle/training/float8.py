@@ -45,7 +45,7 @@ def use_float8(model: nn.Module) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that trains in float8; stock in evaluation, and if the number of tokens is not a multiple of 16."""
+    """A linear layer that trains in float8; stock in evaluation and if the number of tokens is not a multiple of 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         num_tokens = x.shape[:-1].numel()
