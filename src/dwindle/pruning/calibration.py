@@ -58,8 +58,8 @@ def calibrate(
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
     layers are collected for the second-order update and the layer-wise metrics, only for prunable kinds. ``always``
-    makes passes even if nothing is collected here, for those who observe the model. ``bar`` counts windows over
-    several calibrations.
+    makes passes even if nothing is collected here, for observers of the model. ``bar`` counts windows over several
+    calibrations.
     """
     found = Calibration()
     needs_inputs = config.second_order or "inputs" in metric.needs
@@ -143,8 +143,8 @@ def _allocated(device: torch.device) -> int:
 
 
 def _fitting(device: torch.device, held: int) -> int:
-    """Windows for half of the free memory of a GPU, if one holds so much after its forward pass and as much again is
-    needed to go back."""
+    """Windows for half of the free memory of a GPU, if one holds so much after its forward pass and the backward pass
+    needs as much again."""
     if device.type != "cuda":
         return sys.maxsize
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -152,12 +152,13 @@ def _fitting(device: torch.device, held: int) -> int:
 
 
 class _Gradients:
-    """Adds every gradient to the sums as soon as the backward pass has it, and frees it: never are all there at once.
+    """Adds every gradient to the sums as soon as the backward pass has it, and frees it, so that they never exist all
+    at once.
 
-    Squares are of the gradient of one example (a window). Autograd gives the sum over a batch, so an example is a pass
-    of its own, whose kernels a GPU does in less time than it takes to start them. There, linear layers are watched
-    instead: the gradient of an example is δᵀx, from the layer's input x and the derivative δ of the example's loss by
-    its output. Where anything else is scored (norms, biases), an example is a pass there, too.
+    Squares are of the gradient of one example (a window). Autograd gives the sum over a batch, so each example needs
+    its own pass, in which a GPU spends more time on launching kernels than on running them. On GPUs, linear layers are
+    watched instead: the gradient of an example is δᵀx, from the layer's input x and the derivative δ of the example's
+    loss by its output. If anything else is scored (norms, biases), each example is a pass there, too.
 
     For the metric ``group`` only sums over rows and columns are kept.
     """

@@ -64,7 +64,7 @@ def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Eve
 
 
 def _with_layers(anatomy: Anatomy, size: int, config: PruneConfig) -> EventRange:
-    """Bounds where whole layers are groups, too: as few as if all groups were the largest, as many as without them."""
+    """Bounds if whole layers are groups, too: as few as if all groups were the largest, as many as without layers."""
     source, most = anatomy.source, 1
     for removed in range(len(anatomy.removable_layers(source)) + 1):
         start = shallower(anatomy, source, len(source.places) - removed)

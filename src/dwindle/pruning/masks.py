@@ -176,7 +176,7 @@ class MaskedModel:
         self.sample(0)
 
     def sample(self, seed: int) -> None:
-        """New masks for the next step, and those to measure with."""
+        """New masks for the next step, and those for measuring."""
         masks, log_alpha = self.masks, self.masks.log_alpha.detach()
         self.u = masks.noise(seed)
         both = torch.stack([sampled(log_alpha, self.u), settled(log_alpha)]).to(self._device)

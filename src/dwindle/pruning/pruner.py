@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Pruner(Callback):
-    """Removes groups while the model trains, until the target; then only keeps pruned parts at zero."""
+    """Prunes groups while the model trains, until the target; then only keeps pruned parts at zero."""
 
     def __init__(
         self,
@@ -193,7 +193,8 @@ class Pruner(Callback):
         self.ledger.close()
 
     def _listen(self, trainer: Trainer) -> None:
-        """Observe in the next step what will be needed after it: the layers' inputs, what the layers change."""
+        """Observe in the next step what is needed after it: the layers' inputs, and how much each layer changes
+        them."""
         if self.finished:
             return
         due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
@@ -310,7 +311,7 @@ class Pruner(Callback):
 
 
 class AttachedPruner:
-    """A pruner in a loop that is not ours: what the pruner reads of a loop, and the two calls that it needs.
+    """A pruner in another loop: what the pruner reads of a loop, and the two calls that it needs.
 
     Pruned groups are zero and remain so; the shapes change only in ``compact``.
     """
@@ -441,7 +442,7 @@ class AttachedPruner:
 
 
 def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
-    """The settings of a pruner in another loop; refuses what only our own loop does."""
+    """The settings of a pruner in another loop; refuses what only our own loop supports."""
     for name in ("compact_threshold", "compact_multiple", "compact_wait", "milestones", "enabled"):
         if name in settings:
             raise UserError(f"{name}: is for dwindle's own loop: leave it out, and call compact() or save() yourself")

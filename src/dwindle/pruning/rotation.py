@@ -52,7 +52,7 @@ class Sliced:
 
 
 def check_rotatable(anatomy: Anatomy) -> None:
-    """Refuse families whose norms do not commute with a rotation, or whose channels mean more than directions."""
+    """Refuse families whose norms do not commute with a rotation, or whose channels are more than directions."""
     family = anatomy.family
     reason = ""
     if "stem" not in family.groups:
@@ -80,7 +80,7 @@ def _role(row: Row) -> Role:
 
 
 def _mixes(row: Row) -> bool:
-    """Whether hidden channels stand elsewhere than as the outputs of a writer or the inputs of a reader."""
+    """Whether hidden channels occur elsewhere than as outputs of a writer or inputs of a reader."""
     return sum("hidden" in units for units in row.axes) > 1 or any(
         "hidden" in units and units != ("hidden",) for units in row.axes
     )
@@ -93,7 +93,7 @@ def norm_of(family: Family, row: Row) -> str | None:
 
 
 def sliced_count(anatomy: Anatomy, hidden: int) -> ParameterCount:
-    """Exact parameters with that many rotated channels, the head counted on its own."""
+    """Exact parameters with that many rotated channels, with an untied head."""
     count = anatomy.count(_sliced(anatomy, hidden))
     head = 0 if any(row.name == HEAD for row in anatomy.rows) else anatomy[EMBEDDING].full_shape[0] * hidden
     return ParameterCount(count.total + head, count.embedding + head)

@@ -65,7 +65,7 @@ class Tap:
 def taps_of(
     anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden"), structure: Structure | None = None
 ) -> list[Tap]:
-    """Every input with prunable columns of a model with this structure, from the anatomy table alone."""
+    """Every input with prunable columns of a model with this structure, from the anatomy table only."""
     structure = structure or anatomy.source
     readers: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in anatomy.rows if row.is_in(structure)):
@@ -145,7 +145,7 @@ class InputTaps:
             module.tapped = None
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take evenly spaced tokens of the batch: its share, or as many as are still wanted."""
+        """Take evenly spaced tokens of the batch: its share, or as many as are still needed."""
         given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         batch, length = (given or args)[0].shape[:2]
         wanted = 0
@@ -222,7 +222,7 @@ class InputWatch:
             self._model = prunable.model
 
     def listen(self, batches: object) -> None:
-        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are wanted.
+        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are needed.
 
         If the number of micro-batches is not known, tokens are taken from the first passes.
         """

@@ -137,7 +137,8 @@ class _Pool:
     def candidates(self, alive: Structure, room: int) -> list[_Candidate]:
         """The least salient group of every kind; while some widths are not multiples, only groups that round them.
 
-        ``room``: how many parameters may still go. Blocks differ in size: of those the least salient that fits.
+        ``room``: how many parameters may still be removed. Blocks differ in size, so the least salient one that fits is
+        taken.
         """
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.config.compare == "mean"
@@ -157,7 +158,7 @@ class _Pool:
     def _least_salient_block(self, alive: Structure, room: int) -> list[_Candidate]:
         """The attention, FFN or whole layer with the least saliency per element, per parameter saved, or in sum.
 
-        Of those that fit; if none does, the smallest.
+        Among those that fit; if none does, the smallest.
         """
         smallest: tuple[int, _Candidate] | None = None
         divisor = self._hidden if self.config.compare == "mean" else 1
@@ -192,7 +193,7 @@ class _Pool:
                 self._blocks[number] = found
 
     def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
-        """After a removal; sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
+        """Update after a removal: sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
         if chosen.kind == "stem":
             self._block_sizes.clear()
         else:
@@ -209,7 +210,7 @@ class _Pool:
         self._compare_blocks(rest, layers)
 
     def _subtract_removed(self, alive: Structure) -> None:
-        """What was chosen since the scores were made, such as by an earlier call in the same step."""
+        """Apply what was chosen since the scores were computed, such as by an earlier call in the same step."""
         values = (self._scores.attn, self._scores.ffn)
         for number, (here, left) in enumerate(zip(self._scores.structure.layers, alive.layers, strict=True)):
             names = ((here.query_heads, left.query_heads), (here.ffn, left.ffn))
@@ -249,7 +250,7 @@ class _Pool:
             self._update_blocks(chosen, rest)
 
     def _rank_attention(self, alive: Structure) -> None:
-        """The heads of every layer that go first."""
+        """The heads of every layer that are removed first."""
         candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
         self._attention = [found for found in candidates if found is not None]
         heapify(self._attention)
