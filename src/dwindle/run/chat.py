@@ -53,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model before it answers."""
+    """What is known about a model before it answers."""
 
     name: str
     parameters: int
@@ -77,7 +77,7 @@ class ChatModel(Protocol):
 
 
 class TransformersChat:
-    """A model in this process. Models take turns token by token, so each one's time is its own."""
+    """A model in this process. Models take turns token by token, so each is timed alone."""
 
     _turn = threading.Lock()
 
@@ -219,8 +219,8 @@ class Conversation:
     def ask(self, text: str, write: Callable[[str], None]) -> None:
         """Stream every model's answer to ``write``; an interrupted answer is kept as far as it came.
 
-        A model that fails keeps no other from answering; the first failure is raised at the end. A question without an
-        answer is not part of a chat.
+        A model that fails does not keep others from answering; the first failure is raised at the end. A question
+        without an answer is not part of a chat.
         """
         failures: list[UserError] = []
         for model, chat in zip(self.models, self.chats, strict=True):
@@ -252,7 +252,7 @@ class Conversation:
             write(f"\n({speed(last)})\n")
 
     def command(self, line: str) -> str:
-        """Carry out a command; what to say about it."""
+        """Carry out a command and return the reply to print."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset":

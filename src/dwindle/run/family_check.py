@@ -2,7 +2,7 @@
 
 Each way of pruning is checked with AdamW and with Muon in float64: a model whose groups are zeroed and one whose groups
 are sliced out must have equal logits, equal losses over ``NUM_STEPS`` further steps and equal weights after them. A
-result with stock shapes is also saved, loaded by transformers alone in float32, compared and made to generate.
+result with stock shapes is also saved, loaded by plain transformers in float32, compared and made to generate.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _warmed_up(config: Any, optimizer: Literal["adamw", "muon"]) -> Trained:
 
 
 def copied(trained: Trained, make: Callable[[Any], torch.optim.Optimizer]) -> Trained:
-    """A model and an optimizer of its own with the same weights and moments."""
+    """A copy of the model with its own optimizer, with the same weights and moments."""
     prunable = deepcopy(trained[0])
     optimizer = make(prunable.model)
     for group, before in zip(optimizer.param_groups, trained[1].param_groups, strict=True):

@@ -31,8 +31,8 @@ def generate(
     threads: int = 1,
     device: str = "auto",
 ) -> str:
-    """The continuation: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime (greedy
-    alone), others by transformers.
+    """The continuation: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime (greedy only),
+    others by transformers.
 
     ``chat`` puts the prompt into the model's chat template. ``threads`` is for llama.cpp and onnxruntime.
     """
@@ -44,7 +44,7 @@ def generate(
     count = config.tokens or DEFAULT_TOKENS
     if (Path(where) / ONNX_FILE).is_file():
         if config.temperature:
-            raise UserError("temperature: onnxruntime is used for greedy continuations alone: leave it out")
+            raise UserError("temperature: onnxruntime is used for greedy continuations only: leave it out")
         tokenizer = load_tokenizer(where)
         ids = prompt_ids(tokenizer, message, "chat" if chat else "prompt", chat=chat)
         found = _onnx(f"{where}/{ONNX_FILE}", threads, ids=ids, count=count, end=tokenizer.eos_token_id)

@@ -53,7 +53,7 @@ DOWNWARDS = "prune.target"
 
 
 class RunState(Callback):
-    """State of the run as a whole: its identity, the changes made to it, and what its result takes from the source."""
+    """State of the run as a whole: its identity, its changes, and the generation settings of its result."""
 
     def __init__(self, identity: dict[str, Any], generation: GenerationConfig) -> None:
         self.identity = identity

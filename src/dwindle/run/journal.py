@@ -17,7 +17,8 @@ class Journal:
     """A file of JSON lines; ``rows`` are those that an earlier process wrote."""
 
     def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool) -> None:
-        """``header`` has a ``format`` and whatever decides the work: a file with another one is not continued."""
+        """``header`` has a ``format`` and everything that determines the work: a file with another header is not
+        continued."""
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self._header = json_line(header)

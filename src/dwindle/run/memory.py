@@ -36,7 +36,7 @@ class Footprint:
     step_tokens: int
 
     def total(self, tokens: int) -> int:
-        """Bytes for micro-batches of ``tokens``; with several in a step, gradients are there during the passes."""
+        """Bytes for micro-batches of ``tokens``; with several in a step, gradients exist during the passes."""
         passes = self.per_token * tokens + self.per_chunk_token * min(tokens, self.chunk_tokens)
         passes += self.gradients if tokens < self.step_tokens else 0
         return int(self.fixed + max(passes, self.gradients + self.update))

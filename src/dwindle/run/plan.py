@@ -56,7 +56,8 @@ class PruningPlan:
 def plan_pruning(recipe: Recipe, anatomy: Anatomy, start: Start | None = None) -> PruningPlan | None:
     """None without pruning; refuses targets that this model, or this many tokens, cannot reach.
 
-    ``start`` is that of ``anatomy``, if it is known already: choosing the tokens again may mean counting a text again.
+    ``start`` is that of ``anatomy``, if it is known already: choosing the tokens again may require counting a text
+    again.
     """
     prune = recipe.prune
     if not prune.enabled:
@@ -106,7 +107,7 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
 
 
 def joined_for(recipe: Recipe) -> AbstractContextManager[World]:
-    """The processes that train this recipe; a single one is a group if it is to be sharded all the same."""
+    """The processes that train this recipe; a single one is a group if the recipe shards it."""
     training = recipe.training
     return joined(device_of(recipe), training.timeout_s, also_alone=training.parallel == "fsdp")
 
@@ -164,13 +165,13 @@ def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> F
 
 
 def liked_micro_batch(recipe: Recipe, device: str) -> int:
-    """Sequences in one forward pass: what the recipe says, or what a device with enough memory likes."""
+    """Sequences in one forward pass: what the recipe says, or what is fastest on a device with enough memory."""
     chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
     return min(chosen, recipe.num_sequences_per_step)
 
 
 def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> int:
-    """Sequences in one forward pass: what the recipe says, or what a device likes and can hold."""
+    """Sequences in one forward pass: what the recipe says, or what is fastest and fits in memory."""
     chosen = liked_micro_batch(recipe, device)
     if recipe.training.micro_batch or device != "cuda":
         return chosen
@@ -359,7 +360,7 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
 
 
 def _shape_target(anatomy: Anatomy, target: Target) -> Sizes:
-    """Sizes of a shape; those that are not to change stay different where the source's layers differ.
+    """Sizes of a shape; unchanged ones stay different where the source's layers differ.
 
     Layers are among them if some are removed; empty without a shape.
     """

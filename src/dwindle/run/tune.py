@@ -85,5 +85,7 @@ def _share_to_hold_out(num_tokens: float) -> float:
 def _amount(found: Estimate, seq_len: int, trained: float) -> int:
     """Tokens that read the conversations often enough, of which the share ``trained`` is not held out."""
     if "chat" not in found.rows:
-        raise UserError("tokens: how many conversations are streamed is unknown: say how many tokens to train on")
+        raise UserError(
+            "tokens: the number of streamed conversations is unknown: give the number of tokens to train on"
+        )
     return math.ceil(TUNING_PASSES * trained * found.rows["chat"] / found.shares["chat"]) * seq_len

@@ -44,7 +44,7 @@ TIE_MARGIN = 0.0
 class Verdict:
     """For one pair, the probabilities that the answer shown first is better, in both orders.
 
-    A verdict of people holds for both.
+    A human verdict counts for both orders.
     """
 
     id: int | str
@@ -179,7 +179,7 @@ def _given(path: Path) -> dict[int | str, Outcome]:
 
 
 def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None, folder: Path | None) -> None:
-    """Raise UserError for what is neither a file of answers nor a model that can be asked."""
+    """Raise UserError for what is neither a file of answers nor a model that can answer."""
     path = Path(source)
     if path.suffix != ".jsonl":
         if prompts is None or folder is None:
@@ -209,7 +209,7 @@ def _answers(
 def _answer_once(
     model: str | PathLike[str], prompts: str | PathLike[str], path: Path, overwrite: bool, common: dict[str, Any]
 ) -> None:
-    """Answers that are there are kept if the same model, prompts and settings gave them, and refused otherwise."""
+    """Existing answers are kept if the same model, prompts and settings produced them, and refused otherwise."""
     beside = path.with_name(f"{path.name}.header")
     header = answers_header(model, prompts, common["config"], limit=common["limit"], device=common["device"])
     if path.is_file() and not overwrite:
@@ -225,7 +225,7 @@ def _answer_once(
 def make_pairs(first: Chats, second: Chats, *, names: tuple[str, str], limit: int | None = None) -> list[Pair]:
     """Pairs of the ids that both have; an error if they answer different questions.
 
-    Of a chat with several turns the questions are common, and each side's answers are shown together.
+    A chat of several turns has common questions; each side's answers are shown together.
     """
     pairs = []
     for name, ours in first.items():
@@ -251,7 +251,8 @@ def _answer_text(chat: Sequence[Message]) -> str:
 
 
 def _journal(folder: Path, judge: Judge, pairs: Sequence[Pair], overwrite: bool) -> Journal | None:
-    """None for a judge that costs nothing to ask again. Of ``pairs`` a calibration may ask some, all others later."""
+    """None for a judge that costs nothing to ask again. A calibration may judge some ``pairs``, a later call the
+    others."""
     if judge.identity is None:
         return None
     asked = json.dumps([[pair.id, pair.request, pair.a, pair.b] for pair in pairs])

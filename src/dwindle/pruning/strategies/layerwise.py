@@ -79,7 +79,7 @@ class LayerwiseStrategy(Strategy):
         """The sizes that every layer keeps so that at most ``goal`` parameters remain."""
 
     def _after_choice(self, rest: Structure) -> None:
-        """Update the sparsities: of every layer the share of its parameters that is gone."""
+        """Update the sparsities: the pruned share of every layer's parameters."""
         hidden, count = len(rest.hidden), self.anatomy.count_layer
         pairs = enumerate(zip(self.anatomy.source.layers, rest.layers, strict=True))
         self.sparsity = [1 - count(n, hidden, now) / count(n, hidden, full) for n, (full, now) in pairs]

@@ -67,7 +67,7 @@ class ShortGptStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """The structure of the scores is that of the observed model: layers that are gone there were not observed."""
+        """The structure of the scores is that of the observed model: its removed layers were not observed."""
         places = scores.current.structure.places
         found = self._watch.close()
         self._watch.detach()
