@@ -9,7 +9,7 @@ The sizes are transformers' own ``per_layer_config`` in ``config.json``: ``inter
 it), ``num_attention_heads``, ``num_key_value_heads``. Attention is looked up in ``ALL_ATTENTION_FUNCTIONS``, so eager,
 sdpa, flash and what a server registers all work. A layer with irregular groups also has ``queries_per_kv``: with
 ``[2, 1, 3]`` the first two query heads read key/value head 0, the next one head 1, and so on. Its attention function
-receives one key/value head per query head, and a server gets that number as ``num_key_value_heads``; transformers'
+receives one key/value head per query head, and that is the ``num_key_value_heads`` that a server is told; transformers'
 caches hold the heads before this gather. ``skip`` names the modules of a layer that were removed whole: a block, which
 adds nothing to the residual stream, and its norms. Configurations of earlier versions (``layer_shapes``) are read, too.
 """

@@ -29,7 +29,8 @@ API_NAMES = {"target": "to"}
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """Messages of the Python API name arguments; here they name options: ``round_to 0: …`` → ``--round-to 0: …``."""
+    """Messages of the Python API name arguments; on the command line they name options: ``round_to 0: …`` →
+    ``--round-to 0: …``."""
     head = re.match(r"[a-z_]+(?:, [a-z_]+)*(?=[ :])", message)
     if head is None or head[0] in sys.argv:  # a file or a word that was typed
         return message

@@ -3,7 +3,7 @@
 A component declares its knobs once, as a subclass of ``Config`` beside the code that reads them: type, bounds, default
 and, as a docstring under the field, its meaning. Recipes, command options, keyword arguments and the reference page are
 views of that declaration. pydantic does the parsing; this module turns its errors into one line that names the dotted
-key and says what is accepted, because the person reading it has a text editor open, not this code.
+key and says what is accepted, because its reader has a text editor open, not this code.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _config_in(annotation: Any) -> type[Config] | None:
 
 
 def _annotation(field: Any) -> Any:
-    """With its bounds, which pydantic keeps apart."""
+    """The annotation with its bounds, which pydantic stores separately."""
     return typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 

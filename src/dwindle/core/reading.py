@@ -1,4 +1,4 @@
-"""Reading files that anyone may have written: regular files only, of limited size, JSON and TOML of limited depth."""
+"""Reading untrusted files: regular files only, of limited size, JSON and TOML of limited depth."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Significant ones; ``.3g`` alone writes 1000 as 1e+03."""
+    """Three significant digits; ``.3g`` alone writes 1000 as 1e+03."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 

@@ -1,4 +1,4 @@
-"""Printing text of others: names of files, contents of configurations and logs, messages of libraries.
+"""Printing untrusted text: names of files, contents of configurations and logs, messages of libraries.
 
 Such text may hold escape sequences that recolour or rewrite a terminal, line breaks that fake further messages, and
 square brackets that rich reads as markup. Everything that commands print goes through here.

@@ -1,4 +1,4 @@
-"""Estimated number of tokens of a text, from its beginning; used by plans, which read nothing whole."""
+"""Estimated number of tokens of a text, from its beginning; for plans, which never read a whole text."""
 
 from __future__ import annotations
 

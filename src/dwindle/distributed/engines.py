@@ -116,7 +116,7 @@ class Engine:
         """Load and shard the weights of a model on the meta device, which is then trained."""
 
     def materialize_frozen(self, root: nn.Module, fetch: Fetch) -> None:
-        """The same for a model that is only called, such as a teacher; ``root.model`` is the model."""
+        """The same for a model without training, such as a teacher; ``root.model`` is the model."""
 
     def adopt(self, model: nn.Module) -> None:
         """Prepare for steps on this model, at the start and after each compaction."""

@@ -23,9 +23,10 @@ _MOST_LOGIT = 14.0
 
 
 def combined(a_first: float | None, b_first: float | None) -> float | None:
-    """The preference for A from both orders: the mean of log-odds, in which a constant favour for a position cancels.
+    """The preference for A from both orders: the mean of log-odds, in which a constant position bias cancels.
 
-    Verdicts that contradict each other give 0.5. None if one is missing: the other has the favour for its position.
+    Verdicts that contradict each other give 0.5. None if one is missing, because the other includes the bias for its
+    position.
     """
     if a_first is None or b_first is None:
         return None
@@ -115,7 +116,7 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often a judge says what people said."""
+    """How often a judge agrees with people."""
 
     num_pairs: int
     agreement: float

@@ -34,7 +34,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last message alone, for models that continue plain text."""
+        """Only the last message, for models that continue plain text."""
         return self.messages[-1]["content"]
 
 
@@ -89,7 +89,7 @@ def is_id(value: Any) -> bool:
 
 
 def checked_messages(chat: Sequence[Any], where: str) -> tuple[Message, ...]:
-    """The messages with their roles and contents alone; an error if one is not of that form."""
+    """The messages with only their roles and contents; an error if one has another form."""
     messages = []
     for place, message in enumerate(chat, 1):
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -133,7 +133,7 @@ def _user(text: str) -> Message:
 def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str, advice: str = CORRECT) -> list[int]:
     """Tokens of a chat in the model's own template, up to where its answer begins; ``advice`` if that refuses it.
 
-    Templates are code of others: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
+    Templates are untrusted code: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: the model has no chat template: pass --no-chat to continue plain text")

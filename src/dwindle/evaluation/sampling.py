@@ -29,7 +29,7 @@ class Decoded:
 
 
 def check_every(device: torch.device) -> int:
-    """Steps between two looks at the tokens: each look waits for a GPU."""
+    """Steps between two checks of the tokens: each check waits for the GPU."""
     return 1 if device.type == "cpu" else 16
 
 
@@ -56,7 +56,8 @@ def choose(logits_BV: Tensor, config: SamplingConfig, uniform_B: Tensor | None) 
 
 
 def _likeliest_first(logits_BV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Sorted logits and their tokens, of equal ones the lowest first; ``top_k`` of them are found without sorting."""
+    """Sorted logits and their tokens, the lowest token first among equal ones; ``top_k`` of them are found without
+    sorting."""
     if not 0 < top_k < logits_BV.shape[-1]:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
         return sorted_BV, order_BV
@@ -143,7 +144,7 @@ class BatchDecoder:
         return sum(part.nbytes for part in found if isinstance(part, Tensor))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Continue with these rows only."""
         index = torch.tensor(rows, device=self._device)
         if self._fixed is None:
             self._cache.batch_select_indices(index)

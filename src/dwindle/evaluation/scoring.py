@@ -227,7 +227,7 @@ class Scorer:
 def without_cudnn_attention() -> Iterator[None]:
     """Without cuDNN's attention, which torch 2.11 prefers on Hopper and which builds a plan for every new shape.
 
-    Of the 99 batches of the seven tasks, 83 have a shape of their own.
+    83 of the 99 batches of the seven tasks have a unique shape.
     """
     was_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -144,7 +144,8 @@ def as_float32(model: Any) -> Any:
 
 
 def with_tensors(model: Any, tensors: dict[str, Tensor]) -> Any:
-    """A float32 copy of the model with weights as they are stored: its own, but for rounding, or ``Mismatch``."""
+    """A float32 copy of the model with weights as they are stored; ``Mismatch`` unless they are its own except for
+    rounding."""
     changed = deepcopy(model).float()
     if "lm_head.weight" in tensors:  # stored, and rounded, apart from an embedding that it may be tied to
         changed.lm_head.weight = nn.Parameter(changed.lm_head.weight.detach().clone())
@@ -188,7 +189,7 @@ def verify_llamacpp(
 def activation_rounding_error(reference: Any, sequences: list[list[int]], type_: str, last: int) -> float:
     """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp.
 
-    Of the 20 likeliest tokens at the ``last`` places of each sequence.
+    Over the 20 likeliest tokens at the ``last`` places of each sequence.
     """
     expected = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
 

@@ -221,7 +221,7 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
 
 
 def stored_dtype(model: Any) -> torch.dtype:
-    """That of the model if it has 16 bits, else bfloat16: what servers compute in."""
+    """The model's dtype if it has 16 bits, else bfloat16: what servers compute in."""
     dtype: torch.dtype = model.model.embed_tokens.weight.dtype
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 

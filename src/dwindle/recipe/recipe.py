@@ -124,7 +124,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_of_run(path: str | Path) -> Recipe:
-    """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
+    """The recipe that a run saved; older runs omitted the metric, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
     if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
@@ -151,7 +151,7 @@ def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) ->
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """A copy that means the same in any folder and with other defaults: absolute paths, and what was not set."""
+    """A copy that means the same in any folder and with other defaults: with absolute paths and all defaults."""
     resolved = recipe.model_copy(deep=True)
     resolved.distill.weight = recipe.teacher_weight
     prune = resolved.prune
