@@ -106,11 +106,11 @@ def _parse_shape(text: str, key: str) -> dict[str, int]:
     return shape
 
 
-def at_least(least: int, **values: int) -> None:
+def at_least(least: int, **values: int | None) -> None:
     """Refuse a number that is too small, by the name of its argument: ``at_least(2, seq_len=seq_len)``."""
     for name, value in values.items():
-        if value < least:
-            raise UserError(f"{name} {value}: give at least {least}")
+        if value is not None and value < least:
+            raise UserError(f"{name}: {value} must be at least {least}")
 
 
 def format_count(value: int | float) -> str:

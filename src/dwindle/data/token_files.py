@@ -27,6 +27,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
+from dwindle.core.sizes import at_least
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
@@ -203,10 +204,7 @@ def write_inputs(
     ``max_tokens`` stops early, for text that is longer than needed. ``keep_existing`` is for caches: if another process
     was faster, its equal result is used. ``out_option`` is the option named in messages about ``out_dir``.
     """
-    if shard_tokens < 1:
-        raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max_tokens: {max_tokens} must be at least 1")
+    at_least(1, shard_tokens=shard_tokens, max_tokens=max_tokens)
     with atomic_directory(
         out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
     ) as folder:

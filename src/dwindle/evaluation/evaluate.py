@@ -21,6 +21,7 @@ from dwindle.core.garbage import no_garbage_collection
 from dwindle.core.jsonl import json_line
 from dwindle.core.reading import MAX_STATE_BYTES, parse_json, read_limited
 from dwindle.core.run_directory import RunDirectory
+from dwindle.core.sizes import at_least
 from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.evaluation.config import EngineName, EvalConfig, SamplingConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
@@ -66,8 +67,7 @@ def load_data(
     names = resolve_tasks(tasks, option)
     if not names and not texts:
         raise UserError(f"{option}: no task given: name one, such as commonsense, or pass --text FILE")
-    if limit is not None and limit < 1:
-        raise UserError(f"--limit: {limit} must be at least 1")
+    at_least(1, **{"--limit": limit})
     check_places(places)
     data = EvalData(limit=limit)
     for name in names:

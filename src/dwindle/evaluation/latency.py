@@ -22,9 +22,10 @@ from rich.console import Group
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import folder_size
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import format_bytes, format_count
+from dwindle.core.sizes import at_least, format_bytes, format_count
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources.loading import Loaded, load
@@ -321,9 +322,7 @@ def _check(
     for count in threads:
         if not 1 <= count <= available:
             raise UserError(f"--threads {count}: this machine has {available} CPUs: give 1 to {available}")
-    for name, value in (("--prompt", prompt_tokens), ("--new", new_tokens), ("--repeats", repeats)):
-        if value < 1:
-            raise UserError(f"{name} {value}: give at least 1")
+    at_least(1, **{"--prompt": prompt_tokens, "--new": new_tokens, "--repeats": repeats})
 
 
 @dataclass(slots=True)
@@ -426,6 +425,6 @@ def _file_size(path: Path) -> int | None:
     if not path.exists():
         return None
     if path.is_dir():
-        return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        return folder_size(path)
     data = path.with_name(f"{path.name}.data")
     return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)

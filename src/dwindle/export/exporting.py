@@ -18,7 +18,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
-from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.files import atomic_file, folder_size, refuse_file
 from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
@@ -207,7 +207,7 @@ class _Export:
                 verified = verification.verify_transformers(
                     folder, reference, self._prompts(), remote_code=is_custom(model.config)
                 )
-            size = _size(folder)
+            size = folder_size(folder)
         stored = str(next(model.parameters()).dtype).removeprefix("torch.")
         architecture = deci.ARCHITECTURE if self.layout is not None else model.config.model_type
         return self._result("hf", model, architecture, stored, size, resized, verified)
@@ -265,7 +265,7 @@ class _Export:
             write_onnx(in_common_terms(model), folder / "model.onnx", weights_in="model.onnx.data")
             if self.verify:
                 verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
-            size = _size(folder)
+            size = folder_size(folder)
         return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
 
     def javascript(self) -> Exported:
@@ -276,7 +276,7 @@ class _Export:
         refuse_unknown(model.config)
         with self._write_model(model, resized, weights=False, runtime="transformers.js") as folder:
             verified = write_graphs(model, folder, self._prompts(), threads=self.threads if self.verify else None)
-            size = _size(folder)
+            size = folder_size(folder)
         return self._result("transformers.js", model, model.config.model_type, "f32, q8, q4", size, resized, verified)
 
     def executorch(self) -> Exported:
@@ -385,14 +385,9 @@ def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     odd = [width for width in widths if width % block]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:
-        span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
         layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
-        found.append(f"FFN {span} in {layers}")
+        found.append(f"FFN {format_range(odd)} in {layers}")
     heads = {len(layer.query_heads) for layer in structure.layers}
     if uneven := sorted(n for n in heads if n * anatomy.head_dim % block):
         found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
-
-
-def _size(folder: Path) -> int:
-    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())

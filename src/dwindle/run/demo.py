@@ -14,6 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.files import folder_size
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
@@ -141,7 +142,7 @@ def _measure(name: str, model: Any, tokenizer: Any, windows: Tensor, folder: Pat
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_trained=tokens,
         perplexity=float(torch.tensor(total / len(windows)).exp()),
-        size_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        size_bytes=folder_size(folder),
         sample=_sample(model, tokenizer),
     )
 
