@@ -225,27 +225,25 @@ def measure_latency(
                 with ExitStack() as running:
                     context = prompt_tokens + new_tokens + 8
                     runners = [source.runner(which, count, context, running) for source in sources.values()]
-                    table.rows += _compare(runners, which, count, prompt_tokens, new_tokens, repeats, bar)
+                    table.rows += _compare(runners, which, count, table, bar)
     return table
 
 
-def _compare(
-    runners: list[_Runner], runtime: str, threads: int, prompt_tokens: int, new_tokens: int, repeats: int, bar: Bar
-) -> list[Latency]:
+def _compare(runners: list[_Runner], runtime: str, threads: int, table: LatencyTable, bar: Bar) -> list[Latency]:
     generator = torch.Generator().manual_seed(0)
     vocab_size = min(runner.vocab_size for runner in runners)
-    prompt = torch.randint(vocab_size, (prompt_tokens,), generator=generator).tolist()
+    prompt = torch.randint(vocab_size, (table.prompt_tokens,), generator=generator).tolist()
     prefill: dict[str, list[float]] = {r.name: [] for r in runners}
     decode: dict[str, list[float]] = {r.name: [] for r in runners}
     single: dict[str, list[float]] = {r.name: [] for r in runners}
-    for turn in range(repeats + 1):
+    for turn in range(table.repeats + 1):
         for runner in runners if turn % 2 else reversed(runners):
-            first, then = runner.timed(prompt, new_tokens)
-            alone = runner.timed_one_layer(prompt, new_tokens)[1] if runner.timed_one_layer else None
+            first, then = runner.timed(prompt, table.new_tokens)
+            alone = runner.timed_one_layer(prompt, table.new_tokens)[1] if runner.timed_one_layer else None
             bar.advance()
             if turn == 0:  # warm-up
                 continue
-            prefill[runner.name].append(first / prompt_tokens)
+            prefill[runner.name].append(first / table.prompt_tokens)
             decode[runner.name].append(then)
             single[runner.name] += [alone] if alone is not None else []
     base = runners[0].name
