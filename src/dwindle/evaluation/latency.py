@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from dwindle.core.errors import UserError
 from dwindle.core.files import folder_size
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import at_least, format_bytes, format_count
+from dwindle.core.terminal import right
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources.loading import Loaded, load
@@ -167,12 +168,8 @@ class LatencyTable(Shown):
 
 def _table(*columns: str) -> Table:
     """A table with columns for model and runtime; only the model's name may be folded."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("model", overflow="fold")
-    table.add_column("runtime,\nthreads", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    first = (Column("model", overflow="fold"), Column("runtime,\nthreads", no_wrap=True))
+    return Table(*first, *right(*columns, no_wrap=True), box=None, padding=(0, 2, 0, 0))
 
 
 @dataclass(slots=True)

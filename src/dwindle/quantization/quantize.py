@@ -28,7 +28,7 @@ from dwindle.core.progress import track
 from dwindle.core.reading import read_json
 from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
@@ -107,9 +107,7 @@ class Quantized(Shown):
         if self.in_rows:
             title += f"\n{self.in_rows} linear layers have widths that groups of {self.group} do not divide: "
             title += "8-bit rows there"
-        table = Table()
-        for column in ("", "weights", *(("perplexity", "against the source") if self.perplexity else ())):
-            table.add_column(column, justify="right")
+        table = Table(*right("", "weights", *(("perplexity", "against the source") if self.perplexity else ())))
         names = {"source": "source", "plain": "rounded only", "quantized": _recipe(self.smoothing)}
         for key, name in names.items():
             if key == "plain" and key not in self.perplexity:

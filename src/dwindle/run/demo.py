@@ -19,7 +19,7 @@ from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.latency import measure_latency
 from dwindle.export.huggingface import check_output, save_model
@@ -57,10 +57,7 @@ class Demo(Shown):
 
     def render(self) -> Group:
         """The table, then a sample of each model."""
-        table = Table()
-        table.add_column("")
-        for column in self.columns:
-            table.add_column(column.name, justify="right")
+        table = Table("", *right(*(column.name for column in self.columns)))
         source = self.columns[0]
         rows: dict[str, Callable[[DemoModel], str]] = {
             "parameters": lambda c: f"{c.parameters:,}",

@@ -30,7 +30,7 @@ from dwindle.anatomy.families import register_family
 from dwindle.anatomy.shrink import VOCAB, Float64Throughout, random_model, tiny_config
 from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.core.errors import UserError, first_line
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.surgery import Prunable
@@ -112,9 +112,7 @@ class FamilyCheck:
     def render(self) -> Lines:
         """A table with a row for each way of pruning, what failed, and a verdict."""
         sizes = "{layers} layers, hidden {hidden}, {heads} heads on {kv_heads} of size {head_dim}, FFN {ffn}"
-        table = Table("pruned")
-        for name in COMPARED:
-            table.add_column(name, justify="right")
+        table = Table("pruned", *right(*COMPARED))
         for way in dict.fromkeys(check.way for check in self.checks):
             own = {check.compared: check.shown for check in self.checks if check.way == way}
             table.add_row(way, *(own.get(name, "") for name in COMPARED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike
 from typing import Any
 
@@ -17,7 +18,7 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.export.card_structure import mistral_note
 from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
@@ -57,14 +58,13 @@ class Inspection(Shown):
         return Stack(self._sizes(), *notes, self._parts(), self._groups())
 
     def _sizes(self) -> Stack:
-        table = Table()
-        for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
-            table.add_column(column, justify="right")
+        sizes = right("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each")
+        table = Table(*sizes)
         for first, last in self._runs():
             layer = self.layers[first]
             name = f"{first}" if first == last else f"{first}-{last}"
-            sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
-            table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
+            own = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
+            table.add_row(name, str(self.hidden), *map(str, own), f"{layer['parameters']:,}")
         return titled(f"{self.source}: {self.model_type}, {self._kind()}", table)
 
     def _kind(self) -> str:
@@ -77,18 +77,11 @@ class Inspection(Shown):
 
     def _runs(self) -> list[tuple[int, int]]:
         """First and last index of every stretch of equal layers."""
-        runs: list[tuple[int, int]] = []
-        for number, layer in enumerate(self.layers):
-            if runs and self.layers[runs[-1][0]] == layer:
-                runs[-1] = (runs[-1][0], number)
-            else:
-                runs.append((number, number))
-        return runs
+        runs = [list(run) for _, run in groupby(range(len(self.layers)), key=self.layers.__getitem__)]
+        return [(run[0], run[-1]) for run in runs]
 
     def _parts(self) -> Table:
-        table = Table("part", title="parameters", title_justify="left")
-        table.add_column("parameters", justify="right")
-        table.add_column("share", justify="right")
+        table = Table("part", *right("parameters", "share"), title="parameters", title_justify="left")
         total = self.parameters["total"]
         for part in (*PARTS, "non_embedding", "total"):
             label = {"embedding": f"embedding (vocabulary {self.vocab:,}, {'tied' if self.tied else 'untied'})"}
@@ -104,9 +97,7 @@ class Inspection(Shown):
             "stem": "stem: one hidden channel everywhere",
             "layer": "layer: the last layer",
         }
-        table = Table("group", title="parameters of one group", title_justify="left")
-        table.add_column("parameters", justify="right")
-        table.add_column("share", justify="right")
+        table = Table("group", *right("parameters", "share"), title="parameters of one group", title_justify="left")
         for key, size in self.groups.items():
             count = format_count(size) if size < 1000 else f"{format_count(size)} ({size:,})"
             table.add_row(names[key], count, f"{size / self.parameters['total']:.2%}")

@@ -23,7 +23,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.gguf_size import FileSize
@@ -105,11 +105,10 @@ class Pruned(Shown):
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then loss and samples."""
         title = self.source if out is None else f"{self.source} → {out}"
-        table = Table()
         after: Sizes = sizes_of(self.structure)
         before = self.source_sizes | ({"layers": len(self.structure.layers)} if "layers" in after else {})
-        for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN", "layers")[: 3 + len(after)]:
-            table.add_column(column, justify="right")
+        columns = ("", "parameters", "non-embedding", "hidden", "query heads", "FFN", "layers")
+        table = Table(*right(*columns[: 3 + len(after)]))
         for name, count, sizes in (("before", self.before, before), ("after", self.after, after)):
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)

@@ -14,7 +14,7 @@ from rich.table import Table
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality, text_names
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.readers import read_documents
 from dwindle.data.vocabulary import vocabulary_of
 from dwindle.data.vocabulary_config import VocabularyConfig
@@ -62,9 +62,8 @@ class Trimmed(Shown):
 
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then what it costs."""
-        table, title = Table(), self.source if out is None else f"{self.source} → {out}"
-        for column in ("", "tokens", "parameters", "embedding"):
-            table.add_column(column, justify="right")
+        title = self.source if out is None else f"{self.source} → {out}"
+        table = Table(*right("", "tokens", "parameters", "embedding"))
         sizes = (self.vocabulary.num_rows, len(self.vocabulary.kept))
         for name, tokens, count in zip(("before", "after"), sizes, (self.before, self.after), strict=True):
             table.add_row(name, f"{tokens:,}", f"{count.total:,}", f"{count.embedding:,}")

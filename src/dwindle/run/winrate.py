@@ -20,6 +20,7 @@ from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
+from dwindle.core.terminal import right
 from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.judges import (
     Judge,
@@ -86,9 +87,7 @@ class WinRate:
         return found
 
     def render(self) -> RenderableType:
-        table = Table("A against B", box=None, padding=(0, 2, 0, 0))
-        for column in ("percent", "95 % interval"):
-            table.add_column(column, justify="right")
+        table = Table("A against B", *right("percent", "95 % interval"), box=None, padding=(0, 2, 0, 0))
         for name, rate in (("win rate, ties half", self.win_rate), ("length-controlled", self.length_controlled)):
             if rate is None:
                 table.add_row(name, "–", "not identifiable: all lengths differ by the same")
