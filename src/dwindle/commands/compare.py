@@ -18,7 +18,7 @@ def compare(
     out: Annotated[str, typer.Option(help="Directory for compare.json and the figure.")],
     config: CompareConfig,
     metrics: Annotated[
-        str, typer.Option(help="Of taylor, taylor1, obd, wanda, obc, magnitude, random; commas between them.")
+        str, typer.Option(help="Metrics, separated by commas: taylor, taylor1, obd, wanda, obc, magnitude, random.")
     ] = "taylor,obd,wanda,obc,magnitude,random",
     to: Annotated[
         str, typer.Option(help="What to remove, as in the paper's table: 10%, or 10%nonemb; or sizes such as 100M.")

@@ -25,7 +25,7 @@ def prune(
         list[str] | None, typer.Option(help="Calibration text; default: CPython's own documentation (pydoc).")
     ] = None,
     more_data: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="More text after --data, such as of --data *.txt.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="More text after --data, as from --data *.txt.")
     ] = None,
     text_field: TextField = "text",
     device: Device = "auto",

@@ -12,7 +12,7 @@ from dwindle.commands.app import SHRINK, Json, TextField, app, print_result
 @app.command(rich_help_panel=SHRINK)
 def tokenize(
     inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
-    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
+    model: Annotated[str, typer.Option(help="The model whose tokenizer to use.")],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     text_field: TextField = "text",
     chat: Annotated[bool, typer.Option("--chat", help="The inputs are conversations, for dwindle tune.")] = False,

@@ -16,7 +16,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.terminal import say
 
-Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
+Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: only this one.")]
 
 
 Out = Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<name>.")]
