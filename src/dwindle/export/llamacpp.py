@@ -62,7 +62,7 @@ class LlamaCppEngine:
             tokens: list[int] = json.load(answer)["tokens"]
         return tokens
 
-    def greedy(self, ids: list[int], count: int, top: int) -> list[list[tuple[int, float]]]:
+    def greedy(self, ids: list[int], count: int, top: int = 1) -> list[list[tuple[int, float]]]:
         """The greedy continuation of ``count`` tokens: for each the ``top`` likeliest with their log-probabilities."""
         places: list[list[tuple[int, float]]] = []
         for _ in range(count):
