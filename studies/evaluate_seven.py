@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from agreement import Scores, agreement
 from rich.console import Console
 from rich.table import Table
 
-from dwindle.evaluation.agreement import Scores, agreement
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data

@@ -1,7 +1,7 @@
-"""Prune in a loop that is not ours: transformers' ``Trainer`` and TRL's ``SFTTrainer``.
+"""Prune in another training loop: transformers' ``Trainer`` and TRL's ``SFTTrainer``.
 
 The pruner is the one of ``dwindle pretrain`` (``Pruner.attach``, which plain PyTorch uses without this module); nothing
-in transformers is patched. This module stands after all rooms, and none imports it.
+in transformers is patched. This module comes after all rooms, and none imports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.overwrite = overwrite
         own_loop_config(self.settings)  # refuses unknown keys and wrong values before anything is loaded
         self.pruner: AttachedPruner | None = None
-        """Of the run that trains or has trained."""
+        """Pruner of the current or last run."""
         self._first_step = 0
         self._complete: set[str] = set()
         self._tokens: Tensor | int = 0
@@ -137,13 +137,13 @@ class PruningCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": self.settings, "attributes": {"saved": saved}}
 
     def compact(self, trainer: Any) -> None:
-        """Between two calls of ``trainer.train()``: continue with a model of the shapes that are left."""
+        """Call between two calls of ``trainer.train()``, to continue with a compacted model."""
         pruner = self._pruner()
         model = pruner.compact()
         trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
 
     def save(self, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
-        """Write the model, cut to what is left, as ``dwindle pretrain`` does."""
+        """Write the compacted model, as ``dwindle pretrain`` does."""
         return save(self._pruner(), out, tokenizer, overwrite=overwrite)
 
     def _pruner(self) -> AttachedPruner:

@@ -284,7 +284,7 @@ BAD = {
     ),
     "nothing to compare by": (["compare", "model", "--seq-len", "1"], "error: --seq-len: 1 must be at least 2"),
     "not of this method": ([*PRUNE, "--amplitude", "1"], "error: --amplitude: is a setting of method adapt, not"),
-    "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads 0: give at least 1"),
+    "no threads": (["export", "model", "--to", "hf", "--threads", "0"], "error: --threads: 0 must be at least 1"),
     "a size twice": (["prune", "model", "--to", "hidden=24,ffn=32,hidden=16"], "16' gives hidden twice"),
     "not a size": (["prune", "model", "--to", "80%noemb"], "error: --to: '80%noemb' is not a size such as 100M"),
     "non-finite weights": (["prune", "poisoned", "--to", "50%"], "model.layers.1.mlp.up_proj.weight"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from eval_sets import write_sets
 
-from dwindle.evaluation.agreement import agreement
 from dwindle.evaluation.evaluate import EvalData, load_data
+from studies.agreement import agreement
 
 NAMES = ("harness", "dwindle")
 

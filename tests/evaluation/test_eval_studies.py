@@ -18,6 +18,7 @@ STUDIES = Path(__file__).resolve().parents[2] / "studies"
 
 
 def run_study(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.syspath_prepend(str(STUDIES))  # as for a script
     spec = importlib.util.spec_from_file_location(f"study_{name}", STUDIES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

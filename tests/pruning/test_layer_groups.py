@@ -415,7 +415,7 @@ def test_families_without_blocks_refuse_the_group() -> None:
     with pytest.raises(UserError, match="groups: layer: this family keeps such groups whole"):
         PruneConfig().with_layers().for_family(parallel)
     assert PruneConfig().for_family(parallel).effective_groups == ("attn", "ffn", "stem")
-    with pytest.raises(UserError, match="groups: layer: input_layernorm is no block's norm"):
+    with pytest.raises(UserError, match="groups: layer: input_layernorm is not a block's norm"):
         Family(stem=family.stem, layer=rows, norm_before=shared, groups=["layer"])
 
 

@@ -215,8 +215,7 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     found = summarise(open_run(cut))
     text = " ".join(found["missing"])
     assert (
-        text.count("1 line could not be parsed and was skipped") == 2
-        and text.count("ends with an incomplete line") == 2
+        text.count("skipped 1 line that could not be parsed") == 2 and text.count("ends with an incomplete line") == 2
     )
     assert "No structure.json" in text
     assert len(found["figures"]) == 5 and found["architecture"] is None

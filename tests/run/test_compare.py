@@ -49,7 +49,7 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
             source, to, data=text, metric=cell.metric, second_order=cell.second_order, sequences=4, seq_len=24
         )
         assert cell.parameters == pruned.after.total
-        assert cell.shape == pruned.summary("")["shape"]
+        assert cell.shape == pruned.to_json()["shape"]
         assert cell.loss == pytest.approx(loss_of(pruned.model, source), rel=1e-5)
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written == result.to_json()
@@ -64,7 +64,7 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
 def test_layers_of_different_sizes_are_compared_too(source: Path) -> None:
     (cell,) = compare(source, metrics=["taylor"], to=["30k"], selection="global", **SMALL).cells
     pruned = dwindle.prune(source, "30k", selection="global", sequences=4, seq_len=24, data=["pydoc:train"])
-    assert cell.shape == pruned.summary("")["shape"] and not pruned.structure.is_uniform
+    assert cell.shape == pruned.to_json()["shape"] and not pruned.structure.is_uniform
     assert cell.loss == pytest.approx(loss_of(pruned.model, source), rel=1e-5)
 
 

@@ -137,7 +137,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(
 
 def test_a_key_is_not_sent_in_the_clear_nor_taken_from_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
-    with pytest.raises(UserError, match="sent by https alone"):
+    with pytest.raises(UserError, match="sent by https only"):
         AddressJudge("http://example.org/v1", "m")
     with pytest.raises(UserError, match="an address holds no key") as error:
         AddressJudge("https://user:hidden@example.org/v1", "m")

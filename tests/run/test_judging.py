@@ -122,7 +122,7 @@ def test_pruning_measures_on_text_it_was_not_calibrated_on(place: Path) -> None:
     assert quality is not None and quality == pruned.quality and quality.held_out
     _, held_out = calibration_and_held_out(["pydoc"], tiny_tokenizer(), num_held_out=128, **sizes)
     assert_judged(quality, dwindle.load(place / "model").model, pruned.model, held_out)
-    assert json.loads(json.dumps(pruned.summary("x")))["quality"]["source_loss"] == quality.source_loss
+    assert json.loads(json.dumps(pruned.to_json()))["quality"]["source_loss"] == quality.source_loss
 
 
 def test_a_short_text_is_measured_and_says_so(place: Path) -> None:

@@ -207,7 +207,7 @@ def test_a_saved_replay_says_what_it_is(at: int | None, source: Path, tmp_path: 
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in ledger))
     ledger = read_ledger(tmp_path)
     replayed, count = dwindle.replay(source, tmp_path / "ledger.jsonl", at=at), len(ledger) - 1 if at is None else at
-    assert f" {count} events>" in repr(replayed) and replayed.summary("x")["events"] == count
+    assert f" {count} events>" in repr(replayed) and replayed.to_json()["events"] == count
     replayed.save(tmp_path / "out")
     export(tmp_path / "out", "hf", tmp_path / "exported", verify=False)
     for folder in (tmp_path / "out", tmp_path / "exported"):

@@ -74,7 +74,7 @@ def test_it_can_be_trained_and_pruned_further(place: Path, tmp_path: Path) -> No
         ("layers=2", {}, "slicegpt changes the hidden size alone"),
         ("hidden=16,layers=2", {}, "slicegpt changes the hidden size alone"),
         ("hidden=31", {}, r"hidden=31: with a head of its own the result has .*, not fewer than the source's"),
-        ("hidden=20", {"round_to": 8}, "hidden=20: is no multiple of round_to 8"),
+        ("hidden=20", {"round_to": 8}, "hidden=20: is not a multiple of round_to 8"),
         ("hidden=20", {"min_hidden": 24}, "hidden=20: is below min_hidden 24"),
         ("70%", {"min_ffn": 16}, "min_ffn: is a setting of method .*, not slicegpt"),
         ("70%", {"groups": ["attn", "stem"]}, "groups: attn: slicegpt keeps all heads: choose stem"),

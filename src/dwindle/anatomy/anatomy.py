@@ -323,7 +323,7 @@ class Anatomy:
         return sum(self.shape(row, structure)[1] for row in self._outputs_of[number] if row.block in blocks)
 
     def name_in(self, row: Row, structure: Structure) -> str:
-        """The tensor's name in a model with this structure: layers that are gone are not counted."""
+        """The tensor's name in a model with this structure: removed layers are not counted."""
         if row.layer is None or len(structure.places) == self.num_layers:
             return row.name
         rest = row.name.removeprefix(LAYER_PREFIX).partition(".")[2]
@@ -340,7 +340,7 @@ class Anatomy:
     def removable_blocks(self, structure: Structure) -> list[tuple[int, tuple[int, ...]]]:
         """(layer, places in ``BLOCKS``) of all groups of kind ``layer``: whole layers, and attention blocks and FFNs.
 
-        What stands in the place of attention (a convolution) is removed only with its layer.
+        A block in the place of attention (a convolution) is removed only with its layer.
         """
         left, found = self._left(structure), list[tuple[int, tuple[int, ...]]]()
         for number, layer in enumerate(structure.layers):
@@ -356,7 +356,7 @@ class Anatomy:
         return found
 
     def removable_wholes(self, structure: Structure) -> list[int]:
-        """Layers of which everything that is left may be removed next."""
+        """Layers whose remaining blocks may all be removed next."""
         found = self.removable_blocks(structure)
         return [n for n, ps in found if structure.layers[n].without_blocks(BLOCKS[place] for place in ps).is_gone]
 
@@ -373,7 +373,7 @@ class Anatomy:
         return found
 
     def _left(self, structure: Structure) -> Counter[Any]:
-        """How many blocks of every kind there are; 0 for what was lost."""
+        """How many blocks of every kind there are; 0 for kinds that were lost."""
         counts: Counter[Any] = Counter(
             {key: 0 for n, la in enumerate(self.source.layers) for key in self._counted(n, la)}
         )
@@ -399,7 +399,7 @@ def cut(
 ) -> nn.Module:
     """A new model with the structure ``keep``, its tensors sliced out of a model that has the structure ``within``.
 
-    ``release`` frees each old tensor once it is sliced; the old model is of no use then.
+    ``release`` frees each old tensor once it is sliced; the old model is unusable afterwards.
     """
     from dwindle.anatomy.build import build, config_for, stock_form
 
@@ -411,11 +411,7 @@ def cut(
             tensors[anatomy.name_in(row, keep)] = whole.clone() if part is whole and release is None else part
         if release is not None:
             release(parameter)
-    smaller = stock_form(build(config_for(anatomy.config, keep), tensors), keep)
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        smaller.generation_config = generation
-    return smaller
+    return stock_form(build(config_for(anatomy.config, keep), tensors, model), keep)
 
 
 def _value(terms: _Terms, sizes: tuple[int, int, int, int]) -> int:

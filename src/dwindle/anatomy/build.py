@@ -18,9 +18,9 @@ from dwindle.anatomy.structure import Structure, head_dim_of
 
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
 _OURS = {"per_layer_config", "queries_per_kv", "embed_scale"}
-"""Of our configurations, recreated for each structure."""
+"""Keys of our configurations, recreated for each structure."""
 _ALIGNMENT = 64
-"""Bytes, of what torch allocates on a CPU."""
+"""Alignment in bytes of torch's CPU allocations."""
 
 
 def config_for(config: Any, structure: Structure, changed: Mapping[str, Any] | None = None) -> Any:
@@ -119,7 +119,7 @@ def stock_form(model: nn.Module, structure: Structure) -> nn.Module:
     absorb("model.embed_tokens.weight", lambda weight: weight * factor)
     if config.tie_word_embeddings:
         absorb("model.norm.weight", lambda gain: (offset + gain) / factor - offset)
-    return build(stock, tensors)
+    return build(stock, tensors, model)
 
 
 def _custom_config(family: str, values: dict[str, Any], structure: Structure) -> Any:
@@ -153,9 +153,7 @@ def with_output_bias(model: Any, structure: Structure) -> Any:
         if name not in tensors:
             like = next(iter(tensors.values()))
             tensors[name] = torch.zeros(parameter.shape, dtype=like.dtype, device=like.device)
-    biased = build(config, tensors)
-    biased.generation_config = model.generation_config
-    return biased
+    return build(config, tensors, model)
 
 
 def is_custom(config: Any) -> bool:
@@ -197,8 +195,8 @@ def restore_buffers(model: Any, device: torch.device | str) -> None:
         embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=dtype, device=device)
 
 
-def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
-    """The model with the given tensors as parameters (no copy)."""
+def build(config: Any, tensors: dict[str, Tensor], like: Any = None) -> nn.Module:
+    """The model with the given tensors as parameters (no copy); it generates as the model ``like``."""
     model = build_on_meta(config)
     sample = next(iter(tensors.values()))
     model.load_state_dict(tensors, strict=False, assign=True)
@@ -207,6 +205,8 @@ def build(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     missing = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     assert sample.is_meta or not missing, f"tensors without values: {missing}"
     model.config.dtype = sample.dtype
+    if getattr(like, "generation_config", None) is not None:
+        model.generation_config = like.generation_config
     return model.eval()
 
 

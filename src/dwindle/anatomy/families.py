@@ -1,4 +1,4 @@
-"""The supported model families, each one table, and the way from a model type to its table.
+"""The supported model families, each one table, and how a model type finds its table.
 
 ``family.py`` explains the rows. To add a family, add a table here and a line in the parity test. A family from outside
 the package is the same table in a TOML or JSON file (``family_files.py``).

@@ -109,7 +109,7 @@ class Family(Config):
 
     @cached_property
     def blocks(self) -> dict[str, Block | None]:
-        """The block of every module of a layer, by its name; None for a norm that is no block's, or that of several."""
+        """The block of every module of a layer, by its name; None for a norm of no block or of several."""
         ffn = {name.partition(".")[0] for name, axes in self.layer.items() if "ffn" in axes.replace("+", " ").split()}
         norms = [(norm, part) for table in (self.norm_before, self.norm_after) for part, norm in table.items()]
         found: dict[str, Block | None] = {}
@@ -127,7 +127,7 @@ class Family(Config):
         if loose and "layer" in self.groups:
             if "groups" in self.model_fields_set:
                 raise ValueError(
-                    f"groups: layer: {loose[0]} is no block's norm: name it in norm_before or norm_after, or remove it"
+                    f"groups: layer: {loose[0]} is not a block's norm: name it in norm_before or norm_after, or drop it"
                 )
             self.groups.remove("layer")
 

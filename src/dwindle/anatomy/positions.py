@@ -26,7 +26,7 @@ def beyond_positions(seq_len: int, config: Any, name: str = "seq_len") -> str:
 
 
 def can_be_packed(config: Any) -> bool:
-    """Whether several sequences can share a row: attention is kept apart by positions, other mixing of tokens is not.
+    """Whether several sequences can share a row: positions separate attention, but no other mixing of tokens.
 
     Convolutions and recurrent layers would carry the end of one sequence into the next. Transformers' code of
     ``_IGNORES_POSITIONS`` builds its attention masks without looking at positions.

@@ -42,6 +42,11 @@ class Layer:
         """Whether the whole layer was removed."""
         return len(self.absent) == len(BLOCKS)
 
+    @property
+    def block_places(self) -> tuple[int, ...]:
+        """The places in ``BLOCKS`` of its blocks."""
+        return tuple(place for place, block in enumerate(BLOCKS) if block not in self.absent)
+
     @cached_property
     def kv_heads(self) -> tuple[int, ...]:
         """A key/value head is kept while one of its query heads is."""
@@ -91,7 +96,7 @@ class Layer:
 
 
 def _upto(width: int) -> tuple[int, ...]:
-    """Indices for counting alone: nothing is stored, so that sizes of wide layers cost nothing to change."""
+    """Indices for counting only: nothing is stored, so that sizes of wide layers cost nothing to change."""
     return cast(tuple[int, ...], range(width))
 
 
@@ -116,7 +121,7 @@ def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
 
 
 def _drop(indices: tuple[int, ...], gone: Collection[int]) -> tuple[int, ...]:
-    """Sorted indices without some of them; for a few of a wide layer, slices are faster than a set."""
+    """Sorted indices without some of them; for few indices of a wide layer, slices are faster than a set."""
     if len(gone) > _FEW:
         lost = set(gone)
         return tuple(index for index in indices if index not in lost)
@@ -138,6 +143,11 @@ class Group:
 
     kind: Kind
     members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of_layer(cls, kind: Kind, layer: int, members: tuple[int, ...], num_layers: int) -> Group:
+        """A group with members in a single layer."""
+        return cls(kind, tuple(members if number == layer else () for number in range(num_layers)))
 
 
 @dataclass(frozen=True)
@@ -167,13 +177,13 @@ class Structure:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """The place in the model of every layer that is not gone."""
+        """The place in the model of every remaining layer."""
         present = (number for number, layer in enumerate(self.layers) if not layer.is_gone)
         return {number: place for place, number in enumerate(present)}
 
     @property
     def present(self) -> tuple[Layer, ...]:
-        """The layers that are not gone."""
+        """The remaining layers."""
         return tuple(layer for layer in self.layers if not layer.is_gone)
 
     @property
@@ -181,7 +191,7 @@ class Structure:
         """Whether all layers have the same sizes and regular grouped-query attention, as in a stock model.
 
         Layers without heads (convolutions, linear attention) may stand between those with heads; whole layers may be
-        gone, but not one block of a layer alone.
+        missing, but not a single block of a layer.
         """
         layers = self.present
         heads = {(len(la.query_heads), len(la.kv_heads)) for la in layers if la.query_heads}

@@ -21,7 +21,7 @@ def kept_rows(row: Row, tensor: Tensor, kept: Sequence[int]) -> Tensor:
 
 
 def with_vocabulary(model: nn.Module, config: Any, kept: Sequence[int]) -> nn.Module:
-    """The model of ``config`` with the rows of the kept ids alone; all other tensors are shared."""
+    """The model of ``config`` with only the rows of the kept ids; all other tensors are shared."""
     anatomy = Anatomy.of(model)
     tensors = {name: kept_rows(anatomy[name], p.detach(), kept) for name, p in model.named_parameters()}
     return build(config, tensors)

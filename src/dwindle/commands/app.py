@@ -30,7 +30,8 @@ API_NAMES = {"target": "to"}
 
 
 def in_options(message: str, options: Mapping[str, str]) -> str:
-    """Messages of the Python API name arguments; here they name options: ``round_to 0: …`` → ``--round-to 0: …``."""
+    """Messages of the Python API name arguments; on the command line they name options: ``round_to 0: …`` →
+    ``--round-to 0: …``."""
     head = re.match(r"[a-z_]+(?:, [a-z_]+)*(?=[ :])", message)
     if head is None or head[0] in sys.argv:  # a file or a word that was typed
         return message
@@ -99,6 +100,11 @@ def print_result(what: Any, as_json: bool) -> None:
         print(json.dumps(what))
         return
     PlainConsole().print(what)
+
+
+def show(result: Any, as_json: bool) -> None:
+    """A result as one JSON object, or as it renders itself."""
+    print_result(result.to_json() if as_json else result.render(), as_json)
 
 
 def resolve_model(name: str) -> str:

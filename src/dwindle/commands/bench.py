@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHIP, Json, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, app, resolve_model, show
 from dwindle.core.errors import UserError
 
 bench = typer.Typer(help="Measure speed relative to a baseline.", no_args_is_help=True)
@@ -44,4 +44,4 @@ def latency(
         type=type_,
         round_to=round_to,
     )
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)

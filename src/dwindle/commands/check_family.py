@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import LOOK, Json, app, print_result
+from dwindle.commands.app import LOOK, Json, app, show
 
 
 @app.command(rich_help_panel=LOOK)
@@ -21,6 +21,6 @@ def check_family(
     from dwindle.run.family_check import check_family
 
     found = check_family(model, family=family)
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)
     if not found.passed:
         raise typer.Exit(2)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import JUDGE, Device, Json, Model, app, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, app, show
 from dwindle.commands.options import options_of
 from dwindle.run.config import NOT_COMPARED, CompareConfig
 
@@ -18,7 +18,7 @@ def compare(
     out: Annotated[str, typer.Option(help="Directory for compare.json and the figure.")],
     config: CompareConfig,
     metrics: Annotated[
-        str, typer.Option(help="Of taylor, taylor1, obd, wanda, obc, magnitude, random; commas between them.")
+        str, typer.Option(help="Metrics, separated by commas: taylor, taylor1, obd, wanda, obc, magnitude, random.")
     ] = "taylor,obd,wanda,obc,magnitude,random",
     to: Annotated[
         str, typer.Option(help="What to remove, as in the paper's table: 10%, or 10%nonemb; or sizes such as 100M.")
@@ -51,7 +51,7 @@ def compare(
         overwrite=overwrite,
         device=device,
     )
-    print_result(result.to_json() if as_json else result.render(), as_json)
+    show(result, as_json)
 
 
 def _parts(text: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import LOOK, Json, app, print_result
+from dwindle.commands.app import LOOK, Json, app, show
 
 
 @app.command(rich_help_panel=LOOK)
@@ -24,4 +24,4 @@ def demo(
     from dwindle.run.demo import run_demo
 
     found = run_demo(load_recipe(recipe), Path(out), sequences=sequences, overwrite=overwrite)
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import JUDGE, Device, Json, Model, TextField, app, print_result
+from dwindle.commands.app import JUDGE, Device, Json, Model, TextField, app, show
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.guidance import say_next
 from dwindle.commands.options import options_of
@@ -54,7 +54,7 @@ def evaluate(
     )
     if out is not None:
         write_text_atomic(Path(out), json.dumps(result.to_json()) + "\n", option="--out")
-    print_result(result.to_json() if as_json else result.render(), as_json)
+    show(result, as_json)
     if out is not None and not as_json:
         say_next({"beside others": f"dwindle table {quote(out)} OTHER.json"})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dwindle.commands.app import LOOK, Json, Model, app, print_result, resolve_model
+from dwindle.commands.app import LOOK, Json, Model, app, resolve_model, show
 
 
 @app.command(rich_help_panel=LOOK)
@@ -11,4 +11,4 @@ def inspect(model: Model, as_json: Json = False) -> None:
     from dwindle.run.inspection import inspect
 
     found = inspect(resolve_model(model))
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)

@@ -86,6 +86,6 @@ def _show_warning(
 
 
 def _quiet_libraries() -> None:
-    """Silence the libraries underneath: their warnings are for developers."""
+    """Silence other libraries, whose warnings are for developers."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -47,7 +47,7 @@ def pretrain(
 
 
 def _chosen(recipe: str, arguments: list[str], to: str | None, goal: str, tokens: str | None) -> tuple[Any, str]:
-    """The recipe and its name; a wrong path and wrong TOML are told before the slow imports."""
+    """The recipe and its name; a wrong path and wrong TOML are reported before the slow imports."""
     if to is not None:
         if recipe.endswith(".toml") or recipe in ready_recipes():
             raise UserError(f"--to {to}: needs a model and a text: with a recipe, write prune.target={to}")

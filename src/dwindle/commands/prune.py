@@ -24,7 +24,7 @@ def prune(
         list[str] | None, typer.Option(help="Calibration text; default: CPython's own documentation (pydoc).")
     ] = None,
     more_data: Annotated[
-        list[str] | None, typer.Argument(metavar="TEXT", help="More text after --data, such as of --data *.txt.")
+        list[str] | None, typer.Argument(metavar="TEXT", help="More text after --data, as from --data *.txt.")
     ] = None,
     text_field: TextField = "text",
     device: Device = "auto",
@@ -50,7 +50,7 @@ def prune(
         measure=measure,
         overwrite=overwrite,
     )
-    print_result(result.summary(out) if as_json else result.render(out), as_json)
+    print_result({"out": out} | result.to_json() if as_json else result.render(out), as_json)
     note_odd_sizes(out, config, to, "--round-to 32")
     if as_json:
         return

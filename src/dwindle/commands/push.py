@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHIP, Json, app, print_result
+from dwindle.commands.app import SHIP, Json, app, show
 from dwindle.core.terminal import plain, say
 
 
@@ -28,7 +28,7 @@ def push(
     from dwindle.export.publishing import push
 
     found = push(model, repo, gguf=gguf or [], private=private, with_samples=with_samples, dry_run=dry_run)
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)
     if as_json:
         return
     if found.deleted is None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHIP, Device, Json, Model, TextField, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Device, Json, Model, TextField, app, resolve_model, show
 from dwindle.commands.guidance import say_next, served_by_vllm
 from dwindle.commands.options import options_of
 from dwindle.quantization.config import QuantizeConfig
@@ -40,7 +40,7 @@ def quantize(
         device=device,
         overwrite=overwrite,
     )
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)
     if not as_json:
         measured = {} if valid else {"its loss": f"dwindle eval {quote(out)} --text TEXT"}
         say_next(measured | {"serve it": served_by_vllm(out)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -20,4 +21,4 @@ def runs(
 
     rows = list_runs(Path(folder))
     shown = render_runs(rows) if rows else f"no runs in {folder}"
-    print_result([row.to_json() for row in rows] if as_json else shown, as_json)
+    print_result([asdict(row) for row in rows] if as_json else shown, as_json)

@@ -12,7 +12,7 @@ from dwindle.commands.app import SHRINK, Json, TextField, app, print_result
 @app.command(rich_help_panel=SHRINK)
 def tokenize(
     inputs: Annotated[list[str], typer.Argument(help="Text files (.txt, .jsonl, .parquet, compressed), or hf: ids.")],
-    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")],
+    model: Annotated[str, typer.Option(help="The model whose tokenizer to use.")],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     text_field: TextField = "text",
     chat: Annotated[bool, typer.Option("--chat", help="The inputs are conversations, for dwindle tune.")] = False,
@@ -20,6 +20,7 @@ def tokenize(
     as_json: Json = False,
 ) -> None:
     """Write text as memory-mapped token files, which recipes can name in place of the text."""
+    from dwindle.core.sizes import counted
     from dwindle.data.token_files import write_token_files
     from dwindle.sources.loading import load_tokenizer
 
@@ -27,5 +28,5 @@ def tokenize(
         inputs, load_tokenizer(model), out, text_field=text_field, overwrite=overwrite, chat=chat, option="inputs"
     )
     found = {"out": out, "tokens": files.num_tokens, "documents": files.num_documents}
-    documents = f"{files.num_documents:,} document{'' if files.num_documents == 1 else 's'}"
-    print_result(found if as_json else f"{out}: {files.num_tokens:,} tokens of {documents}", as_json)
+    line = f"{out}: {files.num_tokens:,} tokens of {counted(files.num_documents, 'document')}"
+    print_result(found if as_json else line, as_json)

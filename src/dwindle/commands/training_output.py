@@ -10,13 +10,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from dwindle.commands.app import note_odd_sizes, print_result
+from dwindle.commands.app import note_odd_sizes, show
 from dwindle.commands.guidance import export_command, is_main_process, say_next
 from dwindle.core.errors import UserError
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.terminal import say
 
-Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: this one alone.")]
+Processes = Annotated[int, typer.Option(min=0, help="Processes on this machine (one per GPU); 0: only this one.")]
 
 
 Out = Annotated[str | None, typer.Option(help="Directory of the run; default: runs/<name>.")]
@@ -52,7 +52,7 @@ def train(recipe: Any, name: str, options: Training) -> None:
         from dwindle.run.rehearsal import planned
 
         plan = planned(recipe, measure=options.measure, price=options.price)
-        print_result(plan.to_json() if options.as_json else plan.render(), options.as_json)
+        show(plan, options.as_json)
         return
     run = Path(options.out) if options.out is not None else Path("runs") / name
     if options.nproc:
@@ -67,11 +67,11 @@ def _print_world(recipe: Any, world: int, options: Training) -> None:
     if not options.dry_run:
         raise UserError(f"--world {world}: counts and does not train: add --dry-run (--nproc starts processes)")
     if options.price is not None:
-        raise UserError("--price: needs the time of measured steps, and --world measures none: leave one of them out")
+        raise UserError("--price: needs the time of measured steps, and --world measures none: use one of them")
     from dwindle.run.simulation import RANKS_PER_NODE, simulate
 
     plan = simulate(recipe, world, ranks_per_node=options.nproc or RANKS_PER_NODE)
-    print_result(plan.to_json() if options.as_json else plan.render(), options.as_json)
+    show(plan, options.as_json)
 
 
 def _launch_new_run(recipe: Any, run: RunDirectory, options: Training) -> None:

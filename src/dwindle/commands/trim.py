@@ -24,7 +24,7 @@ def trim(
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove rare tokens: a smaller embedding and head, and the tokenizer that belongs to them."""
+    """Remove rare tokens: a smaller embedding and head, and the matching tokenizer."""
     from dwindle.run.trim import trim
 
     result = trim(

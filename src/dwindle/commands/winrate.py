@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import JUDGE, Device, Json, app, print_result
+from dwindle.commands.app import JUDGE, Device, Json, app, show
 from dwindle.commands.options import options_of
 from dwindle.evaluation.config import GenerateConfig
 
@@ -60,4 +60,4 @@ def winrate(
         threads=threads,
         overwrite=overwrite,
     )
-    print_result(found.to_json() if as_json else found.render(), as_json)
+    show(found, as_json)

@@ -3,7 +3,7 @@
 A component declares its knobs once, as a subclass of ``Config`` beside the code that reads them: type, bounds, default
 and, as a docstring under the field, its meaning. Recipes, command options, keyword arguments and the reference page are
 views of that declaration. pydantic does the parsing; this module turns its errors into one line that names the dotted
-key and says what is accepted, because the person reading it has a text editor open, not this code.
+key and says what is accepted, because its reader has a text editor open, not this code.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def takes(cls: type[Config], *, but: Sequence[str] = ()) -> Callable[[Callable[.
     """Decorator: the function's keyword arguments are the fields of a config, which it receives as ``config``.
 
     ``help()`` and editors see every field with its default; a whole ``config=`` may be given instead. ``but`` names
-    fields that are no arguments.
+    fields that are not arguments.
     """
     names = [name for name in cls.model_fields if name not in but]
 
@@ -307,7 +307,7 @@ def _config_in(annotation: Any) -> type[Config] | None:
 
 
 def _annotation(field: Any) -> Any:
-    """With its bounds, which pydantic keeps apart."""
+    """The annotation with its bounds, which pydantic stores separately."""
     return typing.Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
 
 

@@ -165,7 +165,7 @@ def _draw_panel(axis: Any, panel: Panel, *, named_at_ends: bool) -> None:
 
 
 def _name_ends(axis: Any, panel: Panel) -> None:
-    """Names to the right of where lines end, pushed apart: a legend would hide some of many lines."""
+    """Names to the right of line ends, spaced vertically: a legend would hide some of many lines."""
     low, high = axis.get_ylim()
     gap = (high - low) * 0.11 / panel.height
     free = low

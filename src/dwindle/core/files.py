@@ -139,6 +139,11 @@ def fsync_path(path: Path) -> None:
 # Checks before long work -----------------------------------------------------------------------------------
 
 
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def refuse_file(
     target: Path,
     option: str = "--out",

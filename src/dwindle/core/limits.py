@@ -1,4 +1,4 @@
-"""The largest sizes that are believed when a header or configuration names them: beyond any model, below any harm."""
+"""The largest sizes that are accepted from a header or configuration: beyond any model, small enough to do no harm."""
 
 from __future__ import annotations
 

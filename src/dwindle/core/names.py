@@ -13,7 +13,7 @@ _LOCAL = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
 def public_name(source: str | os.PathLike[str]) -> str:
     """The name of a model in files that are published: the last part of a local path, hub ids and aliases as they are.
 
-    A path tells who made a model, and on which machine.
+    A path reveals who made a model, and on which machine.
     """
     name = os.fspath(source)
     if not (_LOCAL.match(name) or name.count("/") > 1 or os.path.exists(name)):

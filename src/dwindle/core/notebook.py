@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from io import StringIO
+from typing import Any
 
 _WIDTH = 110
 _PAGE = '<pre style="white-space:pre;overflow-x:auto;line-height:1.2;font-family:monospace">{code}</pre>'
 
 
 class Shown:
-    """A result with ``render``; a notebook shows it as the last expression of a cell."""
+    """Base of results, which are dataclasses with ``render``; a notebook shows one as the last expression of a cell."""
 
     __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The result for ``--json``."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def _repr_html_(self) -> str:
         from dwindle.core.terminal import PlainConsole

@@ -1,4 +1,4 @@
-"""Reading files that anyone may have written: regular files only, of limited size, JSON and TOML of limited depth."""
+"""Reading untrusted files: regular files only, of limited size, JSON and TOML of limited depth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_STATE_BYTES = 1 << 29
 """Our own states and structures, which list every channel."""
 MAX_TOML_BYTES = 1 << 20
 MAX_DEPTH = 64
-"""Of tables and lists inside each other, far below what recursive functions can bear."""
+"""Nesting depth of tables and lists, far below Python's recursion limit."""
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -108,7 +108,7 @@ class RunDirectory:
         return sorted(found, key=checkpoint_step)
 
     def structure_files(self) -> Iterator[Path]:
-        """Structures of models on the way, the final one first; also that of a model directory by itself."""
+        """Structures of models on the way, the final one first; also that of a single model directory."""
         yield self.path / STRUCTURE
         yield self.model / STRUCTURE
         yield from sorted(self.milestones.glob(f"*/{STRUCTURE}"))
@@ -134,7 +134,7 @@ class RunDirectory:
         return self.status, [_stamp(path) for path in (*files, *folders)]
 
     def read_quality(self) -> Quality | None:
-        """Loss and samples of source and result, of a run or of a model directory by itself; None if not measured."""
+        """Loss and samples of source and result, of a run or of a single model directory; None if not measured."""
         return read_quality(self.quality)
 
     # Status ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class RunDirectory:
 
     @property
     def status(self) -> Status:
-        """Of a run, or of a model directory by itself: that is ``pruned`` if its ledger lists any event."""
+        """Status of a run or of a single model directory, which is ``pruned`` if its ledger lists any event."""
         if (self.path / "config.json").is_file() and (self.path / STRUCTURE).is_file():
             return "unpruned" if _has_one_line(self.ledger) else "pruned"
         if self.is_finished:
@@ -169,7 +169,7 @@ class RunDirectory:
 
     @property
     def restart_command(self) -> str:
-        """How to replace the run by a new one with the same recipe."""
+        """The command that replaces the run by a new one with the same recipe."""
         return f"`dwindle pretrain {quote(str(self.recipe))} --out {quote(str(self.path))} --overwrite`"
 
     @property
@@ -196,21 +196,21 @@ class RunDirectory:
     # Notes, in the lock file: it stays with the run when a disk that holds the checkpoints does not --------------
 
     def note_checkpoint(self, step: int) -> None:
-        """A checkpoint was written."""
+        """Record that a checkpoint was written."""
         self._note({"checkpoint": step})
 
     def note_divergence(self, step: int) -> None:
-        """Training ended because its loss was not finite; until the next checkpoint, ``resume`` may change the rate."""
+        """Record that the loss was not finite; until the next checkpoint, ``resume`` may change the rate."""
         self._note(self._notes() | {"diverged": step})
 
     @property
     def last_checkpoint_step(self) -> int | None:
-        """Step of the last checkpoint that was written, whether or not it is still there."""
+        """Step of the last checkpoint that was written, whether or not it still exists."""
         return _whole(self._notes().get("checkpoint"))
 
     @property
     def diverged_at(self) -> int | None:
-        """The step at which training diverged; None if it did not, or went on since."""
+        """The step at which training diverged; None if it did not, or continued since."""
         return _whole(self._notes().get("diverged"))
 
     def _notes(self) -> dict[str, Any]:
@@ -221,7 +221,7 @@ class RunDirectory:
         return found if isinstance(found, dict) else {}
 
     def _note(self, notes: dict[str, Any]) -> None:
-        """In place: the lock belongs to the file itself."""
+        """Write in place: the lock belongs to the file itself."""
         with suppress(OSError):  # a note is for later advice; what matters is in the checkpoint
             self.lock.write_text(json.dumps(notes) + "\n", encoding="utf-8")
 

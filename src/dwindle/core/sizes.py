@@ -12,7 +12,7 @@ from dwindle.core.errors import UserError
 SHAPE_KEYS = ("hidden", "heads", "ffn", "layers")
 
 MAX_COUNT = 10**18
-"""Of parameters or tokens; beyond it is a typing mistake."""
+"""Parameters or tokens; a larger number is a typing mistake."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _WHOLE = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*"  # a comma separates thousands, it is not a decimal point
 _COUNT = re.compile(rf"((?:{_WHOLE})(?:\.[0-9]+)?|\.[0-9]+)\s*([kmbgt]?)", re.IGNORECASE)
@@ -44,9 +44,9 @@ class Size:
     value: float = 0.0
     """Parameters, or the share of them that is kept (``nonemb share``: not counting the embeddings), or bytes."""
     shape: dict[str, int] = field(default_factory=dict)
-    """Of SHAPE_KEYS those that were given."""
+    """The given sizes, by ``SHAPE_KEYS``."""
     file_type: str = ""
-    """Of a file: the type that ``export`` writes, such as ``q8_0``."""
+    """For a file size: the type that ``export`` writes, such as ``q8_0``."""
 
     @property
     def block(self) -> int:
@@ -106,11 +106,11 @@ def _parse_shape(text: str, key: str) -> dict[str, int]:
     return shape
 
 
-def at_least(least: int, **values: int) -> None:
+def at_least(least: int, **values: int | None) -> None:
     """Refuse a number that is too small, by the name of its argument: ``at_least(2, seq_len=seq_len)``."""
     for name, value in values.items():
-        if value < least:
-            raise UserError(f"{name} {value}: give at least {least}")
+        if value is not None and value < least:
+            raise UserError(f"{name}: {value} must be at least {least}")
 
 
 def format_count(value: int | float) -> str:
@@ -121,8 +121,13 @@ def format_count(value: int | float) -> str:
     return f"{value:.0f}"
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 layer``, ``1,024 layers``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _three_digits(value: float) -> str:
-    """Significant ones; ``.3g`` alone writes 1000 as 1e+03."""
+    """Three significant digits; ``.3g`` alone writes 1000 as 1e+03."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 

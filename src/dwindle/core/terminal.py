@@ -1,4 +1,4 @@
-"""Printing text of others: names of files, contents of configurations and logs, messages of libraries.
+"""Printing untrusted text: names of files, contents of configurations and logs, messages of libraries.
 
 Such text may hold escape sequences that recolour or rewrite a terminal, line breaks that fake further messages, and
 square brackets that rich reads as markup. Everything that commands print goes through here.
@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.table import Column, Table
 
 
 def plain(text: str, *, keep: str = "") -> str:
@@ -38,6 +38,13 @@ def _spelled(letter: str) -> str:
 def say(text: str, *, error: bool = False) -> None:
     """Print plain lines on standard output, or on standard error; line breaks are ours."""
     print(plain(text, keep="\n\t"), file=sys.stderr if error else sys.stdout)
+
+
+def right(*names: str, no_wrap: bool = False) -> list[Column]:
+    """Right-aligned columns, as for numbers."""
+    from rich.table import Column
+
+    return [Column(name, justify="right", no_wrap=no_wrap) for name in names]
 
 
 def titled(title: str, table: Table) -> Group:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dwindle.core.errors import UserError
+from dwindle.core.sizes import at_least
 from dwindle.data.mixture import Mixture
 
 
@@ -40,8 +41,7 @@ class BatchStream:
         self.next_sample = 0
         self.num_predictions = 0
         """Tokens that are learned in the step that ``next_step`` returned last, over all ranks."""
-        if micro_batch < 1:
-            raise UserError(f"training.micro_batch: {micro_batch} must be at least 1")
+        at_least(1, **{"training.micro_batch": micro_batch})
         if self.sequences_per_step < world_size:
             raise UserError(
                 f"training.tokens_per_step: {tokens_per_step} is less than one sequence of {self.seq_len} tokens "

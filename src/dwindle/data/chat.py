@@ -65,7 +65,7 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, encoder: DocumentEncode
 
 
 def input_joint(template: Any) -> str:
-    """What stands between an instruction and its input: Alpaca's heading in its prompt, an empty line in others."""
+    """The separator of an instruction and its input: Alpaca's heading in its prompt, else an empty line."""
     is_alpaca = isinstance(template, str) and template.rstrip().endswith(_ALPACA.rstrip())
     return _ALPACA_INPUT if is_alpaca else "\n\n"
 
@@ -88,13 +88,13 @@ class ChatEncoder(DocumentEncoder):
         self.template = chat_template_of(tokenizer, self)
         self.template_fingerprint = hashlib.sha256(self.template.encode()).hexdigest()
         self.input_joint = input_joint(self.template)
-        """What stands between an instruction and its input."""
+        """The separator of an instruction and its input."""
         self._kept: set[tuple[str | None, ...]] = set()
         """Roles between their neighbours' that the template is known to keep."""
         self._special = [str(t) for t in tokenizer.added_tokens_decoder.values() if t.special]
 
     def end_of_turn(self, last: Iterable[int]) -> int | None:
-        """The token that ends answers: the first of their ``last`` ones that is no part of a text."""
+        """The token that ends answers: the first of their ``last`` tokens that never occurs inside a text."""
         names = ((token, str(self._tokenizer.convert_ids_to_tokens(token))) for token in last)
         return next((token for token, name in names if name in self._special), None)
 
@@ -198,7 +198,7 @@ def render(tokenizer: Any, template: str, messages: Sequence[Message], *, prompt
 
 
 def _token_spans(offsets_N2: npt.NDArray[Any], answers: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-    """Tokens [start, stop) with a character of an answer; the first token of an example has nothing to come from."""
+    """Tokens [start, stop) with a character of an answer; the first token of an example is not predicted."""
     learned = np.zeros(len(offsets_N2) + 2, dtype=np.int8)
     for start, stop in answers:
         learned[1:-1] |= (offsets_N2[:, 0] < stop) & (offsets_N2[:, 1] > start)

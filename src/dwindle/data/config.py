@@ -76,7 +76,7 @@ class DataConfig(Config):
     """Maximum validation tokens, spread evenly over the validation text."""
 
     def named_sources(self) -> dict[str, SourceConfig]:
-        """The sources, whichever of the two ways they were given; none of a run on conversations alone."""
+        """The sources, given in either way; none in a run on conversations only."""
         return self.sources or ({"train": SourceConfig(paths=self.train)} if self.train else {})
 
     def trained_on(self) -> list[str]:
@@ -126,7 +126,7 @@ class DataConfig(Config):
         return f"data.sources.{source_name}.paths" if self.sources else "data.train"
 
     def make_paths_absolute(self, base: Path) -> None:
-        """So that a saved recipe means the same files wherever it is resumed from."""
+        """Make paths absolute, so that a saved recipe means the same files wherever it is resumed from."""
         self.train = [absolute_path(path, base) for path in self.train]
         self.valid = [absolute_path(path, base) for path in self.valid]
         for source in self.sources.values():

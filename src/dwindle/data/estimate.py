@@ -1,4 +1,4 @@
-"""Estimated number of tokens of a text, from its beginning; used by plans, which read nothing whole."""
+"""Estimated number of tokens of a text, from its beginning; for plans, which never read a whole text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Estimate:
     learned: float = 1.0
     """Share of learned tokens in the training samples: answers, and plain text between them."""
     examples_per_row: float = 1.0
-    """Of packed conversations."""
+    """Examples in a row of packed conversations."""
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source after so many samples, like ``Mixture.epochs``."""

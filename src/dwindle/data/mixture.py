@@ -34,7 +34,7 @@ class Windows(ABC):
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Of one window."""
+        """Shape of one window."""
         return (self.seq_len + 1,)
 
     @abstractmethod

@@ -50,7 +50,7 @@ def num_predictions(batch: Tensor) -> int:
 
 
 def first_prompt(row: Tensor, most: int) -> list[int]:
-    """Of text, its first ``most`` tokens; of packed conversations, the last (shortest) example up to its answer."""
+    """The first ``most`` tokens of text; the last (shortest) example of packed conversations, up to its answer."""
     if row.ndim == 1:
         return [int(token) for token in row[:most]]
     last = int(row[_LEARNED].nonzero()[-1])
@@ -77,9 +77,9 @@ class ChatStream(TokenStream):
         if (np.diff(flat) < 0).any() or flat[0] < 0 or flat[-1] > len(self):
             raise UserError(f"{parts[0].label} is damaged (its answers are not in order): render it again")
 
-    def last_of_answers(self, most: int = 256) -> Iterator[int]:
-        """The last token of each of the first answers."""
-        for stop in map(int, self.answers_K2[:most, 1]):
+    def last_of_answers(self) -> Iterator[int]:
+        """The last token of each of the first 256 answers."""
+        for stop in map(int, self.answers_K2[:256, 1]):
             yield int(self.read(stop - 1, stop)[0])
 
 

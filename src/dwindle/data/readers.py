@@ -58,11 +58,11 @@ def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data
     if not path.is_file():
         raise UserError(f"{option}: {path_or_id} does not exist: check the path")
     if kind == ".parquet" and compression is None:
-        return ParquetInput(path, text_field, option)
+        return ParquetInput(path, option, text_field=text_field)
     if kind == ".jsonl":
-        return JsonLinesInput(path, compression, text_field, option)
+        return JsonLinesInput(path, option, text_field=text_field, compression=compression)
     if kind == ".txt":
-        return PlainTextInput(path, compression, option)
+        return PlainTextInput(path, option, compression=compression)
     raise UserError(f"{option}: {path_or_id} has an unknown format: use one of {ACCEPTED}; plain text must end in .txt")
 
 
@@ -150,9 +150,9 @@ class TextInput(ABC):
 class FileInput(TextInput):
     """Common to all files: progress in bytes, the digest, and errors as one line."""
 
-    def __init__(self, path: Path, option: str) -> None:
+    def __init__(self, path: Path, option: str, *, text_field: str = "", compression: str | None = None) -> None:
         super().__init__(str(path), option)
-        self.path = path
+        self.path, self.text_field, self.compression = path, text_field, compression
         self.total = path.stat().st_size // 1000
         self._digest: tuple[int, str] | None = None
 
@@ -175,7 +175,7 @@ class FileInput(TextInput):
             raise self._error(f"cannot be read ({error.strerror or error})") from error
 
     def _conversion(self) -> str:
-        """What is wrong with text that is not UTF-8, and the command that mends it; iconv assumes UTF-8 unless told."""
+        """What is wrong with text that is not UTF-8, and the command that converts it; iconv's default is UTF-8."""
         if self.path.suffix.lower() in COMPRESSIONS:
             return "is not UTF-8 text: unpack and convert it"
         with self.path.open("rb") as file:
@@ -188,10 +188,10 @@ class FileInput(TextInput):
         return f"is not UTF-8 text but {known}: convert it with iconv -f {encoding} -t utf-8 {place} > {out}"
 
     @contextmanager
-    def _open_text(self, compression: str | None) -> Iterator[io.TextIOWrapper]:
+    def _open_text(self) -> Iterator[io.TextIOWrapper]:
         with self._named_errors(), self.path.open("rb") as raw:
             counted: io.BufferedReader = io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
-            binary = open_compressed(counted, compression, f"{self.option}: {self.name}")
+            binary = open_compressed(counted, self.compression, f"{self.option}: {self.name}")
             yield io.TextIOWrapper(binary, encoding="utf-8-sig")
 
 
@@ -215,17 +215,13 @@ class _Counted(io.RawIOBase):
 class PlainTextInput(FileInput):
     """A whole file is one document."""
 
-    def __init__(self, path: Path, compression: str | None, option: str) -> None:
-        super().__init__(path, option)
-        self.compression = compression
-
     def _texts(self) -> Iterator[str]:
-        with self._open_text(self.compression) as file:
+        with self._open_text() as file:
             yield file.read()
 
     def beginning(self, num_chars: int) -> tuple[list[str], float]:
         """At most ``num_chars`` characters of the file are read."""
-        with self._open_text(self.compression) as file:
+        with self._open_text() as file:
             text = file.read(num_chars)
             share = self.share_read() if file.read(1) else 1.0
         if not text or text.isspace():
@@ -236,13 +232,8 @@ class PlainTextInput(FileInput):
 class JsonLinesInput(FileInput):
     """One JSON object per line, the document in one of its fields."""
 
-    def __init__(self, path: Path, compression: str | None, text_field: str, option: str) -> None:
-        super().__init__(path, option)
-        self.compression = compression
-        self.text_field = text_field
-
     def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        with self._open_text(self.compression) as file:
+        with self._open_text() as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
                     yield number, self._record_of(line, number)
@@ -265,10 +256,6 @@ class ParquetInput(FileInput):
     """One document per row, read in batches of rows; of texts only their column."""
 
     unit = "rows"
-
-    def __init__(self, path: Path, text_field: str, option: str) -> None:
-        super().__init__(path, option)
-        self.text_field = text_field
 
     def _texts(self) -> Iterator[str]:
         with self._opened() as (file, types):
@@ -355,7 +342,7 @@ class HubInput(TextInput):
         return self.name
 
     def digest(self) -> tuple[int, str]:
-        """Of the text read so far, because a stream has no known size."""
+        """Digest of the text read so far, because a stream has no known size."""
         return self._bytes, self._sha.hexdigest()
 
     def _texts(self) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dwindle.core.errors import UserError
+from dwindle.core.sizes import at_least
 from dwindle.data.readers import HUB_PREFIX, expand_inputs, open_input
 from dwindle.data.token_files import is_token_files
 from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream
@@ -83,9 +83,7 @@ def calibration_and_held_out(
 
     Only a random sample of passages is tokenized, so a large text costs little more than reading it.
     """
-    for name, value in (("num_sequences", num_sequences), ("seq_len", seq_len)):
-        if value < 1:
-            raise UserError(f"calibration {name}: {value} must be at least 1")
+    at_least(1, **{"calibration num_sequences": num_sequences, "calibration seq_len": seq_len})
     encoder = DocumentEncoder(tokenizer)
     names = expand_inputs(list(paths), _OPTION)
     token_dirs = [name for name in names if is_token_files(name)]

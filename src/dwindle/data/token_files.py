@@ -27,6 +27,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_directory, refuse_sources
 from dwindle.core.progress import Bar
 from dwindle.core.reading import read_json
+from dwindle.core.sizes import at_least
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
@@ -58,15 +59,15 @@ class TokenFiles:
         self.tokenizer_fingerprint: str = index["tokenizer"]
         self.fingerprint: str = index["sha256"]
         self.template_fingerprint: str | None = index.get("template")
-        """Of the chat template; None for text."""
+        """Fingerprint of the chat template; None for text."""
         dtype = np.dtype(_DTYPES[index["dtype"]])
         self._shards = [np.memmap(directory / shard["file"], dtype=dtype, mode="r") for shard in index["shards"]]
         self._ends = list(accumulate(len(shard) for shard in self._shards))
         self._starts = np.memmap(directory / _DOCUMENTS_NAME, dtype="<u8", mode="r")
         self.answers: npt.NDArray[np.uint64] | None = None
-        """Of conversations: tokens [start, stop) that are learned, in order, as rows."""
+        """For conversations: spans [start, stop) of the learned tokens, in order, one per row."""
         self.conversation_starts: npt.NDArray[np.uint64] | None = None
-        """Of conversations: position of the first token of each."""
+        """For conversations: position of the first token of each."""
         if self.template_fingerprint is not None:
             self.conversation_starts = np.memmap(directory / _CONVERSATIONS_NAME, dtype="<u8", mode="r")
             self.answers = np.memmap(directory / _ANSWERS_NAME, dtype="<u8", mode="r").reshape(-1, 2)
@@ -126,7 +127,7 @@ class TokenFiles:
                 "run dwindle tokenize again with --model set to this model"
             )
 
-    def check_template(self, fingerprint: str | None, option: str = "data") -> None:
+    def check_template(self, fingerprint: str | None, option: str) -> None:
         """Raise UserError for text in place of conversations, or the reverse, or another chat template."""
         if fingerprint is None and self.template_fingerprint is not None:
             raise UserError(f"{option}: {self.directory} holds conversations: name it in task.chat")
@@ -203,10 +204,7 @@ def write_inputs(
     ``max_tokens`` stops early, for text that is longer than needed. ``keep_existing`` is for caches: if another process
     was faster, its equal result is used. ``out_option`` is the option named in messages about ``out_dir``.
     """
-    if shard_tokens < 1:
-        raise UserError(f"shard_tokens: {shard_tokens} must be at least 1")
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"max_tokens: {max_tokens} must be at least 1")
+    at_least(1, shard_tokens=shard_tokens, max_tokens=max_tokens)
     with atomic_directory(
         out_dir, marker=INDEX_NAME, overwrite=overwrite, keep_existing=keep_existing, option=out_option
     ) as folder:

@@ -53,7 +53,7 @@ class MemoryTokens:
         self._ids = ids
         self.answers: npt.NDArray[np.uint64] | None = None
         self.conversation_starts: npt.NDArray[np.uint64] | None = None
-        """Of conversations; like those of token files."""
+        """For conversations, as in ``TokenFiles``."""
 
     @classmethod
     def of_examples(cls, label: str, pieces: Sequence[EncodedPiece]) -> MemoryTokens:
@@ -158,7 +158,7 @@ class TokenSlice:
 
     @property
     def document_starts(self) -> npt.NDArray[np.uint64]:
-        """Of the documents that begin inside; the rest of an earlier one counts as a document."""
+        """Starts of the documents inside; the rest of an earlier one counts as a document."""
         starts = self._stream.document_starts
         inside = starts[(starts > self._start) & (starts < self._stop)] - self._start
         return np.concatenate([np.zeros(1, dtype=np.int64), inside]).astype(np.uint64)

@@ -32,7 +32,7 @@ class EncodedPiece(NamedTuple):
     ids: Tokens
     starts_document: bool
     answers: npt.NDArray[np.uint64] | None = None
-    """Of a conversation: tokens [start, stop) that are learned, as rows."""
+    """For conversations: spans [start, stop) of the learned tokens, one per row."""
     starts_conversation: bool = True
     """False for a further example of the same conversation."""
 
@@ -51,7 +51,7 @@ class DocumentEncoder:
     """
 
     template_fingerprint: str | None = None
-    """Of the chat template of conversations; None for text."""
+    """Fingerprint of the chat template of conversations; None for text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.fingerprint = tokenizer_fingerprint(tokenizer)

@@ -122,7 +122,7 @@ class _Opener:
         )
 
     def _sources(self, kind: type[PackedDataset], held_out: list[TokenPart] | None) -> list[tuple[Windows, float]]:
-        """The texts and their weights; what is held out is added to ``held_out``."""
+        """The texts and their weights; held-out parts are added to ``held_out``."""
         config, found = self.config, list[tuple[Windows, float]]()
         for name, source in config.named_sources().items():
             option = config.option_of(name)
@@ -165,7 +165,7 @@ def _mixture(weighted: Sequence[tuple[Windows, float]]) -> Mixture:
 
 
 def text_rows(task: TaskConfig, learned: float, weights: Sequence[float]) -> list[float]:
-    """Rows of each text beside one row of conversations, of whose cells the share ``learned`` is answers."""
+    """Rows of each text per row of conversations; ``learned`` is the share of answers in the latter."""
     rows = task.text_share / (1 - task.text_share) * learned
     return [float(f"{rows * weight / sum(weights):.3g}") for weight in weights]
 
@@ -186,7 +186,7 @@ def hold_out_conversations(
 
 
 def _cuts(chat: PackedChat | None, option: str) -> str:
-    """What a row has no room for; empty if it holds everything."""
+    """A warning about what rows have no room for; empty if they hold everything."""
     if chat is None:
         return ""
     counts = {"lose turns from their end": chat.num_shortened, "are left out": chat.num_left_out}
@@ -254,7 +254,7 @@ def cached_token_files(
     )
 
 
-def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str = "data.train") -> None:
+def refuse_shared_text(train: TokenStream, valid: TokenStream, option: str) -> None:
     """Raise UserError if validation text is trained on: the same input, or shared documents of over 1 % of its tokens.
 
     The margin allows boilerplate that any two collections share, such as a licence page.

@@ -45,7 +45,7 @@ def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: 
 
 
 def held_out_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, most: int) -> Tensor:
-    """int64 [at most ``most``, seq_len]: windows that ``random_windows`` leaves out; none of a short text."""
+    """int64 [at most ``most``, seq_len]: windows that ``random_windows`` does not use; none for a short text."""
     available = len(stream) // seq_len
     order = Permutation(max(available, num_sequences), f"{seed}/calibration")
     rows = range(num_sequences, min(num_sequences + most, available))

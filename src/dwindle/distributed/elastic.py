@@ -39,9 +39,10 @@ def said_before(message: str) -> bool:
 
 
 def attempt_id(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that the processes of one attempt agree on, to keep their keys apart from those of earlier attempts.
+    """A name that the processes of one attempt agree on, to separate their keys from those of earlier attempts.
 
-    The main process answers whatever each other one asked last until it has been heard: a question may be a dead one's.
+    The main process answers the last question of each other process until it is heard: a question may be that of a dead
+    process.
     """
     mine = uuid4().hex
     if rank:

@@ -116,7 +116,7 @@ class Engine:
         """Load and shard the weights of a model on the meta device, which is then trained."""
 
     def materialize_frozen(self, root: nn.Module, fetch: Fetch) -> None:
-        """The same for a model that is only called, such as a teacher; ``root.model`` is the model."""
+        """The same for a model without training, such as a teacher; ``root.model`` is the model."""
 
     def adopt(self, model: nn.Module) -> None:
         """Prepare for steps on this model, at the start and after each compaction."""
@@ -301,9 +301,8 @@ class ShardedEngine(_WrappedEngine):
 
     def gather(self, model: nn.Module) -> nn.Module:
         """A copy in host memory, gathered tensor by tensor."""
-        whole = build(model.config, {name: gathered(p).to("cpu", copy=True) for name, p in model.named_parameters()})
-        whole.generation_config = model.generation_config
-        return whole
+        tensors = {name: gathered(p).to("cpu", copy=True) for name, p in model.named_parameters()}
+        return build(model.config, tensors, model)
 
     def files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Files:
         """Each process of the first replica writes its rows of sharded tensors; the main process everything else."""

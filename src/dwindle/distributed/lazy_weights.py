@@ -34,7 +34,7 @@ def source_tensors(source: str, dtype: torch.dtype, world: World) -> Fetch:
 
 
 def from_main(make: Callable[[], nn.Module], world: World) -> Fetch:
-    """Tensors of a model that only the main process makes."""
+    """Tensors of a model that only the main process builds."""
     whole = dict(make().named_parameters()) if world.is_main else {}
 
     def broadcast(name: str) -> Tensor:

@@ -102,7 +102,7 @@ class _Bucket:
         ]
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all tensors."""
         for hook in self._hooks:
             hook.remove()
         self._views.clear()

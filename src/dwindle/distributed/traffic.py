@@ -29,7 +29,7 @@ class Traffic:
     bytes_sent: int = 0
     """With ring algorithms, as NCCL and gloo use them; the mean over ranks where they differ."""
     bytes_between_nodes: int = 0
-    """Of these, in groups whose ranks are on more than one machine."""
+    """The part in groups whose ranks are on more than one machine."""
     peak_bytes: int = 0
     """Largest sum of all tensors that existed at the same time."""
 
@@ -86,7 +86,7 @@ _SENDS_NOTHING = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tens
 
 
 class Tally(TorchDispatchMode):
-    """While it is entered: counts collectives, and the bytes of all tensors that are made."""
+    """While entered, counts collectives and the bytes of all new tensors."""
 
     def __init__(self, ranks_per_node: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ class Tally(TorchDispatchMode):
 
 
 def _asks_for_shapes() -> bool:
-    """Whether DTensor derives the shape of a result: for that it makes whole tensors without storage."""
+    """Whether DTensor derives the shape of a result, for which it creates whole tensors without storage."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith("_sharding_prop.py"):

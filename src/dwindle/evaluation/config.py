@@ -45,7 +45,7 @@ class SamplingConfig(Config):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that together have this probability."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of sampling; every prompt of a file has its own, drawn from it."""
+    """Seed of sampling; each prompt of a file gets its own seed, drawn from this one."""
 
 
 class GenerateConfig(SamplingConfig):

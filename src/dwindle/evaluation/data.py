@@ -33,7 +33,7 @@ _HUB_TIMEOUT_S = 8.0
 
 @dataclass(slots=True, kw_only=True)
 class Skips:
-    """The items of a data set that are not usable."""
+    """The items of a data set that cannot be used."""
 
     num_skipped: int = 0
     skipped: list[str] = field(default_factory=list)

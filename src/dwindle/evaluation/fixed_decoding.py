@@ -102,7 +102,7 @@ class FixedDecoder:
         return self._logits_BV
 
     def keep(self, index: Tensor) -> None:
-        """Go on with these rows alone."""
+        """Continue with these rows only."""
         for layer in self.cache.layers:
             layer.keys, layer.values = layer.keys[index], layer.values[index]
         self._mask_B11T, self._position_B1 = self._mask_B11T[index], self._position_B1[index]
@@ -130,7 +130,7 @@ class FixedDecoder:
         return logits_BV
 
     def _record(self) -> None:
-        """Libraries choose kernels and take memory in a first pass, whose effects are undone."""
+        """Libraries choose kernels and allocate memory in a first pass, whose effects are undone."""
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -44,7 +44,7 @@ class Answerer(Protocol):
         """Make room for prompts with their answers of this length; before the first answer."""
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Prompts (by number) that are answered together: a function of their lengths alone."""
+        """Prompts (by number) that are answered together: a function of their lengths only."""
 
     def answer(self, rows: Sequence[list[int]], keys: Sequence[Sequence[int]], count: int) -> list[Answer]:
         """Answers to one group; ``keys`` decide, with the seed, what each row draws."""
@@ -74,7 +74,7 @@ class TransformersAnswerer:
         """Attention layers alone ignore padding exactly; other models get batches of equal lengths."""
 
     def reserve(self, tokens: int) -> None:
-        """A cache grows as it is needed."""
+        """Nothing to do: a cache grows as needed."""
 
     def groups(self, lengths: Sequence[int]) -> list[list[int]]:
         """The longest prompts first, so that running out of memory happens at once."""
@@ -99,7 +99,7 @@ class TransformersAnswerer:
 
 
 class LlamaCppAnswerer:
-    """A GGUF file in llama.cpp, one prompt after the other: its results then do not depend on what else is asked."""
+    """A GGUF file in llama.cpp, one prompt after the other, so that answers do not depend on other prompts."""
 
     runtime = "llama.cpp"
 
@@ -126,10 +126,10 @@ class LlamaCppAnswerer:
         return answers
 
     def _context_for(self, tokens: int) -> int:
-        """Of the prompt alone, never of what was asked before: a resumed file equals an uninterrupted one.
+        """The context size. It depends on the prompt only: a resumed file equals an uninterrupted one.
 
-        A prompt that does not fit in what was reserved (an answer may have more tokens when it is read again) gets a
-        process of its own.
+        A prompt that does not fit in what was reserved (an answer may have more tokens when it is tokenized again) gets
+        its own process.
         """
         needed = tokens + _SPARE
         return self._reserved if needed <= self._reserved else min(self.max_length, 1 << (needed - 1).bit_length())
@@ -158,7 +158,7 @@ class LlamaCppAnswerer:
 
 
 def sampling_request(config: SamplingConfig, key: Sequence[int]) -> dict[str, Any]:
-    """The same settings in llama.cpp's words."""
+    """The same settings under llama.cpp's names."""
     if config.temperature == 0:
         return {"temperature": 0.0, "samplers": ["top_k"], "top_k": 1}
     seed = int(uniforms(config.seed, key, 1)[0] * 2**31)
@@ -172,7 +172,7 @@ def sampling_request(config: SamplingConfig, key: Sequence[int]) -> dict[str, An
 
 
 def is_for_llamacpp(source: str, config: GenerateConfig, device: str) -> bool:
-    """Whether ``config`` asks for llama.cpp; by itself it is for .gguf files on a CPU."""
+    """Whether ``config`` asks for llama.cpp; by default it is for .gguf files on a CPU."""
     is_file = Path(source).suffix == ".gguf" and Path(source).is_file()
     if config.runtime == "llama.cpp" and not is_file:
         raise UserError(f"runtime llama.cpp: {source} is not a .gguf file: export one, or use transformers")
@@ -180,7 +180,7 @@ def is_for_llamacpp(source: str, config: GenerateConfig, device: str) -> bool:
 
 
 def open_answerer(
-    source: str, config: GenerateConfig, *, device: str, threads: int = 1
+    source: str, config: GenerateConfig, *, device: str, threads: int
 ) -> AbstractContextManager[Answerer]:
     """The model in the runtime that ``config`` asks for; a context manager, which ends llama.cpp's process."""
     place = chosen_device(device)
@@ -193,7 +193,7 @@ def open_answerer(
 def plan_groups(answerer: Answerer, lengths: Sequence[int], wanted: int) -> list[tuple[list[int], int]]:
     """Prompts (by number) that are answered together, and how many tokens their answers may have.
 
-    Answers that the context cuts are given one by one, so that they cut no others.
+    Prompts whose answers the context cuts are answered one by one, so that they do not shorten others.
     """
     roomy = [place for place, length in enumerate(lengths) if length + wanted <= answerer.max_length]
     narrow = [place for place, length in enumerate(lengths) if length + wanted > answerer.max_length]

@@ -215,9 +215,7 @@ def _shots(task: GenerationTask, places: Sequence[str]) -> Iterator[str]:
 # Answers ------------------------------------------------------------------------------------------------------
 
 
-def answer_items(
-    answerer: Answerer, data: GenerationData, *, tokens: int | None = None, quiet: bool = False
-) -> list[str]:
+def answer_items(answerer: Answerer, data: GenerationData, *, tokens: int | None, quiet: bool) -> list[str]:
     """Answers, each cut where the task says that it ends."""
     task, tokenizer = data.task, answerer.tokenizer
     is_chat = task.chat and bool(getattr(tokenizer, "chat_template", None))

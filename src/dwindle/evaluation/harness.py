@@ -92,7 +92,7 @@ def stock_tasks(
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """``datasets`` asks no hub within the context; before it, documents may have been fetched there."""
+    """Within the context ``datasets`` does not access the hub; documents may have been fetched before."""
     from datasets import config
 
     before, config.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE, True

@@ -1,7 +1,7 @@
 """IFEval: instructions that a program can check, with the checkers of lm-evaluation-harness.
 
 Strict: the answer as it is. Loose: also without its first line, its last line, both, and without asterisks. Some
-checkers need langdetect or NLTK's punkt_tab data; where these are missing, their instructions are left out and counted.
+checkers need langdetect or NLTK's punkt_tab data; where these are missing, their instructions are skipped and counted.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def levels(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 @contextmanager
 def _random_numbers(seed: str) -> Iterator[None]:
-    """Always the same: where an instruction has no argument, its checker draws one."""
+    """Fix the seed: where an instruction has no argument, its checker draws one."""
     before = random.getstate()
     random.seed(seed)
     try:
@@ -103,7 +103,8 @@ def _random_numbers(seed: str) -> Iterator[None]:
 
 @contextmanager
 def _without_download() -> Iterator[None]:
-    """The checkers' module downloads NLTK's data on import, unless it takes itself for another rank than the first."""
+    """The checkers' module downloads NLTK's data on import, unless it believes to run on another rank than the
+    first."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "1"
     try:

@@ -26,7 +26,7 @@ from dwindle.evaluation.prompts import Message, chat_ids
 from dwindle.evaluation.sampling import BatchDecoder
 from dwindle.evaluation.tasks import BrokenItem
 from dwindle.sources.fingerprint import source_fingerprint
-from dwindle.sources.loading import check_source, model_of_run
+from dwindle.sources.loading import check_source, model_in
 from dwindle.training.sampling import evaluating
 
 _MARKS = " \t\r\n*_`\"'.,:;!()[]{}"
@@ -135,7 +135,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class AddressJudge:
-    """An OpenAI-compatible server: ``<address>/chat/completions``; its key comes from the environment alone."""
+    """An OpenAI-compatible server: ``<address>/chat/completions``; its key comes from the environment only."""
 
     sees_order = True
 
@@ -148,7 +148,7 @@ class AddressJudge:
             raise UserError(f"--judge: an address holds no key: put it into the environment as {KEY_VARIABLE}")
         self._key = os.environ.get(KEY_VARIABLE, "")
         if self._key and parts.scheme != "https" and parts.hostname not in _LOCAL_NAMES:
-            raise UserError(f"--judge {address}: the key of {KEY_VARIABLE} is sent by https alone: use https")
+            raise UserError(f"--judge {address}: the key of {KEY_VARIABLE} is sent by https only: use https")
         self.name = f"{model} at {parts.netloc}"
         self._url, self._model = address.rstrip("/") + "/chat/completions", model
         self.identity: dict[str, str] | None = {"address": self._url, "model": model}
@@ -190,9 +190,9 @@ class AddressJudge:
 
 
 def verdict_in(answer: str) -> float | None:
-    """1 for A, 0 for B, 0.5 for a tie; None if an answer says none of them, or several.
+    """1 for A, 0 for B, 0.5 for a tie; None if an answer names none of them, or several.
 
-    A letter counts in upper case and before punctuation, the end or "is better": "A close call" is no verdict.
+    A letter counts in upper case and before punctuation, the end or "is better": "A close call" is not a verdict.
     """
     whole = answer.strip(_MARKS)
     if whole in ("A", "B") or whole.lower() in ("tie", "both"):
@@ -247,19 +247,19 @@ def open_judge(spec: str, *, model: str | None, allow_network: bool) -> Judge | 
         if not Path(spec).is_file():
             raise UserError(f"--judge {spec}: does not exist: give a file of verdicts, a model or an address")
         return FileJudge(Path(spec))
-    check_source(str(model_of_run(Path(spec)) or spec))
+    check_source(model_in(spec))
     return None
 
 
 def load_judge(spec: str, *, device: str, dtype: str) -> Judge:
     """A model as a judge."""
-    source = str(model_of_run(Path(spec)) or spec)
+    source = model_in(spec)
     loaded, tokenizer = load_with_tokenizer(source, dtype, device)
     return LocalJudge(loaded, tokenizer, spec, source_fingerprint(source))
 
 
 def request_text(messages: Sequence[Message]) -> str:
-    """What was asked: a single message as it is, a longer chat with its roles."""
+    """The question: a single message as it is, a longer chat with its roles."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

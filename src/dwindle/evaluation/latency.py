@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.files import folder_size
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import format_bytes, format_count
+from dwindle.core.sizes import at_least, format_bytes, format_count
+from dwindle.core.terminal import right
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.torch_runtime import TorchEngine, one_layer
 from dwindle.sources.loading import Loaded, load
@@ -166,12 +168,8 @@ class LatencyTable(Shown):
 
 def _table(*columns: str) -> Table:
     """A table with columns for model and runtime; only the model's name may be folded."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("model", overflow="fold")
-    table.add_column("runtime,\nthreads", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
+    first = (Column("model", overflow="fold"), Column("runtime,\nthreads", no_wrap=True))
+    return Table(*first, *right(*columns, no_wrap=True), box=None, padding=(0, 2, 0, 0))
 
 
 @dataclass(slots=True)
@@ -224,27 +222,25 @@ def measure_latency(
                 with ExitStack() as running:
                     context = prompt_tokens + new_tokens + 8
                     runners = [source.runner(which, count, context, running) for source in sources.values()]
-                    table.rows += _compare(runners, which, count, prompt_tokens, new_tokens, repeats, bar)
+                    table.rows += _compare(runners, which, count, table, bar)
     return table
 
 
-def _compare(
-    runners: list[_Runner], runtime: str, threads: int, prompt_tokens: int, new_tokens: int, repeats: int, bar: Bar
-) -> list[Latency]:
+def _compare(runners: list[_Runner], runtime: str, threads: int, table: LatencyTable, bar: Bar) -> list[Latency]:
     generator = torch.Generator().manual_seed(0)
     vocab_size = min(runner.vocab_size for runner in runners)
-    prompt = torch.randint(vocab_size, (prompt_tokens,), generator=generator).tolist()
+    prompt = torch.randint(vocab_size, (table.prompt_tokens,), generator=generator).tolist()
     prefill: dict[str, list[float]] = {r.name: [] for r in runners}
     decode: dict[str, list[float]] = {r.name: [] for r in runners}
     single: dict[str, list[float]] = {r.name: [] for r in runners}
-    for turn in range(repeats + 1):
+    for turn in range(table.repeats + 1):
         for runner in runners if turn % 2 else reversed(runners):
-            first, then = runner.timed(prompt, new_tokens)
-            alone = runner.timed_one_layer(prompt, new_tokens)[1] if runner.timed_one_layer else None
+            first, then = runner.timed(prompt, table.new_tokens)
+            alone = runner.timed_one_layer(prompt, table.new_tokens)[1] if runner.timed_one_layer else None
             bar.advance()
             if turn == 0:  # warm-up
                 continue
-            prefill[runner.name].append(first / prompt_tokens)
+            prefill[runner.name].append(first / table.prompt_tokens)
             decode[runner.name].append(then)
             single[runner.name] += [alone] if alone is not None else []
     base = runners[0].name
@@ -321,9 +317,7 @@ def _check(
     for count in threads:
         if not 1 <= count <= available:
             raise UserError(f"--threads {count}: this machine has {available} CPUs: give 1 to {available}")
-    for name, value in (("--prompt", prompt_tokens), ("--new", new_tokens), ("--repeats", repeats)):
-        if value < 1:
-            raise UserError(f"{name} {value}: give at least 1")
+    at_least(1, **{"--prompt": prompt_tokens, "--new": new_tokens, "--repeats": repeats})
 
 
 @dataclass(slots=True)
@@ -426,6 +420,6 @@ def _file_size(path: Path) -> int | None:
     if not path.exists():
         return None
     if path.is_dir():
-        return sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        return folder_size(path)
     data = path.with_name(f"{path.name}.data")
     return path.stat().st_size + (data.stat().st_size if data.is_file() else 0)

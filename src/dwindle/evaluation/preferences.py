@@ -16,15 +16,17 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Outcome = Literal["A", "B", "tie"]
+_RESAMPLES = 1000
 _RIDGE = 1e-2
 """Keeps the coefficients finite when one side wins every pair."""
 _MOST_LOGIT = 14.0
 
 
 def combined(a_first: float | None, b_first: float | None) -> float | None:
-    """The preference for A from both orders: the mean of log-odds, in which a constant favour for a position cancels.
+    """The preference for A from both orders: the mean of log-odds, in which a constant position bias cancels.
 
-    Verdicts that contradict each other give 0.5. None if one is missing: the other has the favour for its position.
+    Verdicts that contradict each other give 0.5. None if one is missing, because the other includes the bias for its
+    position.
     """
     if a_first is None or b_first is None:
         return None
@@ -53,7 +55,7 @@ def length_controlled(values_RN: Array, differences_RN: Array) -> Array:
 
     logit P(A wins) = θ + φ·tanh(Δ/σ), with Δ the length of A's answer minus that of B's and σ the standard deviation
     of Δ; fitted by Newton's method with a ridge of 0.01, evaluated at Δ = 0: sigmoid(θ). NaN where Δ is the same
-    for all pairs and not 0: what is length and what is not cannot be told apart then.
+    for all pairs and not 0: length then cannot be separated from quality.
     """
     is_same_R = (differences_RN == differences_RN[:, :1]).all(axis=1) & (differences_RN[:, 0] != 0)
     spread_R1 = differences_RN.std(axis=1, keepdims=True)
@@ -82,16 +84,14 @@ class Rate:
     high: float
 
 
-def rates(
-    values: Sequence[float], differences: Sequence[float], *, seed: int = 0, resamples: int = 1000
-) -> tuple[Rate, Rate | None]:
+def rates(values: Sequence[float], differences: Sequence[float], *, seed: int = 0) -> tuple[Rate, Rate | None]:
     """The plain win rate (ties count half) and the length-controlled one, None where it is not identifiable."""
     values_N, differences_N = np.array(values, float), np.array(differences, float)
     plain, controlled = float(values_N.mean()), float(length_controlled(values_N[None], differences_N[None])[0])
-    index_RN = np.random.default_rng(seed).integers(len(values_N), size=(resamples, len(values_N)))
+    index_RN = np.random.default_rng(seed).integers(len(values_N), size=(_RESAMPLES, len(values_N)))
     plain_R = values_N[index_RN].mean(axis=1)
     controlled_R = np.concatenate(
-        [length_controlled(values_N[part], differences_N[part]) for part in np.array_split(index_RN, 10) if len(part)]
+        [length_controlled(values_N[part], differences_N[part]) for part in np.array_split(index_RN, 10)]
     )
     if (values_N == values_N[0]).all():  # resamples are all alike, which says nothing about other prompts
         low, high = _wilson(plain, len(values_N))
@@ -116,7 +116,7 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How often a judge says what people said."""
+    """How often a judge agrees with people."""
 
     num_pairs: int
     agreement: float

@@ -14,7 +14,7 @@ from dwindle.evaluation.tasks import BrokenItem
 
 Message = dict[str, str]
 Chats = dict[int | str, tuple[Message, ...]]
-"""By id."""
+"""Messages of each chat, by its id."""
 _IDS = ("id", "key", "question_id")
 _TEXTS = ("prompt", "instruction", "question", "text")
 _FORMS = "messages, turns, prompt, instruction (and input), question or text"
@@ -34,7 +34,7 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last message alone, for models that continue plain text."""
+        """Only the last message, for models that continue plain text."""
         return self.messages[-1]["content"]
 
 
@@ -63,7 +63,7 @@ def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -
     return prompts
 
 
-def make_prompt(row: Any, number: int, where: str, joint: str = "\n\n") -> Prompt:
+def make_prompt(row: Any, number: int, where: str, joint: str) -> Prompt:
     """The prompt of a record; without an id its number is taken."""
     if isinstance(row, BrokenItem) or not isinstance(row, Mapping):
         raise UserError(f"{where}: is not a JSON object: correct or remove the line")
@@ -89,7 +89,7 @@ def is_id(value: Any) -> bool:
 
 
 def checked_messages(chat: Sequence[Any], where: str) -> tuple[Message, ...]:
-    """The messages with their roles and contents alone; an error if one is not of that form."""
+    """The messages with only their roles and contents; an error if one has another form."""
     messages = []
     for place, message in enumerate(chat, 1):
         role = message.get("role") if isinstance(message, Mapping) else None
@@ -133,7 +133,7 @@ def _user(text: str) -> Message:
 def chat_ids(tokenizer: Any, messages: Sequence[Message], where: str, advice: str = CORRECT) -> list[int]:
     """Tokens of a chat in the model's own template, up to where its answer begins; ``advice`` if that refuses it.
 
-    Templates are code of others: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
+    Templates are untrusted code: transformers runs them in jinja's sandbox, and whatever they raise is one line here.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: the model has no chat template: pass --no-chat to continue plain text")

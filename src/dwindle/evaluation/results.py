@@ -20,6 +20,7 @@ from dwindle.core.json_safe import finite
 from dwindle.core.notebook import Shown
 from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_count
+from dwindle.core.terminal import right
 from dwindle.evaluation.tasks import COMMONSENSE
 
 FORMAT = "dwindle-eval-1"
@@ -200,10 +201,8 @@ class EvalResult(Shown):
         )
 
     def _task_table(self) -> Table:
-        table = Table("task", "split", box=None, padding=(0, 2, 0, 0))
-        for column in ("items", "skipped", "acc", "acc_norm"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("main metric")
+        numbers = right("items", "skipped", "acc", "acc_norm", no_wrap=True)
+        table = Table("task", "split", *numbers, "main metric", box=None, padding=(0, 2, 0, 0))
         for result in self.tasks:
             table.add_row(
                 result.title,
@@ -219,11 +218,8 @@ class EvalResult(Shown):
         return table
 
     def _generation_table(self) -> Table:
-        table = Table("generated", "split", box=None, padding=(0, 2, 0, 0))
-        for column in ("items", "skipped"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("metric")
-        table.add_column("score", justify="right", no_wrap=True)
+        items, skipped, score = right("items", "skipped", "score", no_wrap=True)
+        table = Table("generated", "split", items, skipped, "metric", score, box=None, padding=(0, 2, 0, 0))
         for one in self.generated:
             first: tuple[str, ...] = (one.title, one.split, str(one.num_items), str(one.num_skipped))
             for name, value in one.values.items():
@@ -232,12 +228,11 @@ class EvalResult(Shown):
         return table
 
     def _text_table(self) -> Table:
-        table = Table("text", box=None, padding=(0, 2, 0, 0))
-        for column in ("pages", "tokens", "word ppl", "byte ppl", "bits/byte", "nats/token"):
-            table.add_column(column, justify="right", no_wrap=True)
+        numbers = right("pages", "tokens", "word ppl", "byte ppl", "bits/byte", "nats/token", no_wrap=True)
+        table = Table("text", *numbers, box=None, padding=(0, 2, 0, 0))
         for text in self.texts:
-            numbers = (text.word_perplexity, text.byte_perplexity, text.bits_per_byte, text.nats_per_token)
-            table.add_row(text.name, str(text.num_documents), f"{text.num_tokens:,}", *(f"{x:.4f}" for x in numbers))
+            scores = (text.word_perplexity, text.byte_perplexity, text.bits_per_byte, text.nats_per_token)
+            table.add_row(text.name, str(text.num_documents), f"{text.num_tokens:,}", *(f"{x:.4f}" for x in scores))
         return table
 
 

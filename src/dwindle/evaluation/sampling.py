@@ -29,7 +29,7 @@ class Decoded:
 
 
 def check_every(device: torch.device) -> int:
-    """Steps between two looks at the tokens: each look waits for a GPU."""
+    """Steps between two checks of the tokens: each check waits for the GPU."""
     return 1 if device.type == "cpu" else 16
 
 
@@ -56,7 +56,8 @@ def choose(logits_BV: Tensor, config: SamplingConfig, uniform_B: Tensor | None) 
 
 
 def _likeliest_first(logits_BV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Sorted logits and their tokens, of equal ones the lowest first; ``top_k`` of them are found without sorting."""
+    """Sorted logits and their tokens, the lowest token first among equal ones; ``top_k`` of them are found without
+    sorting."""
     if not 0 < top_k < logits_BV.shape[-1]:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
         return sorted_BV, order_BV
@@ -100,7 +101,7 @@ class BatchDecoder:
         self._last_logits = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def logits(self) -> Tensor:
-        """Of the next token of every row (B × V); the tokens so far are in the cache then."""
+        """Logits of the next token of every row (B × V); caches the keys and values of the tokens so far."""
         if self._fixed is not None:
             return self._fixed.logits(self._fresh_BT)
         inputs: dict[str, Any] = {"input_ids": self._fresh_BT, "past_key_values": self._cache, "use_cache": True}
@@ -137,13 +138,13 @@ class BatchDecoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values, as far as they are tensors of a cache's layers."""
+        """Bytes of keys and values; those of custom cache classes are not counted."""
         layers = getattr(self._cache, "layers", None) or ()
         found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         return sum(part.nbytes for part in found if isinstance(part, Tensor))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Continue with these rows only."""
         index = torch.tensor(rows, device=self._device)
         if self._fixed is None:
             self._cache.batch_select_indices(index)
@@ -166,7 +167,7 @@ def decode(
 ) -> list[Decoded]:
     """Answers of at most ``count`` tokens to a batch of prompts; ``keys`` and the seed decide what a row draws.
 
-    When half of the rows have ended, they leave the batch (``droppable``: the model's cache can select rows).
+    When half of the rows have ended, they are dropped (``droppable``: the model's cache can select rows).
     """
     draws = torch.stack([uniforms(config.seed, key, count) for key in keys]) if config.temperature else None
     found: list[list[int]] = [[] for _ in rows]

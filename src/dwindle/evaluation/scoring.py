@@ -126,12 +126,7 @@ class Scorer:
 
     def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
         """Log-likelihood of every window of a text."""
-        found = [0.0] * len(windows)
-        rows = [tree_row([window], self.max_length) for window in windows]
-        for indices, scores in self._scored(rows, progress):
-            for index, (value,) in zip(indices, scores, strict=True):
-                found[index] = value
-        return found
+        return [value for (value,) in self.choices([[window] for window in windows], progress)]
 
     def _shareable(self, pairs: Sequence[Pair]) -> bool:
         """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared."""
@@ -240,7 +235,7 @@ class Scorer:
 def without_cudnn_attention() -> Iterator[None]:
     """Without cuDNN's attention, which torch 2.11 prefers on Hopper and which builds a plan for every new shape.
 
-    Of the 99 batches of the seven tasks, 83 have a shape of their own.
+    83 of the 99 batches of the seven tasks have a unique shape.
     """
     was_allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -40,7 +40,7 @@ _PER_TEXT = ("bits/byte", "nats/token")
 _LEFT = ("model", "source", "items")
 _ALL = "all"
 WIDTH = 100
-"""Of a terminal; wider tables continue below."""
+"""Characters per line of a terminal; wider tables continue below."""
 _LONGEST_TEXT = 24
 
 
@@ -56,7 +56,7 @@ class ModelRow:
     values: dict[str, float]
     note: str = ""
     items: str = _ALL
-    """Of each task: ``all``, or ``first 100``."""
+    """Items of each task: ``all``, or ``first 100``."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class ModelTable:
         return "\n".join([head, f"|{marks}|", *body, *(f"\n{line}" for line in self._footer())])
 
     def _fixed(self) -> list[list[str]]:
-        """The columns before the scores, each from its head down; only those that tell rows apart or have content."""
+        """The columns before the scores, each from its head down; only those that distinguish rows or have content."""
         columns = [
             ["model", *(_short(row.model) for row in self.rows)],
             ["source", *(row.kind for row in self.rows)],

@@ -32,7 +32,7 @@ SETTINGS = (
     "method", "selection", "metric", "attention", "compare", "groups", "fisher", "smoothing", "second_order", "rounds",
     "interleaves", "amplitude", "distance", "balance",
 )  # fmt: skip
-"""Of what a ledger records: the settings that a reader of the card may want; a method records only its own."""
+"""Settings of the ledger that a card shows; a method records only its own."""
 
 REPLAYED = "It was rebuilt from a ledger with the source's weights, without training."
 
@@ -173,7 +173,7 @@ def metadata(card: Card) -> str:
 
 
 def link_to(origin: Origin) -> str:
-    """The source by its name, as a link where it is known on the hub."""
+    """The name of the source, as a link if it is known on the hub."""
     if origin.hub_id:
         return f"[{origin.hub_id}](https://huggingface.co/{origin.hub_id})"
     return f"`{one_line(origin.name)}`"
@@ -459,5 +459,5 @@ def one_line(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """A model's words in a table cell, where nothing of them is Markdown."""
+    """Generated text in a table cell, with all Markdown escaped."""
     return re.sub(r"([\\*_\[\]#~!$])", r"\\\1", one_line(text))

@@ -67,7 +67,7 @@ def _heads(left: float, pitch: float, heads: Sequence[int], gone: set[int], most
 
 
 def _bar(left: float, pitch: float, before: int, after: int, most: int) -> list[str]:
-    """From the bottom up: what is kept in front of what was there."""
+    """Bars from the bottom up: what is kept, in front of the source's."""
     floor = 2 * _AREA + _GAP + 10
     return [
         f'<rect class="{name}" x="{left + 1:.1f}" y="{floor - _AREA * count / max(most, 1):.1f}" '

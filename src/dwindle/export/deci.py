@@ -26,7 +26,7 @@ from dwindle.export.verification import HF_TOLERANCE, Verified, as_float32, chec
 
 ARCHITECTURE = "DeciLMForCausalLM"
 _MULTIPLE = 256
-"""Of FFN widths that are stored as a factor of the hidden size, which every reader understands."""
+"""FFN widths that are multiples of this are stored as a factor of the hidden size, which every reader understands."""
 
 
 def refuse_other_models(model: Any) -> None:

@@ -36,7 +36,4 @@ def in_common_terms(model: Any) -> Any:
     known = set(GraniteConfig().to_dict()) - {"architectures", "model_type", "dtype", "transformers_version"}
     values = {key: value for key, value in config.to_dict().items() if key in known}
     anatomy = Anatomy.of(model)
-    granite = build(config_for(GraniteConfig(**values, head_dim=anatomy.head_dim), anatomy.source), tensors)
-    if getattr(model, "generation_config", None) is not None:
-        granite.generation_config = model.generation_config
-    return granite
+    return build(config_for(GraniteConfig(**values, head_dim=anatomy.head_dim), anatomy.source), tensors, model)

@@ -39,7 +39,7 @@ def context_of(model: Any) -> int:
 def write_program(model: Any, path: Path, type_: str) -> Any:
     """Write ``forward(input_ids [1, S], positions [S]) -> logits [1, S, vocabulary]``; returns its model in torch.
 
-    Positions say where the tokens stand: those before them must have been given in earlier calls.
+    The tokens at earlier positions must have been given in earlier calls.
     """
     exir = import_executorch()
     if (why := unsupported(model)) is not None:
@@ -92,7 +92,7 @@ def _quantise(model: nn.Module) -> None:
 
 
 class StaticDecoder(nn.Module):
-    """A model with a cache of fixed length in buffers of its own."""
+    """A model with a cache of fixed length in its own buffers."""
 
     def __init__(self, model: Any, context: int) -> None:
         super().__init__()

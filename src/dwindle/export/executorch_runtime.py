@@ -15,7 +15,7 @@ from dwindle.export.executorch_program import import_executorch
 
 NUM_DECODED = 8
 TOLERANCE = {"f32": 1e-4, "int8": 2e-2}
-"""Of the largest logit; XNNPACK rounds activations to 8 bits as torch does, but not always to the same side."""
+"""Relative to the largest logit; XNNPACK rounds activations to 8 bits as torch does, sometimes to the other side."""
 
 
 class ExecutorchEngine:

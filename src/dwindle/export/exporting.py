@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from shlex import quote
@@ -18,7 +18,7 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
-from dwindle.core.files import atomic_file, refuse_file
+from dwindle.core.files import atomic_file, folder_size, refuse_file
 from dwindle.core.notebook import Shown
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
@@ -36,7 +36,7 @@ from dwindle.export.running import PROMPT, ways_to_run
 from dwindle.export.verification import Verified, fixed_prompts
 from dwindle.pruning.ledger import Event, read_ledger, source_event
 from dwindle.sources.gguf_file import import_gguf
-from dwindle.sources.loading import Loaded, load, model_of_run
+from dwindle.sources.loading import Loaded, load, model_in
 
 FORMATS = ("hf", "gguf", "onnx", "transformers.js", "executorch")
 
@@ -55,7 +55,7 @@ class Exported(Shown):
     verified: Verified | None
     warnings: list[str] = field(default_factory=list)
     predicted_bytes: int | None = None
-    """Of a GGUF file, as a target such as ``90MB@q8_0`` computes it; None for other formats."""
+    """Size of a GGUF file as a target such as ``90MB@q8_0`` computes it; None for other formats."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -67,7 +67,7 @@ class Exported(Shown):
             "predicted_bytes": self.predicted_bytes,
             "parameters": self.parameters,
             "cost": self.resized.cost() if self.resized is not None else None,
-            "verified": self.verified.to_json() if self.verified is not None else None,
+            "verified": None if self.verified is None else asdict(self.verified),
             "warnings": self.warnings,
         }
 
@@ -122,7 +122,7 @@ def export(
         raise UserError(f"--as {layout}: the layouts are deci, for --to hf without --stock")
     at_least(1, threads=threads)
     if not isinstance(source, Loaded):
-        source = model_of_run(Path(source)) or source
+        source = model_in(source)
     target = Path(out)
     kind = _chosen_type(to, type)
     _check_target(to, target, kind, verify, overwrite, _files_read(source))
@@ -133,7 +133,7 @@ def export(
     return dict(zip(FORMATS, jobs, strict=True))[to]()
 
 
-def _loaded(source: str | PathLike[str] | Loaded, *, as_stored: bool) -> Loaded:
+def _loaded(source: str | Loaded, *, as_stored: bool) -> Loaded:
     """The model in float32 unless ``as_stored``, because 16-bit arithmetic would blur the comparison."""
     if not isinstance(source, Loaded):
         return load(source, dtype="auto" if as_stored else torch.float32)
@@ -149,9 +149,9 @@ def _chosen_type(to: str, type_: str | None) -> str:
     return chosen
 
 
-def _files_read(source: str | PathLike[str] | Loaded) -> list[str]:
+def _files_read(source: str | Loaded) -> list[str]:
     """The paths that the export reads, which ``out`` must not overwrite."""
-    place = source.source if isinstance(source, Loaded) else os.fspath(source)
+    place = source.source if isinstance(source, Loaded) else source
     folder = Path(place).expanduser()
     return [place, *(() if (folder / "config.json").is_file() else map(str, folder.glob("*.gguf")))]
 
@@ -207,7 +207,7 @@ class _Export:
                 verified = verification.verify_transformers(
                     folder, reference, self._prompts(), remote_code=is_custom(model.config)
                 )
-            size = _size(folder)
+            size = folder_size(folder)
         stored = str(next(model.parameters()).dtype).removeprefix("torch.")
         architecture = deci.ARCHITECTURE if self.layout is not None else model.config.model_type
         return self._result("hf", model, architecture, stored, size, resized, verified)
@@ -265,7 +265,7 @@ class _Export:
             write_onnx(in_common_terms(model), folder / "model.onnx", weights_in="model.onnx.data")
             if self.verify:
                 verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
-            size = _size(folder)
+            size = folder_size(folder)
         return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
 
     def javascript(self) -> Exported:
@@ -276,7 +276,7 @@ class _Export:
         refuse_unknown(model.config)
         with self._write_model(model, resized, weights=False, runtime="transformers.js") as folder:
             verified = write_graphs(model, folder, self._prompts(), threads=self.threads if self.verify else None)
-            size = _size(folder)
+            size = folder_size(folder)
         return self._result("transformers.js", model, model.config.model_type, "f32, q8, q4", size, resized, verified)
 
     def executorch(self) -> Exported:
@@ -385,14 +385,9 @@ def odd_sizes(anatomy: Anatomy, block: int = gguf_types.BLOCK) -> list[str]:
     odd = [width for width in widths if width % block]
     found = [f"hidden {len(structure.hidden)}"] if len(structure.hidden) % block else []
     if odd:
-        span = f"{min(odd)}" if min(odd) == max(odd) else f"{min(odd)} to {max(odd)}"
         layers = "all layers" if len(odd) == len(widths) else f"{len(odd)} of {len(widths)} layers"
-        found.append(f"FFN {span} in {layers}")
+        found.append(f"FFN {format_range(odd)} in {layers}")
     heads = {len(layer.query_heads) for layer in structure.layers}
     if uneven := sorted(n for n in heads if n * anatomy.head_dim % block):
         found.append(f"heads {format_range(uneven)} of size {anatomy.head_dim}")
     return found
-
-
-def _size(folder: Path) -> int:
-    return sum(os.path.getsize(path) for path in folder.rglob("*") if path.is_file())

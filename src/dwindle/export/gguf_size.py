@@ -1,4 +1,4 @@
-"""The size of a GGUF file before it is written, to the byte: from names, shapes, types and metadata alone."""
+"""The size of a GGUF file before it is written, to the byte: from names, shapes, types and metadata only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FileSize:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """What ``export`` refuses has no size; its advice is another format, which a target cannot be."""
+        """Refuse what ``export`` refuses; its advice, another format, does not apply to a target."""
         try:
             yield
         except UserError as error:
@@ -54,7 +54,7 @@ class FileSize:
 
 
 def predicted_bytes(model: Any, vocabulary: Vocabulary | int, *, type_: str, **about: str) -> int:
-    """The size of the file that ``write_gguf`` writes, from names and shapes alone: the model may be without weights.
+    """The size of the file that ``write_gguf`` writes, from names and shapes only: the model may be without weights.
 
     ``vocabulary`` may be given as its ``vocabulary_bytes``.
     """

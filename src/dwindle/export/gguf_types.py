@@ -40,12 +40,12 @@ Matrix = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """A tensor that its rows keep from its type, and the bytes that this costs."""
+    """A tensor whose rows do not fit its type, and the bytes that this costs."""
 
     name: str
     kind: str
     block: int
-    """Of the type that it should have had."""
+    """Block size of the requested type."""
     more_bytes: float
     padding_bytes: float
     """What padding its rows to whole blocks would cost instead."""
@@ -80,7 +80,7 @@ class TypeChoice:
         return self._that_fits(name, wanted, shape)
 
     def _mixed(self, name: str) -> str:
-        """llama.cpp's choice: more bits for the head, and in some layers for values and for the way out of the FFN."""
+        """llama.cpp's choice: more bits for the head, and in some layers for value and down projections."""
         main = _MAIN[self._type]
         if name == "output.weight" or (self._tied and name == "token_embd.weight"):
             return "Q6_K"
@@ -188,6 +188,6 @@ def _llamacpp_quantizer() -> Any:
 
 
 def check_quantizer(type_: str) -> None:
-    """Raise if the type needs a quantiser that is not there, before any work."""
+    """Raise if the type needs a quantiser that is missing, before any work."""
     if type_ in _MAIN:
         _llamacpp_quantizer()

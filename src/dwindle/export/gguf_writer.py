@@ -177,7 +177,7 @@ def write_gguf(
 
 
 def add_about(writer: Any, model: Any, type_: str, about: Mapping[str, str]) -> None:
-    """The metadata but for the vocabulary."""
+    """The metadata except for the vocabulary."""
     writer.add_name(about["name"])
     if about["description"]:
         writer.add_description(about["description"])

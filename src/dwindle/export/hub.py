@@ -1,6 +1,6 @@
 """A repository on the Hugging Face Hub: what is there, and one commit that changes it.
 
-The token is huggingface_hub's own business: it is read by that library alone, and never written or printed here.
+Only huggingface_hub reads the token; it is never written or printed here.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_name(repo: str) -> None:
 
 
 def look(repo: str, private: bool, endpoint: str | None) -> Repository | None:
-    """What is there, for a dry run; None if it does not exist or cannot be read."""
+    """The content of the repository, for a dry run; None if it does not exist or cannot be read."""
     from huggingface_hub import HfApi
 
     try:
@@ -61,7 +61,7 @@ def look(repo: str, private: bool, endpoint: str | None) -> Repository | None:
 
 
 def open_repository(repo: str, private: bool, endpoint: str | None) -> Repository:
-    """Create it unless it exists, and say what is there."""
+    """Create the repository unless it exists, and return its content."""
     from huggingface_hub import HfApi, get_token
 
     if get_token() is None:
@@ -112,7 +112,7 @@ def _refuse_public(there: Repository, private: bool) -> None:
     if private and not there.private:
         raise UserError(
             f"--private: {there.repo} exists and everyone can read it: make it private on the Hub, give another name, "
-            "or leave the option out; nothing was sent"
+            "or omit the option; nothing was sent"
         )
 
 

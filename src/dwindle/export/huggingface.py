@@ -172,7 +172,7 @@ def write_beside(model: Any, tokenizer: Any, folder: Path, *, custom_code: bool)
 
 
 def _layer_parameters(config: Any, structure: Structure) -> list[int]:
-    """Parameters of every layer of the source; 0 for those that are gone, which the model's configuration lacks."""
+    """Parameters of every layer of the source; 0 for removed layers, which the model's configuration lacks."""
     counts = Anatomy.of_config(config).layer_counts(Structure(structure.hidden, structure.present))
     return [counts[structure.places[n]] if n in structure.places else 0 for n in range(len(structure.layers))]
 

@@ -18,7 +18,7 @@ open_here = build_opener(ProxyHandler({})).open
 
 
 def require_xllamacpp() -> None:
-    """Raise unless xllamacpp is installed; it is imported only in the child process, where its threads belong."""
+    """Raise unless xllamacpp is installed; it is imported only in the child process, because it starts threads."""
     if find_spec("xllamacpp") is None:
         raise UserError(f"llama.cpp is run through xllamacpp, which is not installed: {install_hint('gguf')}")
 
@@ -50,7 +50,7 @@ class LlamaCppEngine:
         self._safe_token: int | None = None
 
     def address(self) -> tuple[str, str]:
-        """Where it listens, and the key that it wants."""
+        """Its address and its key."""
         return str(self._server.listening_address), self._key
 
     def tokenize(self, text: str) -> list[int]:

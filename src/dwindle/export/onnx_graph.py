@@ -155,7 +155,7 @@ class _Decoder:
     def __init__(self, onnx: Any, model: Any, bits: int | None = None) -> None:
         self.onnx = onnx
         self.bits = bits
-        """Of the weights of the layers; embedding and head then have 8."""
+        """Bits of the layers' weights; if set, embedding and head have 8."""
         self.stored: Stored = {}
         self.graph = _Graph(onnx)
         self.model = model
@@ -310,7 +310,8 @@ class _Decoder:
         return self.graph.op("MatMulNBits", x, matrix.values, matrix.scales, domain=_MICROSOFT, **settings)
 
     def _rows(self, name: str) -> npt.NDArray[np.float32]:
-        """The tensor; of interleaved rotations with q and k rows in the order of the others, which scores ignore."""
+        """The tensor; of interleaved rotations with q and k rows in the order of the other kind, which scores
+        ignore."""
         values = self._array(name)
         if not self.anatomy.family.interleaved_rotation or not name.endswith(
             (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
@@ -355,7 +356,7 @@ class _Decoder:
         return g.op("Concat", left, right, *rest, axis=-1)
 
     def _late_scale(self) -> str:
-        """1 + β·log(1 + ⌊position / original length⌋) as [B, 1, S, 1]: Ministral's queries behind that length."""
+        """1 + β·log(1 + ⌊position / original length⌋) as [B, 1, S, 1]: Ministral's queries beyond that length."""
         g, rope = self.graph, self.config.rope_parameters
         spans = g.op("Floor", g.op("Div", self.positions, g.number(float(rope["original_max_position_embeddings"]))))
         grown = g.scaled(g.op("Log", g.op("Add", spans, g.number(1.0))), float(rope["llama_4_scaling_beta"]))

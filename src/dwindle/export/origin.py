@@ -36,7 +36,7 @@ class Origin:
 def origin_of(source: str, card: Path | None = None) -> Origin:
     """What is known about a source from its name or, if it is local, from its model card; never from the network.
 
-    ``card`` is that of a model made from the source, which says the same of it.
+    ``card`` is that of a model made from the source, which holds the same facts.
     """
     if (alias := alias_of(source)) is not None:
         kind = Path(alias.file).stem.rpartition(".")[2]

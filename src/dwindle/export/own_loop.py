@@ -1,4 +1,4 @@
-"""``save``: the model of a pruner in a loop that is not ours, as ``dwindle pretrain`` writes its own."""
+"""``save``: writes the model of a pruner in another loop as ``dwindle pretrain`` writes its own."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dwindle.pruning.pruner import AttachedPruner
 
 
 def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None, *, overwrite: bool = False) -> Path:
-    """Write the model, cut to what is left, with structure, ledger and card; its logits are compared before.
+    """Write the compacted model with structure, ledger and card; its logits are compared before.
 
-    The model that is trained stays as it is.
+    The trained model is not changed.
     """
     prunable = pruner.pruner.prunable
     smaller: Any = prunable.compacted().eval()

@@ -59,7 +59,7 @@ _BINARY = (".safetensors", ".gguf", ".onnx", ".onnx_data", ".data", ".model")
 
 @dataclass(slots=True)
 class Published(Shown):
-    """What was sent, or would be."""
+    """What was sent, or would be sent."""
 
     repo: str
     files: dict[str, int]
@@ -121,7 +121,7 @@ def push(
 
 
 def _rewritten(files: dict[str, Path], repo: str, with_samples: bool) -> dict[str, bytes]:
-    """The files that are not sent as they are: nothing of the user's text or folders leaves unasked."""
+    """The files that are not sent as they are: no text or folder of the user is sent unasked."""
     card = files[CARD].read_text(encoding="utf-8")
     card = as_published(card if with_samples else without_samples(card), repo, [n for n in files if fnmatch(n, GGUF)])
     found = {CARD: card.encode()}
@@ -182,7 +182,7 @@ def _is_allowed(name: str) -> bool:
 
 
 def _is_made(name: str) -> bool:
-    """What is sent beside the files of the list."""
+    """Whether a generated file is sent beside those of the list."""
     return name == hub.MANIFEST or (name.endswith(".Modelfile") and "/" not in name)
 
 
@@ -211,7 +211,7 @@ def _own_code(auto_map: Any) -> list[str]:
 
 
 def _refuse_mixture(there: hub.Repository, contents: Iterable[str], deleted: Iterable[str]) -> None:
-    """Loaders would take weights of another model in the repository for this one's."""
+    """Refuse weights of another model in the repository, which loaders would take for this one's."""
     left = there.names.difference(contents, deleted)
     for name in sorted(left):
         if any(fnmatch(name, pattern) for pattern in WEIGHTS):

@@ -21,6 +21,7 @@ from dwindle.anatomy.build import build, build_on_meta, config_for, has_stock_co
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Block, Structure
 from dwindle.core.errors import UserError
+from dwindle.core.sizes import counted
 
 NOTHING = -1
 """Index of a position that is filled with zeros."""
@@ -154,7 +155,7 @@ def _steps(
     )
     padded = f"padded to multiples of {round_to}" if round_to > 1 else "padded to a multiple of the heads"
     only_equal = equal and round_to == 1 and len(hidden) == len(before.hidden)
-    filled = [f"{len(fills)} removed block{'s' if len(fills) > 1 else ''} filled with zeros"] if fills else []
+    filled = [f"{counted(len(fills), 'removed block')} filled with zeros"] if fills else []
     return (*filled, *(["made stock"] if heads or equal else []), *([padded] if wider and not only_equal else []))
 
 
@@ -178,10 +179,7 @@ def _enlarged(
             tensors[name] = torch.zeros(parameter.shape, dtype=tensor.dtype, device=tensor.device)
     name = "norm_eps" if hasattr(config, "norm_eps") else "rms_norm_eps"
     setattr(config, name, getattr(model.config, name) * share)
-    larger = stock_form(build(config, tensors), after)
-    if getattr(model, "generation_config", None) is not None:
-        larger.generation_config = model.generation_config
-    return larger
+    return stock_form(build(config, tensors, model), after)
 
 
 def _plans(

@@ -29,7 +29,7 @@ MAX_FILE_BYTES = 1_900_000_000
 
 
 def refuse_unknown(config: Any) -> None:
-    """Refuse, in a line, what transformers.js cannot run."""
+    """Refuse what transformers.js cannot run."""
     family = config.model_type.removeprefix(CUSTOM_PREFIX)
     if family not in KNOWN:
         raise UserError(f"--to transformers.js: it does not know {family}: export to onnx, for onnxruntime")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,9 +68,6 @@ class Verified:
     max_error: float
     tolerance: float
     measure: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def describe(self) -> str:
         return f"{self.runtime}: {self.measure} {self.max_error:.2g} (allowed {self.tolerance:.3g})"
@@ -146,7 +144,8 @@ def as_float32(model: Any) -> Any:
 
 
 def with_tensors(model: Any, tensors: dict[str, Tensor]) -> Any:
-    """A float32 copy of the model with weights as they are stored: its own, but for rounding, or ``Mismatch``."""
+    """A float32 copy of the model with weights as they are stored; ``Mismatch`` unless they are its own except for
+    rounding."""
     changed = deepcopy(model).float()
     if "lm_head.weight" in tensors:  # stored, and rounded, apart from an embedding that it may be tied to
         changed.lm_head.weight = nn.Parameter(changed.lm_head.weight.detach().clone())
@@ -190,19 +189,18 @@ def verify_llamacpp(
 def activation_rounding_error(reference: Any, sequences: list[list[int]], type_: str, last: int) -> float:
     """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp.
 
-    Of the 20 likeliest tokens at the ``last`` places of each sequence.
+    Over the 20 likeliest tokens at the ``last`` places of each sequence.
     """
     expected = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs: (rounded_input(inputs[0], type_), *inputs[1:]))
-        for layer in reference.modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    try:
+
+    def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return rounded_input(inputs[0], type_), *inputs[1:]
+
+    with ExitStack() as hooks:
+        for layer in reference.modules():
+            if isinstance(layer, nn.Linear):
+                hooks.enter_context(layer.register_forward_pre_hook(rounded))
         found = [logits_of(reference, ids).log_softmax(-1)[-last:] for ids in sequences]
-    finally:
-        for hook in hooks:
-            hook.remove()
     likeliest = [values.topk(min(20, values.shape[-1])).indices for values in expected]
     triples = zip(found, expected, likeliest, strict=True)
     return float(torch.cat([(a.gather(1, at) - b.gather(1, at)).abs().flatten() for a, b, at in triples]).mean())

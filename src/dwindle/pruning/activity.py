@@ -9,7 +9,7 @@ Shapes: B sequences, T tokens of a sequence, N columns of an input, U units (hea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ def minitron(seen: Activity) -> Tensor:
     return seen.mean_square_U.sqrt()
 
 
-def activity_of(x_BTN: Tensor, stretch: int = 1) -> Activity:
+def activity_of(x_BTN: Tensor, stretch: int) -> Activity:
     """The sums of one batch; ``stretch`` consecutive columns are one unit."""
     x = x_BTN.detach().double()
     norms_BTU = x.abs() if stretch == 1 else x.view(*x.shape[:2], -1, stretch).norm(dim=-1)
@@ -74,14 +74,14 @@ def activity_of(x_BTN: Tensor, stretch: int = 1) -> Activity:
 
 
 class _Enough(Exception):
-    """Ends a forward pass: what comes after the layer is not needed."""
+    """Ends a forward pass after the last layer that is needed."""
 
 
 class LayerWalk:
-    """Passes over the same windows for one layer after the other, when only layers behind have changed.
+    """Passes over the same windows for one layer after the other, while only earlier layers change.
 
-    A pass skips the layers before the one of the last walk, computes that one as it now is, and ends after the layer of
-    this walk: two layers instead of all. What enters that layer is kept, for all windows.
+    A pass starts at the layer of the previous walk, with its cached inputs and its current weights, and ends after the
+    layer of this walk: two layers instead of all. The inputs of that layer are cached for all windows.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class LayerWalk:
 
     @contextmanager
     def to(self, layers: Sequence[nn.Module], last: int) -> Iterator[None]:
-        """In here, passes end after layer ``last``, which must not be before that of the walk before."""
+        """Inside, passes end after layer ``last``, which must not precede the previous walk's."""
         before, found = iter(self._inputs), list[Tensor]()
 
         def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -103,17 +103,18 @@ class LayerWalk:
             raise _Enough
 
         skipped = layers[: self._first]
-        handles = [layers[self._first].register_forward_pre_hook(enter), layers[last].register_forward_pre_hook(keep)]
-        handles.append(layers[last].register_forward_hook(leave))
         for layer in skipped:
-            layer.forward = lambda stream, **_: stream
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer in skipped:
-                del layer.forward
+            layer.forward = lambda hidden, **_: hidden
+        with (
+            layers[self._first].register_forward_pre_hook(enter),
+            layers[last].register_forward_pre_hook(keep),
+            layers[last].register_forward_hook(leave),
+        ):
+            try:
+                yield
+            finally:
+                for layer in skipped:
+                    del layer.forward
         self._first, self._inputs = last, found
 
 
@@ -124,7 +125,7 @@ def observe(
     bar: Bar | None = None,
     passes: AbstractContextManager[None] | None = None,
 ) -> dict[str, Activity]:
-    """By tensor name: of a matrix its input, of a norm's gain its output. Forward passes alone.
+    """Run forward passes; by tensor name, the activity of a matrix's input or of a norm's output.
 
     ``passes`` may shorten them (``LayerWalk.to``).
     """
@@ -142,18 +143,15 @@ def observe(
             )
         found[row.name] = new
 
-    handles = [_hook(model.get_submodule(row.module), row, add) for row in rows]
     device = next(model.parameters()).device
-    try:
-        shown = Bar("calibrating", len(windows)) if bar is None else nullcontext(bar)
-        with torch.no_grad(), passes or nullcontext(), shown as progress:
-            for batch in torch.split(windows, batch_size(prunable, windows)):
-                with suppress(_Enough):
-                    model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
-                progress.advance(len(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    shown = Bar("calibrating", len(windows)) if bar is None else nullcontext(bar)
+    with ExitStack() as hooks, torch.no_grad(), passes or nullcontext(), shown as progress:
+        for row in rows:
+            hooks.enter_context(_hook(model.get_submodule(row.module), row, add))
+        for batch in torch.split(windows, batch_size(prunable, windows)):
+            with suppress(_Enough):
+                model.model(input_ids=batch.to(device), use_cache=False)  # the head is not needed
+            progress.advance(len(batch))
     if not all(torch.isfinite(seen.square_N).all() for seen in found.values()):
         raise UserError("calibration: activations are not finite: the source's weights or the data are broken")
     return found

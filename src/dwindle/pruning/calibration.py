@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dwindle.anatomy.positions import warn_beyond_positions
 from dwindle.core.errors import UserError
@@ -29,7 +28,7 @@ _PASS_LOGITS = 2**29
 _SHARING = frozenset({"cuda"})
 """Devices on which several examples share a pass: a CPU gains nothing and would need all their logits at once."""
 _EXAMPLE_ELEMENTS = 2**26
-"""Of the gradients of single examples that exist at a time."""
+"""Limit of the per-example gradients that exist at a time."""
 
 
 @dataclass(slots=True)
@@ -59,8 +58,8 @@ def calibrate(
 
     An example is a sequence, so f is E[g²] exactly; gradients of everything else are never formed. The inputs of the
     layers are collected for the second-order update and the layer-wise metrics, only for prunable kinds. ``always``
-    makes passes even if nothing is collected here, for those who observe the model. ``bar`` counts windows over
-    several calibrations.
+    makes passes even if nothing is collected here, for observers of the model. ``bar`` counts windows over several
+    calibrations.
     """
     found = Calibration()
     needs_inputs = config.second_order or "inputs" in metric.needs
@@ -144,8 +143,8 @@ def _allocated(device: torch.device) -> int:
 
 
 def _fitting(device: torch.device, held: int) -> int:
-    """Windows for half of the free memory of a GPU, if one holds so much after its forward pass and as much again is
-    needed to go back."""
+    """Windows for half of the free memory of a GPU, if one holds so much after its forward pass and the backward pass
+    needs as much again."""
     if device.type != "cuda":
         return sys.maxsize
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -153,12 +152,13 @@ def _fitting(device: torch.device, held: int) -> int:
 
 
 class _Gradients:
-    """Adds every gradient to the sums as soon as the backward pass has it, and frees it: never are all there at once.
+    """Adds every gradient to the sums as soon as the backward pass has it, and frees it, so that they never exist all
+    at once.
 
-    Squares are of the gradient of one example (a window). Autograd gives the sum over a batch, so an example is a pass
-    of its own, whose kernels a GPU does in less time than it takes to start them. There, linear layers are watched
-    instead: the gradient of an example is δᵀx, from the layer's input x and the derivative δ of the example's loss by
-    its output. Where anything else is scored (norms, biases), an example is a pass there, too.
+    Squares are of the gradient of one example (a window). Autograd gives the sum over a batch, so each example needs
+    its own pass, in which a GPU spends more time on launching kernels than on running them. On GPUs, linear layers are
+    watched instead: the gradient of an example is δᵀx, from the layer's input x and the derivative δ of the example's
+    loss by its output. If anything else is scored (norms, biases), each example is a pass there, too.
 
     For the metric ``group`` only sums over rows and columns are kept.
     """
@@ -200,16 +200,13 @@ class _Gradients:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        handles: list[RemovableHandle] = [
-            module.register_forward_hook(partial(self._watch, name)) for name, module in self._watched.items()
-        ]
-        for name, parameter in {} if self._watched else self._scored.items():
-            handles.append(cast(Any, parameter).register_post_accumulate_grad_hook(partial(self._take_gradient, name)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._watched.items():
+                hooks.enter_context(module.register_forward_hook(partial(self._watch, name)))
+            for name, parameter in {} if self._watched else self._scored.items():
+                take = partial(self._take_gradient, name)
+                hooks.enter_context(cast(Any, parameter).register_post_accumulate_grad_hook(take))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def add_from(self, loss: Tensor, count: int, of: int) -> None:
         """Backward pass of the mean loss of ``count`` of the windows."""
@@ -233,7 +230,7 @@ class _Gradients:
         self._take(name, gradient[None])
 
     def _take(self, name: str, gradients_B: Tensor) -> None:
-        """Of some examples, or the mean over a batch."""
+        """Add the gradients of some examples, or the mean over a batch."""
         self._taken.add(name)
         is_one = len(gradients_B) == 1
         if "groups" in self._needs and name in self._matrices:

@@ -90,7 +90,7 @@ class PruneConfig(Config):
 
     @property
     def has_own_score(self) -> bool:
-        """Whether the method, not a metric, says what groups are worth; no metric can be chosen then."""
+        """Whether the method itself scores groups; then no metric can be chosen."""
         return METHODS[self.method].default_metric is None
 
     @property
@@ -122,13 +122,13 @@ class PruneConfig(Config):
         return ALL_KINDS if self.method == "efficientllm" else METHODS[self.method].kinds
 
     def with_layers(self) -> Self:
-        """For a target that names layers: they are prunable where nothing else was said."""
+        """For a target that names layers: they are prunable unless groups were set."""
         if self.groups is not None or self.method != "efficientllm":
             return self
         return self.model_copy(update={"groups": list(ALL_KINDS)})
 
     def for_family(self, family: Family) -> Self:
-        """With the groups that the family has; one that was asked for and that it does not have is refused."""
+        """With the groups that the family has; a requested group that it does not have is refused."""
         if {*self.effective_groups} <= {*family.groups}:
             return self
         has = tuple(kind for kind in self.effective_groups if kind in family.groups)
@@ -146,7 +146,7 @@ class PruneConfig(Config):
         return None if self.gram_tokens is None else parse_count(self.gram_tokens, "gram_tokens")
 
     def record(self) -> dict[str, Any]:
-        """The settings in use, for the ledger: the method's defaults filled in, what it does not use left out."""
+        """The settings in use, for the ledger: with the method's defaults, without what it does not use."""
         unused = {name for name, methods in METHODS_OF.items() if self.method not in methods}
         used = self.model_dump(exclude=unused | {"enabled", "target", "milestones"}, exclude_none=True)
         if "selection" not in unused:
@@ -220,7 +220,7 @@ class PretrainPruneConfig(PruneConfig):
 
     @property
     def effective_selection(self) -> Selection:
-        """The selection in use: what measured best, but for a shape, which only coupled groups reach."""
+        """The selection in use: what measured best, except for a shape, which only coupled groups reach."""
         return self.selection or ("coupled" if "=" in self.target else "global")
 
     @property

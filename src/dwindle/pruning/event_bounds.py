@@ -64,7 +64,7 @@ def coupled_events(anatomy: Anatomy, target: Target, config: PruneConfig) -> Eve
 
 
 def _with_layers(anatomy: Anatomy, size: int, config: PruneConfig) -> EventRange:
-    """Bounds where whole layers are groups, too: as few as if all groups were the largest, as many as without them."""
+    """Bounds if whole layers are groups, too: as few as if all groups were the largest, as many as without layers."""
     source, most = anatomy.source, 1
     for removed in range(len(anatomy.removable_layers(source)) + 1):
         start = shallower(anatomy, source, len(source.places) - removed)
@@ -245,7 +245,7 @@ def _head_steps(layer: Layer, config: PruneConfig) -> list[tuple[Layer, Layer]]:
         left = [(heads - 1, kv)] if heads > kv else []
         left += [(heads - 1, kv - 1)] if kv > 1 else []
         return [(sized(heads, kv), sized(*sizes)) for sizes in left]
-    steps, least = list[tuple[Layer, Layer]](), min(max(config.min_heads, 1), heads)
+    steps, least = list[tuple[Layer, Layer]](), min(config.min_heads, heads)
     for a in range(1, kv + 1):
         for b in range(1, heads // kv + 1):
             left = [(x * y, x) for x, y in ((a - 1, b), (a, b - 1)) if x * y >= least]

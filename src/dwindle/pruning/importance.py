@@ -64,7 +64,7 @@ class LayerWatch:
         self._device = torch.device("cpu")
 
     def attach(self, model: Any) -> None:
-        """Watch this model and no other."""
+        """Watch this model only."""
         if self._model is model:
             return
         self.detach()
@@ -83,7 +83,8 @@ class LayerWatch:
         self._handles, self._model = [], None
 
     def open(self) -> None:
-        """From the next forward pass on; of a model in training mode, passes in evaluation mode are not counted."""
+        """Measure from the next forward pass on; in a model in training mode, passes in evaluation mode are not
+        counted."""
         assert self._model is not None, "attach a model first"
         self._is_open, self._in_training = True, self._model.training
         layers = len(self._handles) - 1

@@ -32,7 +32,7 @@ def smallest(source: Structure, floor: Shape) -> Structure:
 def shallower(
     anatomy: Anatomy, structure: Structure, num_layers: int, without: Literal["last", "largest", "smallest"] = "last"
 ) -> Structure:
-    """A structure with so many layers, for counting: the last ones (the largest, the smallest) that may be are gone."""
+    """A structure with so many layers, for counting: the last removable layers are gone (the largest, the smallest)."""
     if num_layers >= len(structure.places) or not num_layers:
         return structure
     found, counts = anatomy.removable_layers(structure), anatomy.layer_counts(structure)
@@ -44,7 +44,7 @@ def shallower(
 
 
 def fewest_layers(anatomy: Anatomy, structure: Structure) -> int:
-    """The number of layers that are left when no more may be removed whole."""
+    """The number of layers left when no other may be removed whole."""
     return len(structure.places) - len(anatomy.removable_layers(structure))
 
 
@@ -99,7 +99,7 @@ def layouts(structure: Structure, config: PruneConfig) -> list[Layout]:
     heads = Shape.of(structure).heads
     if "attn" not in config.effective_groups or not heads:
         return [Layout(heads, None, 0)]
-    least = min(max(config.min_heads, 1), heads)
+    least = min(config.min_heads, heads)
     if config.attention == "cluster":
         return [Layout(n, None, heads - n) for n in range(heads, least - 1, -1)]
     layer = structure.with_heads

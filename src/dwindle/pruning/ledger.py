@@ -12,10 +12,10 @@
 
 A ledger written by ``replay`` has ``"replayed": true`` in its first line: its model was not trained between events.
 ``indices`` has one list per layer (``attn``, ``ffn``) or one list (``stem``); ``parameters`` is the remaining count.
-Of ``layer``, one list per layer, too: 0 is its attention block, 1 its FFN, both together the whole layer.
-``vocabulary`` follows the source at once if tokens were removed: runs of kept ids, first and last.
-``allocation`` precedes the events that it led to (methods adapt and uniform): one number per layer.
-``rotate`` (slicegpt) cannot be replayed: hidden channels are then directions that the ledger does not hold.
+``layer`` has one list per layer, too: 0 is its attention block, 1 its FFN, both together the whole layer.
+``vocabulary`` follows the source directly if tokens were removed: runs of kept ids, first and last. ``allocation``
+precedes the events that it led to (methods adapt and uniform): one number per layer. ``rotate`` (slicegpt) cannot be
+replayed: hidden channels are then directions that the ledger does not hold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from types import NoneType
 from typing import Any
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import ALL_KINDS, BLOCKS, KINDS, UNIT_OF, Group, Layer, Structure
+from dwindle.anatomy.structure import ALL_KINDS, KINDS, UNIT_OF, Group, Layer, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import JsonLinesFile
@@ -87,7 +87,7 @@ def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> E
 def first_events(
     source: str, anatomy: Anatomy, options: Mapping[str, Any], vocabulary: Vocabulary | None
 ) -> list[Event]:
-    """The first line and, of a model with a trimmed vocabulary (whose ``anatomy`` it is), what was kept of it."""
+    """The first line and, for a model with a trimmed vocabulary (``anatomy`` is the trimmed one's), the kept ids."""
     if vocabulary is None:
         return [source_event(source, anatomy, options)]
     whole = anatomy.with_vocabulary(vocabulary.num_rows)
@@ -173,7 +173,7 @@ def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:
 def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) -> Structure:
     """The structure after all events, each checked against the model: a tampered or incomplete ledger is an error.
 
-    Every removed index must still be there, and every line's ``parameters`` must be what is left.
+    Every removed index must still exist, and every line's ``parameters`` must be the remaining count.
     """
     structure, before = anatomy.source, (0, 0)
     for number, event in enumerate(events, 1):
@@ -248,7 +248,7 @@ def _checked_step(anatomy: Anatomy, structure: Structure, event: Event) -> Struc
 
 def _alive(group: Group, layer: Layer) -> tuple[int, ...]:
     if group.kind == "layer":
-        return tuple(place for place, block in enumerate(BLOCKS) if block not in layer.absent)
+        return layer.block_places
     return layer.unit(UNIT_OF[group.kind])
 
 
@@ -263,7 +263,7 @@ def _check_sizes(event: Event, least: Sizes, most: Sizes) -> None:
 
 
 def _checked_order(event: Event, before: tuple[int, int]) -> tuple[int, int]:
-    """Steps and tokens never go back; methods without training leave them out, or at 0."""
+    """Steps and tokens never decrease; methods without training omit them or write 0."""
     now = (event.get("step", before[0]), event.get("tokens", before[1]))
     if any(type(value) is not int for value in now) or now[0] < before[0] or now[1] < before[1]:
         raise ValueError(f"step and tokens are {now[0]!r:.30} and {now[1]!r:.30} after {before[0]} and {before[1]}")

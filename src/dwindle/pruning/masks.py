@@ -38,7 +38,7 @@ RAMP = 0.2
 """Fraction of the mask phase after which s is the shape's."""
 ASCENT = 1.0
 _EPSILON = 1e-12
-"""Of Adam. Derivatives by log α are tiny where a mask is open; a larger one would stop it there."""
+"""Adam's epsilon. Derivatives by log α are tiny where a mask is open; a larger one would stop it there."""
 _SHIFT = TEMPERATURE * log(-LOW / HIGH)
 
 
@@ -76,7 +76,7 @@ class Part:
     layer: int
     size: int
     share: float
-    """Of them, the share that the shape keeps."""
+    """Share of them that the shape keeps."""
 
 
 def parts_of(structure: Structure, shape: Shape) -> list[Part]:
@@ -176,7 +176,7 @@ class MaskedModel:
             self._handles.append(module.register_forward_hook(_mask_output))
 
     def sample(self, seed: int) -> None:
-        """New masks for the next step, and those to measure with."""
+        """New masks for the next step, and those for measuring."""
         masks, log_alpha = self.masks, self.masks.log_alpha.detach()
         self.u = masks.noise(seed)
         both = torch.stack([sampled(log_alpha, self.u), settled(log_alpha)]).to(self._device)

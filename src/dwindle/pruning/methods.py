@@ -119,11 +119,11 @@ METHODS: dict[MethodName, Method] = {
     "llm-pruner": Method(
         "LLM-Pruner",
         "Σ |w·g − ½·w²·E[g²]| over every matrix that a group touches",
-        "the same share of heads and channels in every layer but the first 4 and last 2 of 32",
+        "the same share of heads and channels in every layer except the first 4 and last 2 of 32",
         "nothing",
         "keeps the hidden size; spared layers stay whole, so the result is not stock",
-        "the same share of every layer but the first and last ones (LLM-Pruner)",
-        "equal shares but of the ends",
+        "the same share of every layer except the first and last ones (LLM-Pruner)",
+        "equal shares, not of the first and last layers",
         settings=(*_IN_LAYERS, "attention", "rounds"),
     ),
     "minitron": Method(
@@ -142,7 +142,7 @@ METHODS: dict[MethodName, Method] = {
         "1 − E cos(h, h') of the residual stream before and after the layer",
         "whole layers",
         "nothing",
-        "removes whole layers alone, so the target is met within one layer",
+        "removes whole layers only, so the result is up to one layer below the target",
         "the whole layers that change the residual stream least (ShortGPT)",
         "whole layers",
         kinds=("layer",),
@@ -152,11 +152,11 @@ METHODS: dict[MethodName, Method] = {
     "slicegpt": Method(
         "SliceGPT (one shared rotation)",
         "eigenvalues of E[x xᵀ], x the residual stream as the norms scale it",
-        "the k principal directions of the stream, the same k everywhere",
+        "the k principal directions of the residual stream, the same k in every layer",
         "everything is rotated; gains of norms are folded into what reads them",
-        "changes the hidden size alone; unties the head from the embedding, and that counts; no families with norms "
-        "after blocks or convolutions; cannot be replayed",
-        "the residual stream was rotated to its principal directions and the weakest were left out (SliceGPT)",
+        "prunes the hidden size only; unties the head from the embedding, which adds parameters; no families with "
+        "norms after blocks or with convolutions; cannot be replayed",
+        "the residual stream was rotated to its principal directions and the weakest were removed (SliceGPT)",
         "hidden size, by a rotation",
         kinds=("stem",),
         settings=("min_hidden", "round_to"),

@@ -98,8 +98,9 @@ def register_metric(
     with the lowest sums are pruned first.
 
     The result is checked, and zero weights score zero. ``plain`` promises pure arithmetic with finite results that are
-    zero for zero weights: such a score is not checked, may be compiled, and what it does not need is not None.
-    ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw random numbers.
+    zero for zero weights: such a score is not checked, may be compiled, and gets placeholders for what it does not
+    need. ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw random
+    numbers.
     """
     if score is None:
         return lambda function: register_metric(
@@ -165,7 +166,7 @@ def taylor(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
 
 
 def taylor1(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """|w·g|: the first-order term alone."""
+    """|w·g|: the first-order term only."""
     return (w_OI * g_OI).abs()
 
 
@@ -175,7 +176,7 @@ def derivative(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
 
 
 def obd(w_OI: Tensor, g_OI: Tensor, f_OI: Tensor) -> Tensor:
-    """½·w²·f: the second-order term alone (Optimal Brain Damage)."""
+    """½·w²·f: the second-order term only (Optimal Brain Damage)."""
     return 0.5 * w_OI.square() * f_OI
 
 

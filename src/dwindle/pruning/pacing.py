@@ -14,7 +14,7 @@ class Pacing(Protocol):
     def due(self, step: int, num_parameters: int, num_events: int) -> bool: ...
 
     def aim(self, step: int) -> int | None:
-        """The parameter count that the step's removals land on; None: only the final target counts."""
+        """The parameter count that the removals of this step aim at; None: only the final target."""
 
     def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
         """The first step from ``step`` on after which a group is due; None: never."""
@@ -165,7 +165,7 @@ class Rounds:
         return self.start_count - (self.start_count - self.end_count) * step // self.num_rounds
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
-        """In the last round the target alone decides: an exact shape may have another count than was planned."""
+        """In the last round only the target decides: an exact shape may have another count than was planned."""
         return step >= self.num_rounds or num_parameters > self.planned(step)
 
     def aim(self, step: int) -> int | None:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class Pruner(Callback):
-    """Removes groups while the model trains, until the target; then only keeps pruned parts at zero."""
+    """Prunes groups while the model trains, until the target; then only keeps pruned parts at zero."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Pruner(Callback):
 
     @property
     def _pace(self) -> Pacing:
-        """To the real end: with rounding it is a shape, chosen from the first saliencies, below the target's count."""
+        """The pacing to the real end: rounding chooses a shape below the target's count from the first saliencies."""
         return replace(self.pacing, end_count=self.end_count) if isinstance(self.pacing, Horizon) else self.pacing
 
     @property
@@ -193,7 +193,8 @@ class Pruner(Callback):
         self.ledger.close()
 
     def _listen(self, trainer: Trainer) -> None:
-        """Observe in the next step what will be needed after it: the layers' inputs, what the layers change."""
+        """Observe in the next step what is needed after it: the layers' inputs, and how much each layer changes
+        them."""
         if self.finished:
             return
         due = self._pace.due(trainer.step + 1, self.prunable.num_parameters, self.num_events)
@@ -239,7 +240,7 @@ class Pruner(Callback):
         return begin_scores(self.prunable, gradients, fishers, metric, fused=trainer.fused_loss, blocks=blocks)
 
     def _maybe_compact(self, trainer: Trainer) -> None:
-        """To round sizes on the way, when enough is pruned."""
+        """Rebuild the model at round sizes once enough of it is pruned."""
         threshold = self.config.compact_threshold
         if threshold >= 1 or (self.prunable.pruned_share < threshold and not self.finished):
             return
@@ -310,7 +311,7 @@ class Pruner(Callback):
 
 
 class AttachedPruner:
-    """A pruner in a loop that is not ours: what the pruner reads of a loop, and the two calls that it needs.
+    """A pruner in another loop: what the pruner reads of a loop, and the two calls that it needs.
 
     Pruned groups are zero and remain so; the shapes change only in ``compact``.
     """
@@ -331,10 +332,10 @@ class AttachedPruner:
         self.tokens = 0
         """Tokens seen, as counted by the caller."""
         self.extra_metrics: dict[str, Any] = {}
-        """Of the last step: parameters, and the number of events."""
+        """Parameters and number of events after the last step."""
         self.extra_times: dict[str, float] = {}
         self.notes: dict[str, str] = {}
-        """For people: parameters, and the step of the next event."""
+        """For the progress line: parameters, and the step of the next event."""
         self.fused_loss = False
         self.batches = None
         self._path = ledger
@@ -441,7 +442,7 @@ class AttachedPruner:
 
 
 def own_loop_config(settings: Mapping[str, Any]) -> PretrainPruneConfig:
-    """The settings of a pruner in another loop; refuses what only our own loop does."""
+    """The settings of a pruner in another loop; refuses what only our own loop supports."""
     for name in ("compact_threshold", "compact_multiple", "compact_wait", "milestones", "enabled"):
         if name in settings:
             raise UserError(f"{name}: is for dwindle's own loop: leave it out, and call compact() or save() yourself")

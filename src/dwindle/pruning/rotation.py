@@ -1,12 +1,13 @@
 """SliceGPT with one shared rotation: the residual stream in its principal directions, of which the first are kept.
 
 An RMSNorm without gain commutes with a rotation Q: norm(x Q) = norm(x) Q. So once every gain is folded into the
-matrices that read the norm (which unties the head from the embedding), the whole stream can be rotated: what writes
-into it is multiplied by Q, what reads it by Qᵀ. Keeping the first k of m columns of Q then removes the directions with
-the least energy, and the result is an ordinary model of a smaller hidden size.
+matrices that read the norm (which unties the head from the embedding), the whole residual stream can be rotated: what
+writes into it is multiplied by Q, what reads it by Qᵀ. Keeping the first k of m columns of Q then removes the
+directions with the least energy, and the result is an ordinary model of a smaller hidden size.
 
-A norm of k channels divides by k where the source divided by m. Writing the stream in units of √(k/m) undoes that
-exactly, its epsilon included, so the result equals the source with its stream projected onto the kept directions.
+A norm of k channels divides by k where the source divided by m. Writing the residual stream in units of √(k/m) undoes
+that exactly, its epsilon included: the result equals the source with its residual stream projected onto the kept
+directions.
 
 Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and I outputs and inputs of a projection.
 """
@@ -14,6 +15,7 @@ Shapes: N tokens, m hidden size (D), k kept directions (K), V vocabulary, O and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -50,7 +52,7 @@ class Sliced:
 
 
 def check_rotatable(anatomy: Anatomy) -> None:
-    """Refuse families whose norms do not commute with a rotation, or whose channels mean more than directions."""
+    """Refuse families whose norms do not commute with a rotation, or whose channels are more than directions."""
     family = anatomy.family
     reason = ""
     if "stem" not in family.groups:
@@ -64,7 +66,7 @@ def check_rotatable(anatomy: Anatomy) -> None:
         elif (odd := next((row for row in anatomy.rows if _mixes(row)), None)) is not None:
             reason = f"{odd.name} works on single hidden channels"
     if reason:
-        raise UserError(f"method slicegpt: {reason}, so the stream cannot be rotated: choose another method")
+        raise UserError(f"method slicegpt: {reason}, so the residual stream cannot be rotated: choose another method")
 
 
 def _role(row: Row) -> Role:
@@ -78,7 +80,7 @@ def _role(row: Row) -> Role:
 
 
 def _mixes(row: Row) -> bool:
-    """Whether hidden channels stand elsewhere than as the outputs of a writer or the inputs of a reader."""
+    """Whether hidden channels occur elsewhere than as outputs of a writer or inputs of a reader."""
     return sum("hidden" in units for units in row.axes) > 1 or any(
         "hidden" in units and units != ("hidden",) for units in row.axes
     )
@@ -91,7 +93,7 @@ def norm_of(family: Family, row: Row) -> str | None:
 
 
 def sliced_count(anatomy: Anatomy, hidden: int) -> ParameterCount:
-    """Exact parameters with that many rotated channels, the head counted on its own."""
+    """Exact parameters with that many rotated channels, with an untied head."""
     count = anatomy.count(_sliced(anatomy, hidden))
     head = 0 if any(row.name == HEAD for row in anatomy.rows) else anatomy[EMBEDDING].full_shape[0] * hidden
     return ParameterCount(count.total + head, count.embedding + head)
@@ -124,7 +126,9 @@ def _exact_size(anatomy: Anatomy, hidden: int, config: PruneConfig) -> int:
     if hidden < config.min_hidden:
         raise UserError(f"target hidden={hidden}: is below min_hidden {config.min_hidden}: choose more, or lower it")
     if hidden % config.round_to:
-        raise UserError(f"target hidden={hidden}: is no multiple of round_to {config.round_to}: leave one of them out")
+        raise UserError(
+            f"target hidden={hidden}: is not a multiple of round_to {config.round_to}: leave one of them out"
+        )
     before, after = anatomy.count(anatomy.source).total, sliced_count(anatomy, hidden).total
     if after >= before:
         raise UserError(
@@ -157,7 +161,7 @@ def slice_model(model: Any, target: Target, config: PruneConfig, windows_BT: Ten
 def stream_moment(model: Any, anatomy: Anatomy, windows_BT: Tensor) -> Tensor:
     """E[x xᵀ] in fp64, x the residual stream as every norm sees and scales it (without gain); all norms count alike.
 
-    Scaled, because the stream grows with depth: unscaled, the last layers and a few huge tokens would decide alone.
+    Scaled because the residual stream grows with depth: otherwise the last layers and a few huge tokens dominate.
     """
     warn_beyond_positions(windows_BT.shape[1], model.config)
     norms = [model.get_submodule(row.module) for row in anatomy.rows if _role(row) == "norm"]
@@ -171,15 +175,12 @@ def stream_moment(model: Any, anatomy: Anatomy, windows_BT: Tensor) -> Tensor:
         moment_DD.add_(accumulate_gram(part, x_ND))
         seen += len(x_ND)
 
-    handles = [norm.register_forward_pre_hook(collect) for norm in norms]
-    try:
-        with torch.no_grad(), Bar("calibrating", len(windows_BT)) as bar:
-            for batch in torch.split(windows_BT, max(1, _PASS_TOKENS // windows_BT.shape[1])):
-                model.model(input_ids=batch.to(device), use_cache=False)
-                bar.advance(len(batch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), Bar("calibrating", len(windows_BT)) as bar:
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_pre_hook(collect))
+        for batch in torch.split(windows_BT, max(1, _PASS_TOKENS // windows_BT.shape[1])):
+            model.model(input_ids=batch.to(device), use_cache=False)
+            bar.advance(len(batch))
     if not bool(moment_DD.isfinite().all()):
         raise UserError("calibration: the residual stream is not finite: the source's weights or the data are broken")
     return moment_DD / seen
@@ -187,7 +188,7 @@ def stream_moment(model: Any, anatomy: Anatomy, windows_BT: Tensor) -> Tensor:
 
 def _scaled(x_ND: Tensor, norm: Any) -> Tensor:
     if isinstance(norm, nn.LayerNorm):
-        raise UserError("method slicegpt: a LayerNorm subtracts the mean, so the stream cannot be rotated")
+        raise UserError("method slicegpt: a LayerNorm subtracts the mean, so the residual stream cannot be rotated")
     epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     x_ND = x_ND.to(torch.promote_types(x_ND.dtype, torch.float32))
     return x_ND * torch.rsqrt(x_ND.square().mean(-1, keepdim=True) + epsilon)
@@ -203,7 +204,7 @@ def principal_directions(moment_DD: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
-    """The model with its stream in these (orthonormal) directions, all gains one and a head of its own."""
+    """The model with its residual stream in these (orthonormal) directions, all gains one and an untied head."""
     hidden, kept = basis_DK.shape
     unit = (kept / hidden) ** 0.5
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -226,11 +227,8 @@ def rotated(model: Any, anatomy: Anatomy, basis_DK: Tensor) -> nn.Module:
         head_VK = (in_fp64(EMBEDDING) * (offset + in_fp64(final))) @ read_DK
         tensors[HEAD] = head_VK.to(tensors[EMBEDDING].dtype)
     structure = _sliced(anatomy, kept)
-    smaller = stock_form(
-        build(config_for(model.config, structure, changed={"tie_word_embeddings": False}), tensors), structure
-    )
-    smaller.generation_config = model.generation_config
-    return smaller
+    config = config_for(model.config, structure, changed={"tie_word_embeddings": False})
+    return stock_form(build(config, tensors, model), structure)
 
 
 def _gain(anatomy: Anatomy, row: Row) -> str:

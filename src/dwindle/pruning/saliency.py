@@ -44,12 +44,12 @@ class Scores:
 
     @classmethod
     def none(cls, structure: Structure) -> Scores:
-        """For a strategy that scores groups itself, from what it observed in a model of this structure."""
+        """Scores that a strategy computed itself, from what it observed in a model of this structure."""
         return cls(structure, [], [], torch.zeros(0))
 
     @classmethod
     def zero(cls, structure: Structure) -> Scores:
-        """Nothing is worth anything, for results that depend on sizes alone, and to be filled in."""
+        """All zero: for results that depend on sizes only, or to be filled in."""
         heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
         channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
         return cls(structure, heads, channels, torch.zeros(len(structure.hidden), dtype=torch.float64))
@@ -59,14 +59,16 @@ class Scores:
         return self
 
     def copy(self) -> Scores:
-        return Scores(
-            self.structure,
-            [t.clone() for t in self.attn],
-            [t.clone() for t in self.ffn],
-            self.stem.clone(),
-            [t.clone() for t in self.kv],
-            [t.clone() for t in self.blocks],
-        )
+        return self._changed(torch.clone)
+
+    def _changed(self, change: Callable[..., Tensor], *others: Scores) -> Scores:
+        """Apply ``change`` to every tensor, together with the tensors in its place in other scores."""
+
+        def each(part: str) -> list[Tensor]:
+            return [change(*own) for own in zip(*(getattr(scores, part) for scores in (self, *others)), strict=True)]
+
+        stem = change(self.stem, *(scores.stem for scores in others))
+        return Scores(self.structure, each("attn"), each("ffn"), stem, each("kv"), each("blocks"))
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
         """The saliency of a key/value head with all its query heads; ``queries`` are theirs."""
@@ -114,18 +116,7 @@ class Scores:
         if previous is None or factor == 0.0:
             return self
         assert previous.structure == self.structure
-
-        def mix(now: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-            return [factor * b + (1 - factor) * n for n, b in zip(now, before, strict=True)]
-
-        return Scores(
-            self.structure,
-            mix(self.attn, previous.attn),
-            mix(self.ffn, previous.ffn),
-            mix([self.stem], [previous.stem])[0],
-            mix(self.kv, previous.kv),
-            mix(self.blocks, previous.blocks),
-        )
+        return self._changed(lambda now, before: factor * before + (1 - factor) * now, previous)
 
 
 def score_model(
@@ -158,8 +149,8 @@ def begin_scores(
 
     ``fishers`` None: the squares of ``gradients``. ``fused``: compile the element scores and their sums into one pass
     over weights and gradients instead of eight, for GPUs; results differ by rounding. ``blocks``: also the saliencies
-    of whole blocks and layers. ``reduced``: the row and column sums of all matrices, made before; ``gradients`` then
-    holds those of vectors alone.
+    of whole blocks and layers. ``reduced``: precomputed row and column sums of all matrices; ``gradients`` then holds
+    only those of vectors.
     """
     sums = _fused_sums() if fused and metric.is_plain else _sums
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
@@ -266,7 +257,7 @@ def _masked_blocks(
     """The derivatives of the loss by masks on the outputs of blocks; ``sums``: those by masks on the projections.
 
     A norm behind a block removes the scale of its input, so there the derivative by a mask on the projection is zero.
-    The norm's output is masked instead: its gain alone counts. Elsewhere output biases are added.
+    The norm's output is masked instead: only its gain counts. Elsewhere output biases are added.
     """
     sums = [total.clone() for total in sums]
     norms = {(row.layer, row.block) for row, _ in vectors if _is_norm_after(family, row)}
@@ -312,7 +303,7 @@ class ElementScores:
     """Element scores of one calibration; removals are subtracted from the sums exactly (pruning without training).
 
     Scores of ``o`` are stored per row and head, those of ``down`` per element: a copy the size of all ``down``. They
-    are not changed: the sums of what is removed are infinite, whatever is subtracted.
+    are not modified: the sums of what is removed are infinite, whatever is subtracted.
     """
 
     def __init__(
@@ -349,7 +340,7 @@ class ElementScores:
         self._sum_blocks()
 
     def _sum_blocks(self) -> None:
-        """From the sums of what is left."""
+        """Recomputed from the sums of what is left."""
         if self._with_blocks:
             heads, channels = (
                 [t.masked_fill(t.isinf(), 0.0) for t in v] for v in (self.current.attn, self.current.ffn)
@@ -413,7 +404,7 @@ class ElementScores:
 
 
 def _row_and_column_sums(element_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """In host memory."""
+    """The scores, copied to host memory."""
     return element_OI.sum(1, dtype=torch.float64).cpu(), element_OI.sum(0, dtype=torch.float64).cpu()
 
 
@@ -446,7 +437,7 @@ def _operands(
 
 
 class Once(dict[str, Tensor]):
-    """Tensors that are read once, and freed then."""
+    """Tensors that are read once and then freed."""
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.pop(name, default)

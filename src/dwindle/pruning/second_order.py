@@ -13,7 +13,7 @@ the readers of every norm's output. ``repair`` then updates the kept columns, be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -65,7 +65,7 @@ class Tap:
 def taps_of(
     anatomy: Anatomy, units: tuple[str, ...] = ("query", "ffn", "hidden"), structure: Structure | None = None
 ) -> list[Tap]:
-    """Every input with prunable columns of a model with this structure, from the anatomy table alone."""
+    """Every input with prunable columns of a model with this structure, from the anatomy table only."""
     structure = structure or anatomy.source
     readers: dict[tuple[str, str], list[Row]] = {}
     for row in (row for row in anatomy.rows if row.is_in(structure)):
@@ -145,7 +145,7 @@ class InputTaps:
             module.tapped = None
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take evenly spaced tokens of the batch: its share, or as many as are still wanted."""
+        """Take evenly spaced tokens of the batch: its share, or as many as are still needed."""
         given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         batch, length = (given or args)[0].shape[:2]
         wanted = 0
@@ -190,30 +190,18 @@ def _thinned(x_BLN: Tensor, stride: int) -> Tensor:
     return x_TN.to(dtype, copy=True)  # a view would keep all activations in memory
 
 
-class InputStatistics(Mapping[str, Inputs]):
+class InputStatistics(dict[str, Inputs]):
     """Statistics of the inputs by tap: a Gram or a sample, whichever is smaller."""
 
     def __init__(self, num_tokens: int) -> None:
+        super().__init__()
         self.num_tokens = num_tokens
-        self._by_key: dict[str, Inputs] = {}
 
     def add(self, key: str, x_TN: Tensor) -> None:
-        if key not in self._by_key:
+        if key not in self:
             is_wide = 4 * x_TN.shape[1] >= x_TN.element_size() * self.num_tokens
-            self._by_key[key] = Sample() if is_wide else Gram()
-        self._by_key[key].add(x_TN)
-
-    def clear(self) -> None:
-        self._by_key.clear()
-
-    def __getitem__(self, key: str) -> Inputs:
-        return self._by_key[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_key)
-
-    def __len__(self) -> int:
-        return len(self._by_key)
+            self[key] = Sample() if is_wide else Gram()
+        self[key].add(x_TN)
 
 
 class InputWatch:
@@ -234,7 +222,7 @@ class InputWatch:
             self._model = prunable.model
 
     def listen(self, batches: object) -> None:
-        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are wanted.
+        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are needed.
 
         If the number of micro-batches is not known, tokens are taken from the first passes.
         """

@@ -2,7 +2,7 @@
 
 The mask phase takes ``prune.horizon`` of the tokens. After its last step every layer keeps the heads and channels with
 the largest log α, and the model the hidden channels; their masks become one, and training continues without any. The
-paper also weighs the domains of its text by their excess loss, which is left out here.
+paper also weighs the domains of its text by their excess loss, which is not done here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ShearedPruner(Pruner):
 
     @property
     def end_count(self) -> int:
-        """All key/value groups stay, so the shape says it exactly."""
+        """All key/value groups stay, so the shape determines it exactly."""
         return largest_count(self.prunable.anatomy, self._strategy.target, self.config)
 
     def scores_step(self, step: int) -> bool:
@@ -79,9 +79,9 @@ class ShearedPruner(Pruner):
         super().compact(trainer, keep)
 
     def _show_masks(self, trainer: Trainer) -> None:
-        """In the next step, masks that depend on the seed and the step alone.
+        """Sample the masks of the next step; they depend only on the seed and the step.
 
-        Their hooks are there from the run's first step on: a layer that is already compiled ignores new ones.
+        Their hooks exist from the first step of the run: a layer that is already compiled ignores new ones.
         """
         if self.finished or trainer.step >= self._last:
             return

@@ -1,4 +1,4 @@
-"""A matrix of which single rows and columns are read thousands of times."""
+"""A matrix whose single rows and columns are read thousands of times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Strips:
-    """A matrix of which single rows and single columns are read: strips of a few rows, each column by column.
+    """A matrix whose single rows and columns are read, in strips of a few rows, each column-major.
 
-    Row by row, the elements of a column are each in a page of their own, and reading them is all that selection does.
-    The strips are made on the matrix's device and are in host memory.
+    In row-major order every element of a column is on another page, and reading columns dominates selection. The strips
+    are built on the matrix's device and kept in host memory.
     """
 
     ROWS = 8

@@ -129,9 +129,7 @@ class Prunable:
             tensor = gathered(parameter)  # by all processes, also what is not kept
             if row.is_in(keep):
                 whole[self.anatomy.name_in(row, keep)] = self._cut(row, tensor, keep).to("cpu", copy=True)
-        smaller = stock_form(build(config_for(self.anatomy.config, keep), whole), keep)
-        smaller.generation_config = self.model.generation_config
-        return smaller
+        return stock_form(build(config_for(self.anatomy.config, keep), whole, self.model), keep)
 
     def compact(
         self,
@@ -162,8 +160,7 @@ class Prunable:
                         key: self._cut(row, state.pop(key), keep) if key in MOMENTS else state[key] for key in [*state]
                     }
                 release(parameter)
-        fresh = build(config_for(self.anatomy.config, keep), weights)
-        fresh.generation_config = self.model.generation_config
+        fresh = build(config_for(self.anatomy.config, keep), weights, self.model)
         fresh.train(training)
         self._adopt(fresh, keep)
         self.restore(alive)

@@ -31,7 +31,7 @@ class Shape:
         )
 
     def changed(self, source: Structure) -> list[str]:
-        """The sizes that the source does not have; the others stay as they are, also where layers differ."""
+        """The sizes that differ from the source's; the others stay as they are, also where layers differ."""
         own, wanted = asdict(Shape.of(source)), asdict(self)
         return [key for key in wanted if wanted[key] != own[key]]
 
@@ -45,7 +45,8 @@ Sizes = dict[str, int | list[int]]
 
 
 def sizes_of(structure: Structure) -> Sizes:
-    """Hidden size, heads and FFN width, the smallest and the largest where layers differ; layers, if some are gone."""
+    """Hidden size, heads and FFN width, the smallest and the largest where layers differ; layers, if some were
+    removed."""
     heads = [len(la.query_heads) for la in structure.layers if la.query_heads] or [0]
     widths = [len(la.ffn) for la in structure.layers if "mlp" not in la.absent]
     spans = {"heads": heads, "ffn": widths}
@@ -69,7 +70,7 @@ class FileLimit:
     bytes_of: Callable[[Structure], int]
     """Size of the file of a model with this structure."""
     bytes_per_parameter: float
-    """Of the FFN or of the hidden channels, whichever is more."""
+    """Bytes per parameter of the FFN or of the hidden channels, whichever is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,8 @@ def _estimate(
 ) -> tuple[int, float]:
     """Parameters of a smaller ``base`` whose file fits, and bytes per parameter.
 
-    Those of half of its FFN channels, or of half of its hidden channels if they are more: types with few bits store
-    the embedding with more.
+    Measured with half of its FFN channels removed, or half of its hidden channels if those need more: types with few
+    bits store the embedding with more.
     """
     narrow = replace(base, layers=tuple(replace(la, ffn=la.ffn[: _half(len(la.ffn))]) for la in base.layers))
     thin = replace(base, hidden=base.hidden[: _half(len(base.hidden))])

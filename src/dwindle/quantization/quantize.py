@@ -28,7 +28,7 @@ from dwindle.core.progress import track
 from dwindle.core.reading import read_json
 from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
@@ -68,7 +68,7 @@ SCHEMES: dict[str, Scheme] = {
     "w4": Scheme(4, None, "4-bit weights in groups"),
     "fp8": Scheme(8, "fp8", "8-bit floats: weights per row, activations per token"),
 }
-"""Of all linear layers but the head; embedding, head, norms and biases have 16 bits."""
+"""Applied to all linear layers but the head; embedding, head, norms and biases have 16 bits."""
 
 
 @dataclass(slots=True)
@@ -107,9 +107,7 @@ class Quantized(Shown):
         if self.in_rows:
             title += f"\n{self.in_rows} linear layers have widths that groups of {self.group} do not divide: "
             title += "8-bit rows there"
-        table = Table()
-        for column in ("", "weights", *(("perplexity", "against the source") if self.perplexity else ())):
-            table.add_column(column, justify="right")
+        table = Table(*right("", "weights", *(("perplexity", "against the source") if self.perplexity else ())))
         names = {"source": "source", "plain": "rounded only", "quantized": _recipe(self.smoothing)}
         for key, name in names.items():
             if key == "plain" and key not in self.perplexity:
@@ -221,7 +219,7 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
 
 
 def stored_dtype(model: Any) -> torch.dtype:
-    """That of the model if it has 16 bits, else bfloat16: what servers compute in."""
+    """The model's dtype if it has 16 bits, else bfloat16: what servers compute in."""
     dtype: torch.dtype = model.model.embed_tokens.weight.dtype
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 

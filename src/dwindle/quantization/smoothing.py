@@ -10,6 +10,7 @@ calibration sample. "No migration" is a candidate, so smoothing never increases 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +65,6 @@ class Smoothing:
 def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str, InputStats]:
     """Run the calibration text and collect statistics of every linear layer's input."""
     found: dict[str, InputStats] = {}
-    handles = []
     per_window = max(1, _SAMPLE_ROWS // len(windows))
 
     def watch(name: str) -> Any:
@@ -83,16 +83,13 @@ def observe(model: Any, windows: Tensor, *, option: str = "--data") -> dict[str,
 
         return hook
 
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            handles.append(module.register_forward_pre_hook(watch(name)))
-    try:
-        device = next(model.parameters()).device
+    device = next(model.parameters()).device
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                hooks.enter_context(module.register_forward_pre_hook(watch(name)))
         for window in track(windows, "calibrating", len(windows)):
             model(input_ids=window[None].to(device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     if any(not torch.isfinite(seen.peak).all() for seen in found.values()):
         raise UserError(f"{option}: activations are not finite on the calibration text: the weights are broken")
     return found

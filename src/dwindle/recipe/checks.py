@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise at the first value that cannot work; each table's config has already checked what it can check alone."""
+    """Raise at the first value that cannot work; each table's config has already checked its own values."""
     recipe.data.check_values(recipe.task)
     recipe.vocabulary.check_values("vocabulary.size")
     _check_source_and_validation(recipe)

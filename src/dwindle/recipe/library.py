@@ -12,7 +12,7 @@ _FOLDER = Path(__file__).parent / "ready"
 
 
 def ready_recipes() -> dict[str, Path]:
-    """Name and file of each."""
+    """Name and file of each recipe."""
     return {path.stem: path for path in sorted(_FOLDER.glob("*.toml"))}
 
 

@@ -61,25 +61,15 @@ class Recipe(Config):
     }
 
     source: ModelConfig
-    """Where training starts."""
     vocabulary: VocabularyConfig = Field(default_factory=VocabularyConfig)
-    """Which tokens are kept; the others are removed before anything is pruned."""
     task: TaskConfig = Field(default_factory=TaskConfig)
-    """What is learned: text, or the answers of conversations."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """What the model is trained and validated on."""
     training: TrainingConfig
-    """How the model is trained."""
     prune: PretrainPruneConfig = Field(default_factory=PretrainPruneConfig)
-    """What is pruned during training, and when."""
     distill: DistillConfig = Field(default_factory=DistillConfig)
-    """What the model learns from a frozen teacher, beside the text."""
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
-    """When the loss on held-out text (data.valid or data.holdout) is measured."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    """How much a crash can cost."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
-    """Where the numbers of a run are shown, beside metrics.jsonl."""
 
     @property
     def num_sequences_per_step(self) -> int:
@@ -134,7 +124,7 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def recipe_of_run(path: str | Path) -> Recipe:
-    """The recipe that a run saved; older runs left the metric out, which then was each paper's own."""
+    """The recipe that a run saved; older runs omitted the metric, which then was each paper's own."""
     tables = read_toml(path)
     prune = tables.get("prune")
     if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
@@ -161,7 +151,7 @@ def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) ->
 
 
 def resolve_recipe(recipe: Recipe) -> Recipe:
-    """A copy that means the same in any folder and with other defaults: absolute paths, and what was not set."""
+    """A copy that means the same in any folder and with other defaults: with absolute paths and all defaults."""
     resolved = recipe.model_copy(deep=True)
     resolved.distill.weight = recipe.teacher_weight
     prune = resolved.prune

@@ -33,7 +33,7 @@ TOKENS = 16_000_000
 PASSES = 4
 """Times that a text is read at most: up to here, repeated text is almost as good as new (Muennighoff et al. 2023)."""
 LEAST_STEPS = 200
-"""Where the text is short, steps are made smaller rather than fewer than this."""
+"""With little text, steps become smaller rather than fewer than this."""
 HIDDEN = 576
 """Width of the model that the learning rates were measured with: wider ones take less, narrower ones more."""
 SEQ_LEN = 1024
@@ -80,7 +80,7 @@ TUNING: Settings = {
 TUNING_PASSES = 3
 """Times that conversations are read."""
 TUNING_STEPS = 100
-"""Of few conversations, steps are made smaller rather than fewer than this."""
+"""With few conversations, steps become smaller rather than fewer than this."""
 
 MEANING: Mapping[Goal, str] = {
     "quality": "the lowest loss; layers differ in size, so transformers needs trust_remote_code=True",

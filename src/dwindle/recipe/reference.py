@@ -39,7 +39,7 @@ def markdown() -> str:
         lines = [[f"`{key.name.partition('.')[2]}`", key.values, key.default, key.meaning] for key in rows]
         cells = [["key", "values", "default", "meaning"], ["---"] * 4, *lines]
         table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-        parts.append(f"### [{section}]\n\n{inspect.cleandoc(owner.description or '')}\n\n{table}\n")
+        parts.append(f"### [{section}]\n\n{inspect.getdoc(owner.annotation)}\n\n{table}\n")
     return "\n".join(parts)
 
 

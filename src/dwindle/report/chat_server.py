@@ -1,7 +1,7 @@
 """``dwindle chat --page``: one page on the loopback interface where models answer the same prompt side by side.
 
 An answer is streamed as JSON lines. Each model answers one request at a time; a bounded number waits, further ones are
-told to come back (503). A client that goes away stops its answer.
+asked to retry (503). A client that goes away stops its answer.
 """
 
 from __future__ import annotations

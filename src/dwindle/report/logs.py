@@ -127,7 +127,6 @@ class Compaction:
 class Prunes:
     """Prune events as columns; ``kinds`` are indices into KINDS, missing saliencies are NaN."""
 
-    steps: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[float] = field(default_factory=lambda: array("d"))
     kinds: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[float] = field(default_factory=lambda: array("d"))
@@ -202,7 +201,6 @@ class LedgerLog:
         prunes, saliency = self.prunes, record.get("saliency")
         if not isinstance(saliency, dict):
             saliency = {}
-        prunes.steps.append(step)
         prunes.tokens.append(tokens)
         prunes.kinds.append(kind)
         prunes.sizes.append(sum(map(len, members)))

@@ -55,7 +55,7 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _add_source(panel: Panel, runs: Sequence[Run]) -> None:
-    """The loss of the largest source as a line, and an upper limit that leaves out where curves begin high.
+    """The loss of the largest source as a line, and an upper limit that cuts off high beginnings of curves.
 
     A run that trains a pruned model has that model as its source, so the largest is the untouched one.
     """

@@ -31,12 +31,7 @@ def write_plots(run: Run, out: str | os.PathLike[str], *, dpi: int = 200, overwr
 
 
 def write_overlay(
-    runs: Sequence[Run],
-    out: str | os.PathLike[str],
-    *,
-    names: Sequence[str] = (),
-    dpi: int = 200,
-    overwrite: bool = False,
+    runs: Sequence[Run], out: str | os.PathLike[str], *, names: Sequence[str], dpi: int, overwrite: bool
 ) -> list[str]:
     """Several runs in one figure, ``overlay``; without names, the settings that differ stand below it."""
     return _write([overlay(runs, names)], None, out, dpi, overwrite)

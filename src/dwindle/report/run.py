@@ -10,6 +10,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.quality import Quality
 from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
+from dwindle.core.sizes import counted
 from dwindle.report.architecture import ArchitectureView, find_architecture
 from dwindle.report.jsonlines import read_json
 from dwindle.report.logs import LedgerLog, MetricsLog
@@ -91,11 +92,10 @@ class Run:
                     lines.append(f"{name} is missing: {what} cannot be shown.")
                 continue
             if found.num_bad:
-                lines.append(f"{name}: {_lines(found.num_bad)} could not be parsed and {_were(found.num_bad)} skipped.")
+                lines.append(f"{name}: skipped {counted(found.num_bad, 'line')} that could not be parsed.")
             if log.num_odd:
                 lines.append(
-                    f"{name}: {_lines(log.num_odd)} of an unknown kind {_were(log.num_odd)} skipped "
-                    "(written by another version?)."
+                    f"{name}: skipped {counted(log.num_odd, 'line')} of an unknown kind (written by another version?)."
                 )
             if found.unfinished:
                 lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
@@ -155,11 +155,3 @@ def recipe_text(run: RunDirectory) -> str | None:
             return file.read(MAX_TOML_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return None
-
-
-def _lines(count: int) -> str:
-    return f"{count:,} line" if count == 1 else f"{count:,} lines"
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"

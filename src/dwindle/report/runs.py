@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,6 @@ class RunRow:
     """The untouched source on the same text."""
     settings: Settings = field(default_factory=dict)
     """Settings that differ between the runs of the table, by dotted name."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def list_runs(folder: Path) -> list[RunRow]:

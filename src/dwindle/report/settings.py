@@ -10,7 +10,7 @@ from dwindle.report.jsonlines import Record
 from dwindle.report.run import short_name
 
 Settings = dict[str, Any]
-"""By dotted name, such as ``prune.method``."""
+"""Values by dotted name, such as ``prune.method``."""
 
 MAX_SHOWN = 5
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dwindle.core.sizes import format_count, format_duration
+from dwindle.core.sizes import counted, format_count, format_duration
 from dwindle.report.clock import running_clock
 from dwindle.report.run import Run
 
@@ -85,10 +85,10 @@ def cost_table(run: Run) -> Table | None:
         _device_time(cost.hours),
     ]
     columns = ["model", "pretraining tokens", "time", "pruning tokens", "time", "continued tokens", "time", "total"]
-    devices = "1 device" if cost.num_devices == 1 else f"{cost.num_devices} devices"
     note = (
-        f"Times of this run are device time on {devices}, including validation and pauses. The other rows are "
-        "published GPU hours (EfficientLLM, author feedback, Table 3) on other devices, not measured here."
+        f"Times of this run are device time on {counted(cost.num_devices, 'device')}, including validation and "
+        "pauses. The other rows are published GPU hours (EfficientLLM, author feedback, Table 3) on other devices, not "
+        "measured here."
     )
     rows = [own, *(["published: " + row[0], *row[1:]] for row in PUBLISHED_COST)]
     return Table("cost", "Cost", note, columns, rows, [0])

@@ -7,7 +7,7 @@ from math import exp
 from typing import Literal
 
 from dwindle.core.quality import NEEDS_TRAINING
-from dwindle.core.sizes import format_count, format_duration
+from dwindle.core.sizes import counted, format_count, format_duration
 from dwindle.report.figures import NAMES
 from dwindle.report.run import Run
 from dwindle.report.tables import cost_of
@@ -138,7 +138,7 @@ def removed(run: Run) -> str:
     compactions = len(run.ledger.compactions)
     times = "once" if compactions == 1 else f"{compactions} times"
     rebuilt = f"; the model was rebuilt at smaller shapes {times}" if compactions else ""
-    return f"Removed: {parts}, in {events:,} prune event{'' if events == 1 else 's'}{rebuilt}."
+    return f"Removed: {parts}, in {counted(events, 'prune event')}{rebuilt}."
 
 
 def _what_was_removed(run: Run) -> str:
@@ -159,7 +159,7 @@ def _what_was_removed(run: Run) -> str:
     stem = f"{hidden:,} of {view.hidden_before:,} hidden channels" if hidden else ""
     whole, partly = (sum(len(la.absent) == n for la in view.layers) for n in (2, 1))
     layers = f"{whole} of {num} layers" if whole else ""
-    blocks = f"the attention or the FFN of {partly} layer{'' if partly == 1 else 's'}" if partly else ""
+    blocks = f"the attention or the FFN of {counted(partly, 'layer')}" if partly else ""
     return _and([part for part in (in_each, stem, layers, blocks) if part])
 
 

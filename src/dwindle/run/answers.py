@@ -1,7 +1,7 @@
 """``dwindle generate --prompts``: a model's answers to a file of prompts, which a killed process can continue.
 
 Answers are written group by group to ``<out>.partial``, one synced line each; the file itself appears when it is whole,
-in the order of the prompts. Groups depend on the prompts alone, and a group that was not written whole is answered
+in the order of the prompts. Groups depend only on the prompts, and a group that was not written whole is answered
 again: a resumed file equals an uninterrupted one (on the same machine, with the same number of threads).
 """
 
@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,14 @@ from dwindle.evaluation.generation import Answer, Answerer, open_answerer, plan_
 from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
 from dwindle.run.journal import Journal
 from dwindle.sources.fingerprint import source_fingerprint
-from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_in
 
 FORMAT = "dwindle-answers-1"
 
 
 @dataclass(slots=True)
 class GenerationSummary:
-    """What a call did."""
+    """What a call wrote."""
 
     out: str
     num_prompts: int
@@ -71,7 +71,7 @@ def generate_answers(
     device: str = "auto",
     overwrite: bool = False,
 ) -> GenerationSummary:
-    """Answer every prompt of a file; ``out`` has a line of ``messages`` for each, ready to be tuned on.
+    """Answer every prompt of a file; ``out`` has a line of ``messages`` for each, ready for tuning.
 
     ``chat`` puts prompts into the model's chat template; without, they are continued as plain text. ``limit``: only the
     first prompts. Run it again to continue after an interruption.
@@ -92,8 +92,8 @@ def generate_answers(
 
 
 def _asked(model: str | PathLike[str], prompts: Path, limit: int | None, chat: bool) -> tuple[str, list[Prompt]]:
-    """Where the model is, and what it is asked."""
-    source = str(model_of_run(Path(model)) or fspath(model))
+    """The location of the model, and its prompts."""
+    source = model_in(model)
     check_source(source)
     joint = input_joint(load_tokenizer(source).chat_template) if chat else input_joint(None)
     return source, read_prompts(prompts, limit=limit, joint=joint)
@@ -136,7 +136,7 @@ class _Work:
             raise UserError(f"{several[0].where}: has several turns, which need a chat template: omit --no-chat")
 
     def run(self, journal: Journal, written: Mapping[tuple[int, int], list[Answer]], out: str) -> GenerationSummary:
-        """Answer what is not among the ``written`` groups (by turn and number)."""
+        """Answer the groups that are not ``written`` yet (by turn and number)."""
         started, tokens, resumed = time.perf_counter(), 0, 0
         num_turns = 1 + max(len(prompt.later_turns) for prompt in self._prompts)
         total = sum(1 + len(prompt.later_turns) for prompt in self._prompts)

@@ -28,7 +28,7 @@ from dwindle.evaluation.prompts import Message, prompt_ids
 from dwindle.evaluation.sampling import end_tokens, stream
 from dwindle.export.llamacpp import open_here, require_xllamacpp
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, load_config, load_tokenizer, locate, model_in
 from dwindle.training.sampling import continuation_text
 
 _ADVICE = "remove the system prompt, or give the model another template"
@@ -44,7 +44,7 @@ class Piece:
     text: str
     tokens: int
     seconds: float
-    """Of computing this answer, without waiting for others."""
+    """Time to compute this answer, without waiting for others."""
     memory_bytes: int
     is_last: bool = False
     is_finished: bool = False
@@ -53,12 +53,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model before it answers."""
+    """What is known about a model before it answers."""
 
     name: str
     parameters: int
     size_bytes: int
-    """Of its weights on disk."""
+    """Size of its weights on disk."""
     runtime: str
     is_chat: bool
     """Has a chat template; otherwise the last message is continued as plain text."""
@@ -77,7 +77,7 @@ class ChatModel(Protocol):
 
 
 class TransformersChat:
-    """A model in this process. Models take turns token by token, so each one's time is its own."""
+    """A model in this process. Models take turns token by token, so each is timed alone."""
 
     _turn = threading.Lock()
 
@@ -179,7 +179,7 @@ def open_chat_models(
     models: Sequence[str], config: GenerateConfig, *, device: str = "auto", threads: int = 1
 ) -> Iterator[list[ChatModel]]:
     """The models, loaded; those of llama.cpp run in processes that end with the context."""
-    sources = [str(model_of_run(Path(model)) or model) for model in models]
+    sources = [model_in(model) for model in models]
     for source in sources:
         check_source(source)
     place = chosen_device(device)
@@ -219,8 +219,8 @@ class Conversation:
     def ask(self, text: str, write: Callable[[str], None]) -> None:
         """Stream every model's answer to ``write``; an interrupted answer is kept as far as it came.
 
-        A model that fails keeps no other from answering; the first failure is raised at the end. A question without an
-        answer is no part of a chat.
+        A model that fails does not keep others from answering; the first failure is raised at the end. A question
+        without an answer is not part of a chat.
         """
         failures: list[UserError] = []
         for model, chat in zip(self.models, self.chats, strict=True):
@@ -252,7 +252,7 @@ class Conversation:
             write(f"\n({speed(last)})\n")
 
     def command(self, line: str) -> str:
-        """Carry out a command; what to say about it."""
+        """Carry out a command and return the reply to print."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/reset":

@@ -1,7 +1,7 @@
 """Every metric at every size, on the same text: without training, and with the same number of training tokens.
 
 The table of the paper's author feedback ("LLM-Pruner, SparseGPT and Wanda metrics") in miniature. All metrics are
-scored from one calibration, so that they differ in nothing else.
+scored from one calibration, so that nothing else differs.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def compare(
     """Prune with every metric to every size and measure; ``second_order`` adds a second row for each metric.
 
     ``to`` lists what is **removed**, as in the paper's table (``"10%"``, ``"10%nonemb"``), or sizes (``"100M"``).
-    Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``.
-    An interrupted comparison leaves the cells that are done in ``out``.
+    Without ``valid``, windows of the same text that were not calibrated on are held out; training needs ``valid``. An
+    interrupted comparison keeps its finished cells in ``out``.
     """
     device, names = _checked(config, device, metrics)
     needs = frozenset().union(*(metric_named(name).needs for name in names))
@@ -206,7 +206,7 @@ def _checked(config: CompareConfig, device: str, metrics: Sequence[str]) -> tupl
 
 
 def _keep_finished(result: Comparison, out: str | PathLike[str] | None, overwrite: bool) -> tuple[str, ...]:
-    """Write the cells of an interrupted comparison; what to say about it."""
+    """Write the cells of an interrupted comparison; returns a note that says so."""
     result.complete = False
     if out is None or not result.cells:
         return ()
@@ -277,7 +277,7 @@ def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, config
 
 
 def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, config: CompareConfig) -> None:
-    """Windows of a short text overlap; one as long as all of them together exists only if they do not."""
+    """Windows of a short text overlap; a window as long as all of them together exists only if they do not."""
     length, count = config.num_tokens_per_sequence, config.num_sequences
     tokens = (count + held) * length
     try:
@@ -420,7 +420,7 @@ def _check_output(out: Path, overwrite: bool, sources: Sequence[str | PathLike[s
         pass  # a missing matplotlib is reported before the work
 
 
-def write_comparison(result: Comparison, out: Path, *, overwrite: bool = False) -> None:
+def write_comparison(result: Comparison, out: Path, *, overwrite: bool) -> None:
     """``compare.json``, and the figure as PNG and SVG."""
     with atomic_directory(out, marker=FILE, overwrite=overwrite) as folder:
         (folder / FILE).write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -16,7 +16,7 @@ cannot do.
 
 
 class CompareConfig(PostTrainingConfig):
-    """What every cell has in common."""
+    """Settings shared by all cells."""
 
     text_field: str = "text"
     """Field of JSON lines, or column of Parquet, that holds the text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ from rich.table import Table
 from torch import Tensor
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.core.files import folder_size
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import track
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_bytes
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.text_windows import validation_windows
 from dwindle.evaluation.latency import measure_latency
 from dwindle.export.huggingface import check_output, save_model
@@ -54,15 +55,9 @@ class Demo(Shown):
     text: str = ""
     folder: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def render(self) -> Group:
         """The table, then a sample of each model."""
-        table = Table()
-        table.add_column("")
-        for column in self.columns:
-            table.add_column(column.name, justify="right")
+        table = Table("", *right(*(column.name for column in self.columns)))
         source = self.columns[0]
         rows: dict[str, Callable[[DemoModel], str]] = {
             "parameters": lambda c: f"{c.parameters:,}",
@@ -144,7 +139,7 @@ def _measure(name: str, model: Any, tokenizer: Any, windows: Tensor, folder: Pat
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_trained=tokens,
         perplexity=float(torch.tensor(total / len(windows)).exp()),
-        size_bytes=sum(path.stat().st_size for path in folder.iterdir()),
+        size_bytes=folder_size(folder),
         sample=_sample(model, tokenizer),
     )
 

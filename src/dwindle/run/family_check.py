@@ -2,7 +2,7 @@
 
 Each way of pruning is checked with AdamW and with Muon in float64: a model whose groups are zeroed and one whose groups
 are sliced out must have equal logits, equal losses over ``NUM_STEPS`` further steps and equal weights after them. A
-result with stock shapes is also saved, loaded by transformers alone in float32, compared and made to generate.
+result with stock shapes is also saved, loaded by plain transformers in float32, compared and made to generate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dwindle.anatomy.families import register_family
 from dwindle.anatomy.shrink import VOCAB, Float64Throughout, random_model, tiny_config
 from dwindle.anatomy.structure import Group, Layer, Structure
 from dwindle.core.errors import UserError, first_line
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.export.huggingface import save_model
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.surgery import Prunable
@@ -43,7 +43,8 @@ NUM_STEPS = 20
 EXACT = 1e-10
 """Largest difference of a logit or a loss between zeroed and sliced models, in float64."""
 WEIGHTS = 1e-9
-"""Of a weight after training: Adam divides gradients that are zero but for rounding (key biases) by its epsilon."""
+"""Largest difference of a weight after training. Adam divides gradients that are zero but for rounding (key biases) by
+its epsilon."""
 STOCK = 1e-5
 """Largest difference of a logit, relative to the largest one, between the model in float64 and stock float32."""
 OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
@@ -111,9 +112,7 @@ class FamilyCheck:
     def render(self) -> Lines:
         """A table with a row for each way of pruning, what failed, and a verdict."""
         sizes = "{layers} layers, hidden {hidden}, {heads} heads on {kv_heads} of size {head_dim}, FFN {ffn}"
-        table = Table("pruned")
-        for name in COMPARED:
-            table.add_column(name, justify="right")
+        table = Table("pruned", *right(*COMPARED))
         for way in dict.fromkeys(check.way for check in self.checks):
             own = {check.compared: check.shown for check in self.checks if check.way == way}
             table.add_row(way, *(own.get(name, "") for name in COMPARED))
@@ -234,7 +233,7 @@ def _blocks(anatomy: Anatomy, wanted: Sequence[tuple[int, ...]], structure: Stru
         free = [n for n, found in anatomy.removable_blocks(structure) if found == places]
         free = [number for number in free if not structure.layers[number].absent]
         if free:
-            group = Group("layer", tuple(places if n == free[0] else () for n in range(anatomy.num_layers)))
+            group = Group.of_layer("layer", free[0], places, anatomy.num_layers)
             structure = structure.without(group)
             yield group
 
@@ -308,7 +307,7 @@ def _warmed_up(config: Any, optimizer: Literal["adamw", "muon"]) -> Trained:
 
 
 def copied(trained: Trained, make: Callable[[Any], torch.optim.Optimizer]) -> Trained:
-    """A model and an optimizer of its own with the same weights and moments."""
+    """A copy of the model with its own optimizer, with the same weights and moments."""
     prunable = deepcopy(trained[0])
     optimizer = make(prunable.model)
     for group, before in zip(optimizer.param_groups, trained[1].param_groups, strict=True):

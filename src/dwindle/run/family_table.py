@@ -1,4 +1,4 @@
-"""What can be done with each family, asked of the code that does it: pruning, stock output, GGUF, ONNX, serving."""
+"""What each family supports, according to the code that does it: pruning, stock output, GGUF, ONNX, serving."""
 
 from __future__ import annotations
 

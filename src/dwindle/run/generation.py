@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.generation import open_answerer, room_for
 from dwindle.evaluation.prompts import prompt_ids
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.sources.loading import load_tokenizer, model_of_run
+from dwindle.sources.loading import load_tokenizer, model_in
 from dwindle.training.sampling import continuation_text
 
 ONNX_FILE = "model.onnx"
@@ -31,20 +31,20 @@ def generate(
     threads: int = 1,
     device: str = "auto",
 ) -> str:
-    """The continuation: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime (greedy
-    alone), others by transformers.
+    """The continuation: a GGUF file is run by llama.cpp, a directory with ``model.onnx`` by onnxruntime (greedy only),
+    others by transformers.
 
     ``chat`` puts the prompt into the model's chat template. ``threads`` is for llama.cpp and onnxruntime.
     """
     at_least(1, threads=threads)
     if not prompt:
         raise UserError("prompt: is empty: give the beginning of a text")
-    where = str(model_of_run(Path(model)) or fspath(model))
+    where = model_in(model)
     message = [{"role": "user", "content": without_lone_surrogates(prompt)}]
     count = config.tokens or DEFAULT_TOKENS
     if (Path(where) / ONNX_FILE).is_file():
         if config.temperature:
-            raise UserError("temperature: onnxruntime is used for greedy continuations alone: leave it out")
+            raise UserError("temperature: onnxruntime is used for greedy continuations only: leave it out")
         tokenizer = load_tokenizer(where)
         ids = prompt_ids(tokenizer, message, "chat" if chat else "prompt", chat=chat)
         found = _onnx(f"{where}/{ONNX_FILE}", threads, ids=ids, count=count, end=tokenizer.eos_token_id)

@@ -53,7 +53,7 @@ DOWNWARDS = "prune.target"
 
 
 class RunState(Callback):
-    """State of the run as a whole: its identity, the changes made to it, and what its result takes from the source."""
+    """State of the run as a whole: its identity, its changes, and the generation settings of its result."""
 
     def __init__(self, identity: dict[str, Any], generation: GenerationConfig) -> None:
         self.identity = identity
@@ -61,7 +61,7 @@ class RunState(Callback):
         self.changes: list[dict[str, Any]] = []
         """What ``resume`` was allowed to change, as events of the ledger."""
         self.new_changes: list[dict[str, Any]] = []
-        """Of these, the ones of this process."""
+        """Those accepted by this process."""
 
     def state_dict(self) -> dict[str, Any]:
         generation = self.generation.to_diff_dict()
@@ -72,7 +72,7 @@ class RunState(Callback):
         self.changes = [*state["changes"], *self.new_changes]
 
 
-def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
+def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabulary | None) -> dict[str, Any]:
     """The settings by dotted name, and the hashes of source, teacher, kept tokens and validation text."""
     teacher = recipe.distill.teacher if recipe.teacher_weight else ""
     valid = None if valid_windows is None else hashlib.sha256(valid_windows.numpy().tobytes()).hexdigest()

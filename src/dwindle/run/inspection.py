@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import groupby
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group as Stack
@@ -18,11 +18,11 @@ from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.notebook import Shown
 from dwindle.core.sizes import format_count
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.export.card_structure import mistral_note
 from dwindle.quantization.compressed_tensors import METHOD
 from dwindle.sources.aliases import alias_of
-from dwindle.sources.loading import load_config, model_of_run
+from dwindle.sources.loading import load_config, model_in
 
 PARTS = ("embedding", "attention", "ffn", "norms")
 
@@ -50,9 +50,6 @@ class Inspection(Shown):
     groups: dict[str, int]
     """Parameters removed with one group of each type."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def render(self) -> RenderableType:
         """Tables for a terminal."""
         note = mistral_note(self.model_type, self.hidden, max(layer["query_heads"] for layer in self.layers))
@@ -61,14 +58,13 @@ class Inspection(Shown):
         return Stack(self._sizes(), *notes, self._parts(), self._groups())
 
     def _sizes(self) -> Stack:
-        table = Table()
-        for column in ("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each"):
-            table.add_column(column, justify="right")
+        sizes = right("layers", "hidden", "query heads", "key/value heads", "head size", "FFN", "parameters each")
+        table = Table(*sizes)
         for first, last in self._runs():
             layer = self.layers[first]
             name = f"{first}" if first == last else f"{first}-{last}"
-            sizes = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
-            table.add_row(name, str(self.hidden), *map(str, sizes), f"{layer['parameters']:,}")
+            own = (layer["query_heads"], layer["kv_heads"], self.head_dim, layer["ffn"])
+            table.add_row(name, str(self.hidden), *map(str, own), f"{layer['parameters']:,}")
         return titled(f"{self.source}: {self.model_type}, {self._kind()}", table)
 
     def _kind(self) -> str:
@@ -81,18 +77,11 @@ class Inspection(Shown):
 
     def _runs(self) -> list[tuple[int, int]]:
         """First and last index of every stretch of equal layers."""
-        runs: list[tuple[int, int]] = []
-        for number, layer in enumerate(self.layers):
-            if runs and self.layers[runs[-1][0]] == layer:
-                runs[-1] = (runs[-1][0], number)
-            else:
-                runs.append((number, number))
-        return runs
+        runs = [list(run) for _, run in groupby(range(len(self.layers)), key=self.layers.__getitem__)]
+        return [(run[0], run[-1]) for run in runs]
 
     def _parts(self) -> Table:
-        table = Table("part", title="parameters", title_justify="left")
-        table.add_column("parameters", justify="right")
-        table.add_column("share", justify="right")
+        table = Table("part", *right("parameters", "share"), title="parameters", title_justify="left")
         total = self.parameters["total"]
         for part in (*PARTS, "non_embedding", "total"):
             label = {"embedding": f"embedding (vocabulary {self.vocab:,}, {'tied' if self.tied else 'untied'})"}
@@ -108,9 +97,7 @@ class Inspection(Shown):
             "stem": "stem: one hidden channel everywhere",
             "layer": "layer: the last layer",
         }
-        table = Table("group", title="parameters of one group", title_justify="left")
-        table.add_column("parameters", justify="right")
-        table.add_column("share", justify="right")
+        table = Table("group", *right("parameters", "share"), title="parameters of one group", title_justify="left")
         for key, size in self.groups.items():
             count = format_count(size) if size < 1000 else f"{format_count(size)} ({size:,})"
             table.add_row(names[key], count, f"{size / self.parameters['total']:.2%}")
@@ -119,7 +106,7 @@ class Inspection(Shown):
 
 def inspect(source: str | PathLike[str]) -> Inspection:
     """Count a model's parameters from its configuration, without loading weights; a run stands for its final model."""
-    source = model_of_run(Path(source)) or source
+    source = model_in(source)
     config = load_config(source)
     anatomy = Anatomy.of_config(config)
     structure = anatomy.source
@@ -137,7 +124,7 @@ def inspect(source: str | PathLike[str]) -> Inspection:
     ]
     totals = {"total": count.total, "embedding": count.embedding, "non_embedding": count.non_embedding}
     return Inspection(
-        source=str(source),
+        source=source,
         origin=None if (alias := alias_of(source)) is None else alias.origin,
         model_type=config.model_type,
         stock=not is_custom(config),
@@ -171,5 +158,5 @@ def _group_sizes(anatomy: Anatomy, structure: Structure) -> dict[str, int]:
         groups["attn_kv"] = Group("attn", tuple(last_kv))
     groups["ffn"] = Group("ffn", tuple(la.ffn[-1:] for la in structure.layers))
     groups["stem"] = Group("stem", (structure.hidden[-1:],))
-    groups["layer"] = Group("layer", (*((),) * (len(structure.layers) - 1), (0, 1)))
+    groups["layer"] = Group.of_layer("layer", len(structure.layers) - 1, (0, 1), len(structure.layers))
     return {name: parameters_of(group) for name, group in groups.items() if group.kind in anatomy.family.groups}

@@ -17,11 +17,12 @@ class Journal:
     """A file of JSON lines; ``rows`` are those that an earlier process wrote."""
 
     def __init__(self, path: Path, header: dict[str, Any], *, overwrite: bool) -> None:
-        """``header`` has a ``format`` and whatever decides the work: a file with another one is not continued."""
+        """``header`` has a ``format`` and everything that determines the work: a file with another header is not
+        continued."""
         self.path = path
         self.rows: list[dict[str, Any]] = []
         self._header = json_line(header)
-        """Of a new file, until it is written with the first row."""
+        """Header of a new file, written with the first row."""
         if overwrite or not path.exists():
             return
         content = path.read_bytes()

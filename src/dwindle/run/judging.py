@@ -75,7 +75,7 @@ class QualityRecorder(Callback):
             self.quality.write(self.path)
 
     def _continued(self, trainer: Trainer) -> list[str]:
-        """On the main process; the others have the callback for its place in the checkpoint alone."""
+        """Measured on the main process; on others the callback only keeps its place in the checkpoint."""
         if not trainer.engine.is_main or any(map(is_sharded, trainer.model.parameters())):
             return []
         return greedy_samples(trainer.model, self.tokenizer, self.prompts)

@@ -25,7 +25,7 @@ class Footprint:
     fixed: float
     """Weights, moments, narrow copies of weights, and the teacher's weights."""
     gradients: float
-    """Of the first micro-batch they appear as activations are freed, so the two do not add up."""
+    """In the first micro-batch they appear as activations are freed, so the two do not add up."""
     per_token: float
     """Activations saved for the backward pass, and the teacher's final hidden states."""
     per_chunk_token: float
@@ -36,7 +36,7 @@ class Footprint:
     step_tokens: int
 
     def total(self, tokens: int) -> int:
-        """Bytes for micro-batches of ``tokens``; with several in a step, gradients are there during the passes."""
+        """Bytes for micro-batches of ``tokens``; with several in a step, gradients exist during the passes."""
         passes = self.per_token * tokens + self.per_chunk_token * min(tokens, self.chunk_tokens)
         passes += self.gradients if tokens < self.step_tokens else 0
         return int(self.fixed + max(passes, self.gradients + self.update))
@@ -78,7 +78,7 @@ def footprint(
 
 
 def _update_bytes(in_layers: int, count: int, training: TrainingConfig, width: int) -> float:
-    """Of the optimizer's batches: Muon's averages, their orthogonalised copies and one in bf16; wide bf16 moments."""
+    """Bytes of the optimizer's batches: Muon's averages and their orthogonalised and bf16 copies; wide bf16 moments."""
     if training.optimizer == "muon":
         return min(in_layers, MOST_ELEMENTS) * (2 * width + 2)
     return 2 * width * min(count, MOST_ELEMENTS) if training.moments == "bf16" else 0

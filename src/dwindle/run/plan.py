@@ -17,7 +17,7 @@ from dwindle.core.config import in_section, write_toml
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.run_directory import RunDirectory
-from dwindle.core.sizes import format_bytes, format_count, format_duration, format_range
+from dwindle.core.sizes import counted, format_bytes, format_count, format_duration, format_range
 from dwindle.data.estimate import estimate, streamed_inputs
 from dwindle.distributed.engines import Parallel, choose_parallel, num_shards
 from dwindle.distributed.precision import Precision, is_bf16, weights_dtype
@@ -56,7 +56,8 @@ class PruningPlan:
 def plan_pruning(recipe: Recipe, anatomy: Anatomy, start: Start | None = None) -> PruningPlan | None:
     """None without pruning; refuses targets that this model, or this many tokens, cannot reach.
 
-    ``start`` is that of ``anatomy``, if it is known already: choosing the tokens again may mean counting a text again.
+    ``start`` is that of ``anatomy``, if it is known already: choosing the tokens again may require counting a text
+    again.
     """
     prune = recipe.prune
     if not prune.enabled:
@@ -106,7 +107,7 @@ def precision_of(recipe: Recipe, device: str) -> Precision:
 
 
 def joined_for(recipe: Recipe) -> AbstractContextManager[World]:
-    """The processes that train this recipe; a single one is a group if it is to be sharded all the same."""
+    """The processes that train this recipe; a single one is a group if the recipe shards it."""
     training = recipe.training
     return joined(device_of(recipe), training.timeout_s, also_alone=training.parallel == "fsdp")
 
@@ -170,13 +171,13 @@ def footprint_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> F
 
 
 def liked_micro_batch(recipe: Recipe, device: str) -> int:
-    """Sequences in one forward pass: what the recipe says, or what a device with enough memory likes."""
+    """Sequences in one forward pass: what the recipe says, or what is fastest on a device with enough memory."""
     chosen = recipe.training.micro_batch or max(1, _MICRO_TOKENS[device] // recipe.data.seq_len)
     return min(chosen, recipe.num_sequences_per_step)
 
 
 def micro_batch_of(recipe: Recipe, device: str, config: Any, shards: int = 1) -> int:
-    """Sequences in one forward pass: what the recipe says, or what a device likes and can hold."""
+    """Sequences in one forward pass: what the recipe says, or what is fastest and fits in memory."""
     chosen = liked_micro_batch(recipe, device)
     if recipe.training.micro_batch or device != "cuda":
         return chosen
@@ -241,20 +242,17 @@ class Plan(Shown):
     """Texts that are not on this machine: the run reads them as it begins."""
     warnings: list[str]
     seconds: float | None = None
-    """Of the whole run on this machine, from a few measured steps; None if none were measured."""
+    """Time of the whole run on this machine, from a few measured steps; None if none were measured."""
     memory_bytes_measured: int | None = None
     """Largest memory of those steps: on a CPU of the whole process."""
     cost: float | None = None
-    """At the price of an hour that the user gave."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    """Cost of the run at the given price of an hour."""
 
     def render(self) -> Table:
         table = Table("plan", self.model, title_justify="left", show_header=True)
         rows = {
-            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens ({self.sequences_per_step} "
-            f"sequence{'s' if self.sequences_per_step > 1 else ''}, {self.micro_batch} at a time)",
+            "steps": f"{self.steps:,} of {self.tokens_per_step:,} tokens "
+            f"({counted(self.sequences_per_step, 'sequence')}, {self.micro_batch} at a time)",
             "tokens": f"{self.tokens:,}",
             "parameters": self._parameters_text(),
             "events": self._events_text(),
@@ -367,7 +365,7 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
 
 
 def _shape_target(anatomy: Anatomy, target: Target) -> Sizes:
-    """Sizes of a shape; those that are not to change stay different where the source's layers differ.
+    """Sizes of a shape; unchanged ones stay different where the source's layers differ.
 
     Layers are among them if some are removed; empty without a shape.
     """

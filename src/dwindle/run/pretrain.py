@@ -108,7 +108,7 @@ def pretrain(
 def begin_run(recipe: Recipe, run: RunDirectory, *, overwrite: bool, job: str = "") -> None:
     """Refuse what cannot work, then make the run's directory; ``resume`` trains it.
 
-    A run that is replaced is put aside until the new one has made a step. ``job`` may continue the run unasked.
+    A replaced run is kept aside until the new one has made a step. ``job`` may continue the run automatically.
     """
     run.restore_replaced()
     check_data(recipe)
@@ -153,7 +153,7 @@ def _continue(recipe: Recipe, run: RunDirectory, world: World, callbacks: Sequen
 
 
 def _after_divergence(error: TrainingDiverged, run: RunDirectory, step: int, world: World) -> TrainingDiverged:
-    """The same error with the way out; the run remembers that its rate may now be changed."""
+    """The same error with advice; the run records that its rate may now be changed."""
     if world.is_main:
         run.note_divergence(step)
     if not (good := run.list_checkpoints()):
@@ -251,7 +251,7 @@ class Job:
         return state
 
     def _report_changes(self) -> None:
-        """Changes that this ``resume`` makes to the run, in its ledger and on standard error."""
+        """Report the changes that this ``resume`` makes, in the ledger and on standard error."""
         for event in self.state.new_changes if self.world.is_main else ():
             if self.pruner is not None:
                 self.pruner.ledger.append(event)
@@ -259,7 +259,7 @@ class Job:
             warnings.warn(f"{self.run.path}: from step {event['step']:,} on: {changed}", PlanWarning, stacklevel=2)
 
     def _try_save(self) -> None:
-        """Before the first step: whatever cannot be written must not wait for the last."""
+        """Called before the first step: what cannot be written must fail now, not at the end."""
         if self.world.is_main:
             self._write(merged(self.trainer.model), self.anatomy.source, self.run.model, {}, save=try_save)
 
@@ -432,7 +432,7 @@ class Job:
         return self.anatomy.count(self.anatomy.source).total
 
     def _save_milestone(self, name: str) -> None:
-        """Without a validation loss: the last one is of an earlier step, and of a larger model."""
+        """Without a validation loss: the last one belongs to an earlier step and a larger model."""
         self._save(self.run.milestone(name), {"training tokens": self.trainer.tokens})
 
     def _task_evaluator(self) -> Callback:

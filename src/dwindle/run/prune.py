@@ -23,7 +23,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality
 from dwindle.core.sizes import format_bytes, format_count
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_and_held_out
 from dwindle.export.gguf_size import FileSize
@@ -56,7 +56,7 @@ from dwindle.run.start import Start, file_sizes, trimmed
 from dwindle.sources.loading import Loaded, load, load_config, needed_tokenizer
 
 _MEASURED_TOKENS = 4096
-"""Of source and result: enough to see a difference of a few hundredths, little beside the calibration."""
+"""Tokens on which source and result are measured: enough to see a few hundredths, cheap beside the calibration."""
 
 
 @dataclass(slots=True, repr=False)
@@ -85,10 +85,9 @@ class Pruned(Shown):
         sizes, events = sizes_text(sizes_of(self.structure)), sum(event["event"] == "prune" for event in self.ledger)
         return f"<Pruned {self.source}: {before} → {after} parameters, {sizes}, {events:,} events>"
 
-    def summary(self, out: str | PathLike[str]) -> dict[str, Any]:
-        """The result in numbers, for ``--json``."""
+    def to_json(self) -> dict[str, Any]:
+        """The result in numbers, without the model."""
         return {
-            "out": str(out),
             "source": self.source,
             "model_type": self.model.config.model_type,
             "stock": not is_custom(self.model.config),
@@ -106,11 +105,10 @@ class Pruned(Shown):
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then loss and samples."""
         title = self.source if out is None else f"{self.source} → {out}"
-        table = Table()
         after: Sizes = sizes_of(self.structure)
         before = self.source_sizes | ({"layers": len(self.structure.layers)} if "layers" in after else {})
-        for column in ("", "parameters", "non-embedding", "hidden", "query heads", "FFN", "layers")[: 3 + len(after)]:
-            table.add_column(column, justify="right")
+        columns = ("", "parameters", "non-embedding", "hidden", "query heads", "FFN", "layers")
+        table = Table(*right(*columns[: 3 + len(after)]))
         for name, count, sizes in (("before", self.before, before), ("after", self.after, after)):
             spans = (sizes_text({"": size}).strip() for size in sizes.values())
             table.add_row(name, f"{count.total:,}", f"{count.non_embedding:,}", *spans)
@@ -260,7 +258,7 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
 
 
 def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> tuple[Tensor, Tensor]:
-    """To calibrate on, and to measure on."""
+    """Windows for calibration and for measurement."""
     return calibration_and_held_out(
         data,
         needed_tokenizer(loaded.tokenizer, loaded.source),
@@ -273,7 +271,7 @@ def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostT
 
 
 def _judge(loaded: Loaded, windows: Tensor | None, held_out: Tensor | None, data: Sequence[str]) -> Judge:
-    """Of a text too short to hold any of it out, the calibration windows are measured."""
+    """Measures on the calibration windows if the text is too short to hold any of it out."""
     assert windows is not None and held_out is not None
     few = windows[: max(1, _MEASURED_TOKENS // windows.shape[1])]
     measured = held_out if len(held_out) else few

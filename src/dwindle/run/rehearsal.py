@@ -2,7 +2,7 @@
 
 The steps are those of the run: its model, teacher, optimizer and pruning events, but one micro-batch each. Then the
 model is cut to about its final size, and as many steps are measured again. What the first use of a size costs
-(compiling, above all) is measured apart and counted once for each graph of a size.
+(compiling, above all) is measured separately and counted once for each graph of a size.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Rehearsed:
 
 
 def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None) -> Plan:
-    """The plan of a run; with ``measure`` also its time and memory, ``price`` is that of an hour of this machine."""
+    """The plan of a run; with ``measure`` also its time and memory; ``price`` is that of an hour on this machine."""
     start = start_of(recipe)
     plan = make_plan(recipe, start)
     if price is not None and not price >= 0:
@@ -162,7 +162,8 @@ def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
 
 
 class _Marks(Callback):
-    """Times the parts of each step. One instance comes first, to see the end of the backward pass; one last."""
+    """Times the parts of each step. One instance is the first callback, to see the end of the backward pass; another
+    the last."""
 
     def __init__(self, place: str, times: list[tuple[str, float]]) -> None:
         self._place, self._times = place, times
@@ -211,7 +212,7 @@ class _Rehearsal(Job):
         return TrainingData(mixture=mixture, valid_windows=windows), batches
 
     def _chat_rows(self, count: int) -> PackedChat:
-        """Rows of as many examples, with as many learned tokens at their ends, as those of the run have on average."""
+        """Rows with as many examples, and as many learned tokens at their ends, as the run's rows have on average."""
         data, config = self.recipe.data, self.config
         packed = packs(self.recipe, config)
         found = estimate(data, self.recipe.task, lambda: self.tokenizer, packed=packed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +48,7 @@ from dwindle.training.loss import language_model_loss
 from dwindle.training.optim import LRSchedule, build_optimizer
 
 RANKS_PER_NODE = 8
-"""GPUs of a machine, if nothing else is said."""
+"""GPUs of a machine, unless given."""
 _SUSTAINED_FLOPS = 400e12
 """About 40 % of the bf16 peak of an H100 or H200, to compare traffic with compute."""
 
@@ -71,7 +71,7 @@ class WorldPlan(Shown):
     """Per rank and step."""
     sequences_per_micro_batch: int
     flops_per_step: float
-    """Of one rank, the teacher's included."""
+    """FLOPs of one rank, the teacher's included."""
     state_bytes: int
     """Weights and moments of one rank, the teacher's weights included."""
     checkpoint_bytes: int
@@ -79,9 +79,6 @@ class WorldPlan(Shown):
     parts: dict[str, Traffic]
     """``step``, ``event``, ``compaction``, ``checkpoint``."""
     not_counted: list[str]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def peak_bytes(self) -> int:

@@ -35,8 +35,8 @@ class Start:
     def like(self, source: str) -> Start:
         """Another source with the same tokenizer, such as the teacher, cut to the same tokens.
 
-        Its logits are then those of the kept tokens alone: their softmax is the distribution of the whole model,
-        restricted to them and renormalised.
+        Its logits are then those of the kept tokens: their softmax is the distribution of the whole model, restricted
+        to them and renormalised.
         """
         return replace(self, source=source)
 
@@ -59,7 +59,7 @@ class Start:
         return model if self.vocabulary is None else _trimmed_model(model, self.vocabulary)
 
     def record(self) -> str:
-        """The chosen tokens, for the run directory: the text that they were counted on may change or go."""
+        """The chosen tokens, for the run directory: the text that they were counted on may change or disappear."""
         return "" if self.vocabulary is None else json.dumps(self.vocabulary.to_json()) + "\n"
 
     def tensors(self, dtype: torch.dtype, world: World) -> Fetch:
@@ -90,7 +90,7 @@ def file_sizes(start: Start, option: str) -> FileSizes:
 
 
 def trimmed(loaded: Loaded, vocabulary: Vocabulary) -> Loaded:
-    """A loaded model and its tokenizer with the kept tokens alone."""
+    """A loaded model and its tokenizer, cut to the kept tokens."""
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     smaller = trimmed_tokenizer(tokenizer, vocabulary, f"source {loaded.source}")
     return replace(loaded, model=_trimmed_model(loaded.model, vocabulary), tokenizer=smaller)

@@ -14,7 +14,7 @@ from rich.table import Table
 from dwindle.anatomy.anatomy import Anatomy, ParameterCount
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality, text_names
-from dwindle.core.terminal import titled
+from dwindle.core.terminal import right, titled
 from dwindle.data.readers import read_documents
 from dwindle.data.vocabulary import vocabulary_of
 from dwindle.data.vocabulary_config import VocabularyConfig
@@ -29,7 +29,7 @@ from dwindle.sources.loading import Loaded, load
 from dwindle.sources.vocabulary import Vocabulary
 
 _MEASURED_CHARS, _DOCUMENT_CHARS = 16_000, 2_000
-"""Of the text that source and result are measured on, and of one document of it."""
+"""Characters of the text that source and result are measured on, and of one of its documents."""
 
 
 @dataclass(slots=True, repr=False)
@@ -62,9 +62,8 @@ class Trimmed(Shown):
 
     def render(self, out: str | PathLike[str] | None = None) -> Group:
         """The result as a table, then what it costs."""
-        table, title = Table(), self.source if out is None else f"{self.source} → {out}"
-        for column in ("", "tokens", "parameters", "embedding"):
-            table.add_column(column, justify="right")
+        title = self.source if out is None else f"{self.source} → {out}"
+        table = Table(*right("", "tokens", "parameters", "embedding"))
         sizes = (self.vocabulary.num_rows, len(self.vocabulary.kept))
         for name, tokens, count in zip(("before", "after"), sizes, (self.before, self.after), strict=True):
             table.add_row(name, f"{tokens:,}", f"{count.total:,}", f"{count.embedding:,}")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 from typing import Any
 
 from dwindle.anatomy.positions import can_be_packed
@@ -17,7 +16,7 @@ from dwindle.data.estimate import Estimate, estimate
 from dwindle.recipe.recipe import Recipe, recipe_from
 from dwindle.recipe.recommended import TOKENS_PER_STEP, TUNING, TUNING_PASSES, TUNING_STEPS
 from dwindle.run.new import power_below, scaled_rate, two_digits
-from dwindle.sources.loading import load_config, load_tokenizer, model_of_run
+from dwindle.sources.loading import load_config, load_tokenizer, model_in
 
 _HELD_OUT, _LEAST_HELD_OUT, _MOST_HELD_OUT = 32_000, 0.02, 0.1
 """Tokens of conversations to validate on, and the least and most share of them."""
@@ -39,8 +38,7 @@ def tuning_recipe(
     """
     if not chats:
         raise UserError("chats: none given: name the conversations to learn from, such as answers.jsonl")
-    source = fspath(model)
-    source = str(model_of_run(Path(source)) or source)
+    source = model_in(model)
     config: Any = load_config(source)
     seq_len = min(DataConfig.model_fields["seq_len"].default, getattr(config, "max_position_embeddings", None) or 1024)
     overrides = list(overrides)
@@ -87,5 +85,7 @@ def _share_to_hold_out(num_tokens: float) -> float:
 def _amount(found: Estimate, seq_len: int, trained: float) -> int:
     """Tokens that read the conversations often enough, of which the share ``trained`` is not held out."""
     if "chat" not in found.rows:
-        raise UserError("tokens: how many conversations are streamed is unknown: say how many tokens to train on")
+        raise UserError(
+            "tokens: the number of streamed conversations is unknown: give the number of tokens to train on"
+        )
     return math.ceil(TUNING_PASSES * trained * found.rows["chat"] / found.shares["chat"]) * seq_len

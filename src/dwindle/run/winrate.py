@@ -20,6 +20,7 @@ from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
+from dwindle.core.terminal import right
 from dwindle.evaluation.config import GenerateConfig
 from dwindle.evaluation.judges import (
     Judge,
@@ -34,7 +35,7 @@ from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agr
 from dwindle.evaluation.prompts import Chats, Message, read_chats
 from dwindle.run.answers import answers_header, generate_answers
 from dwindle.run.journal import Journal, check_header
-from dwindle.sources.loading import check_source, chosen_device, model_of_run
+from dwindle.sources.loading import check_source, chosen_device, model_in
 
 FORMAT = "dwindle-verdicts-2"
 TIE_MARGIN = 0.0
@@ -42,9 +43,9 @@ TIE_MARGIN = 0.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one pair: probabilities that the answer shown first is better, in both orders.
+    """For one pair, the probabilities that the answer shown first is better, in both orders.
 
-    A verdict of people holds for both.
+    A human verdict counts for both orders.
     """
 
     id: int | str
@@ -72,7 +73,7 @@ class WinRate:
     win_rate: Rate
     """Ties count half."""
     length_controlled: Rate | None
-    """None where it cannot be told apart from length: all pairs differ by the same one."""
+    """None if it cannot be separated from length, because all pairs differ by the same length."""
     mean_length: tuple[float, float]
     """Characters of A's and B's answers."""
     first_share: float | None
@@ -86,9 +87,7 @@ class WinRate:
         return found
 
     def render(self) -> RenderableType:
-        table = Table("A against B", box=None, padding=(0, 2, 0, 0))
-        for column in ("percent", "95 % interval"):
-            table.add_column(column, justify="right")
+        table = Table("A against B", *right("percent", "95 % interval"), box=None, padding=(0, 2, 0, 0))
         for name, rate in (("win rate, ties half", self.win_rate), ("length-controlled", self.length_controlled)):
             if rate is None:
                 table.add_row(name, "–", "not identifiable: all lengths differ by the same")
@@ -179,12 +178,12 @@ def _given(path: Path) -> dict[int | str, Outcome]:
 
 
 def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None, folder: Path | None) -> None:
-    """Raise UserError for what is neither a file of answers nor a model that can be asked."""
+    """Raise UserError for what is neither a file of answers nor a model that can answer."""
     path = Path(source)
     if path.suffix != ".jsonl":
         if prompts is None or folder is None:
             raise UserError(f"{fspath(source)}: a model needs --prompts FILE to answer, and --out DIR for its answers")
-        check_source(str(model_of_run(path) or fspath(source)))
+        check_source(model_in(source))
     elif not path.is_file():
         raise UserError(f"{path}: does not exist: give a file of `dwindle generate --prompts`, or a model")
 
@@ -209,7 +208,7 @@ def _answers(
 def _answer_once(
     model: str | PathLike[str], prompts: str | PathLike[str], path: Path, overwrite: bool, common: dict[str, Any]
 ) -> None:
-    """Answers that are there are kept if the same model, prompts and settings gave them, and refused otherwise."""
+    """Existing answers are kept if the same model, prompts and settings produced them, and refused otherwise."""
     beside = path.with_name(f"{path.name}.header")
     header = answers_header(model, prompts, common["config"], limit=common["limit"], device=common["device"])
     if path.is_file() and not overwrite:
@@ -225,7 +224,7 @@ def _answer_once(
 def make_pairs(first: Chats, second: Chats, *, names: tuple[str, str], limit: int | None = None) -> list[Pair]:
     """Pairs of the ids that both have; an error if they answer different questions.
 
-    Of a chat with several turns the questions are common, and each side's answers are shown together.
+    A chat of several turns has common questions; each side's answers are shown together.
     """
     pairs = []
     for name, ours in first.items():
@@ -251,7 +250,8 @@ def _answer_text(chat: Sequence[Message]) -> str:
 
 
 def _journal(folder: Path, judge: Judge, pairs: Sequence[Pair], overwrite: bool) -> Journal | None:
-    """None for a judge that costs nothing to ask again. Of ``pairs`` a calibration may ask some, all others later."""
+    """None for a judge that costs nothing to ask again. A calibration may judge some ``pairs``, a later call the
+    others."""
     if judge.identity is None:
         return None
     asked = json.dumps([[pair.id, pair.request, pair.a, pair.b] for pair in pairs])

@@ -19,7 +19,7 @@ _SAMPLES, _SAMPLE_BYTES = 256, 1 << 14
 def source_fingerprint(source: str | os.PathLike[str]) -> str:
     """SHA-256 over the names, sizes and contents of a source's files; of weights, evenly spaced samples.
 
-    Two models differ almost everywhere, so samples tell them apart in a tenth of a second at any size; they do not
+    Two models differ almost everywhere, so samples distinguish them in a tenth of a second at any size; they do not
     find a single flipped bit, which is the business of the disk.
     """
     kind, path = locate(os.fspath(source), weights=True)

@@ -399,7 +399,7 @@ def _ties_embedding(file: GgufFile) -> bool:
 
 
 def _second_embedding(file: GgufFile) -> str:
-    """Of a tied embedding that is stored twice the coarser copy, which is not read; empty if there is one copy."""
+    """The coarser copy of a tied embedding that is stored twice; it is not read. Empty if there is one copy."""
     if _HEAD not in file.tensors or not _ties_embedding(file):
         return ""
     coarser = min((_EMBEDDING, _HEAD), key=file.num_bytes)

@@ -212,6 +212,11 @@ def model_of_run(folder: Path) -> Path | None:
     return run.model
 
 
+def model_in(source: str | os.PathLike[str]) -> str:
+    """The model of a finished run, by its path; any other source as it is."""
+    return os.fspath(model_of_run(Path(source)) or source)
+
+
 def _file_kind(path: Path, where: str) -> SourceKind:
     if path.suffix == ".gguf":
         return "gguf"

@@ -39,7 +39,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By their names in a safetensors file."""
+"""Dtypes by their names in a safetensors file."""
 
 _BUFFER_BYTES = 2**23
 _KEPT = threading.local()
@@ -90,7 +90,7 @@ def _fill(target: Tensor, file: FileIO) -> None:
 
 
 def _buffer() -> Tensor:
-    """Of this thread, kept: freed and allocated for every tensor, such buffers would leave the heap in pieces."""
+    """This thread's buffer, kept: allocating one for every tensor would fragment the heap."""
     if not hasattr(_KEPT, "buffer"):
         _KEPT.buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
     found: Tensor = _KEPT.buffer

@@ -118,7 +118,7 @@ class Validator(Callback):
             trainer.extra_metrics["source_valid_loss"] = self.source
 
     def measure(self, trainer: Trainer) -> float:
-        """The loss of the model as it is."""
+        """The current loss of the model."""
         return trainer.engine.evaluate(
             trainer.model,
             self.windows_NT,
@@ -138,7 +138,7 @@ class Checkpointer(Callback):
     """Saves a checkpoint every ``every`` steps and after the last step of this process.
 
     While steps are skipped because their loss is not finite, nothing is saved: the checkpoints of a run that diverges
-    are those from before, from which it can be resumed with a lower rate.
+    are from before, and it can be resumed from them with a lower rate.
 
     Append-only files (metrics, ledger) are not copied into the checkpoint: they are fsynced, and their length is
     recorded. Loading a checkpoint truncates them to it, so that a resumed run writes each line exactly once.

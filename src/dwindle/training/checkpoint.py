@@ -120,7 +120,7 @@ def write_failure(error: OSError, run: RunDirectory, place: Path, tensors: Mappi
 
 
 def _apply_keep_last(run: RunDirectory, newest: Path, keep_last: int) -> None:
-    """Delete the oldest, and any later than the one just written, which were damaged and skipped."""
+    """Delete the oldest checkpoints, and those later than the one just written: they were damaged and skipped."""
     existing = run.list_checkpoints()
     until_now = [path for path in existing if checkpoint_step(path) <= checkpoint_step(newest)]
     for path in set(existing) - set(until_now[-keep_last:]):

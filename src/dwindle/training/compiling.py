@@ -2,7 +2,7 @@
 
 A graph belongs to a *kind* of layer: the same modules and the same tensor shapes. Where layers differ in FFN channels
 or heads, the axes that differ have symbolic sizes, so that such layers are of one kind; the other axes stay numbers,
-which makes faster kernels. What remains different code is a kind of its own: a layer without attention or FFN, a single
+which makes faster kernels. Layers whose code differs are separate kinds: a layer without attention or FFN, a single
 query or key/value head (to a compiler the size 1 is special), and without an attention mask several query heads for
 every key/value head, beside one or irregular numbers of them.
 """
@@ -71,7 +71,7 @@ def forget_graphs() -> None:
 
 
 def unequal_axes(layers: Sequence[nn.Module]) -> Axes:
-    """The axes in which layers differ; not those of heads in a fused projection, which is split at numbers."""
+    """The axes in which layers differ, except those of heads in a fused projection, which is split at fixed sizes."""
     shapes: dict[str, set[torch.Size]] = {}
     for layer in layers:
         for name, parameter in layer.named_parameters():
@@ -106,7 +106,7 @@ def _symbolic_heads(axes: Axes) -> bool:
 
 
 class _Block:
-    """The forward pass of one decoder layer: compiled where it is of a common kind, else as it was."""
+    """The forward pass of one decoder layer: compiled if its kind is common, else eager."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Block:
         kinds: Mapping[bool, int],
         mode: str | None,
     ) -> None:
-        """``gathers``, ``chosen`` (is compiled) and ``kinds`` (their number) are told without and with a mask."""
+        """``gathers``, ``chosen`` (is compiled) and ``kinds`` (their number) are keyed by whether there is a mask."""
         self._layer, self._axes, self._gathers, self._chosen, self._kinds = layer, axes, gathers, chosen, kinds
         self._plain: Forward = layer.forward
         self._compiled: Forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, mode=mode)
@@ -140,7 +140,7 @@ class _Block:
             return self._compiled(hidden_BTD, *args, **kwargs)
 
     def _mark_weights(self) -> None:
-        """At the first call, because FSDP2 replaces the parameters, and a teacher is frozen late."""
+        """Called at the first forward pass: before it, FSDP2 replaces the parameters and a teacher is frozen."""
         self._only_trains = _symbolic_heads(self._axes) and any(p.requires_grad for p in self._layer.parameters())
         for name, parameter in self._layer.named_parameters():
             for axis in self._axes.get(name, ()):
@@ -189,7 +189,7 @@ def _per_kv(layer: nn.Module) -> int | None:
 
 @contextmanager
 def _shared_heads(layer: Any, masked: bool, gathers: bool, device: torch.device) -> Iterator[None]:
-    """Show the graph what layers with other numbers of heads have in common.
+    """Give the graph shapes that suit layers with other numbers of heads.
 
     Without a mask, sdpa only asks whether there are several query heads per key/value head, and reads their number from
     the shapes.
@@ -209,7 +209,7 @@ def _shared_heads(layer: Any, masked: bool, gathers: bool, device: torch.device)
 
 @contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Other attributes for a while."""
+    """Replace attributes within the context."""
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}
     own.update(values)
@@ -222,7 +222,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def _gather_matrix(attention: Any, device: torch.device) -> Tensor:
-    """[query heads, key/value heads], one where the query head reads the key/value head; made once."""
+    """[query heads, key/value heads], one where the query head reads the key/value head; computed once."""
     own = vars(attention)
     if "_gather_matrix" not in own:
         groups = own.get("queries_per_kv") or [attention.num_key_value_groups] * attention.config.num_key_value_heads

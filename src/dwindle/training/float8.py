@@ -20,9 +20,9 @@ MULTIPLE = 16
 """The matrix products need sizes that are multiples of this; others are computed in bf16."""
 _FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 _SMALLEST = 1e-30
-"""Of largest magnitudes, against division by zero; divided by e5m2's largest number it is still a normal float32."""
+"""Lower limit of a largest magnitude, against division by zero; divided by e5m2's maximum it is a normal float32."""
 _CAPABILITY = (8, 9)
-"""Of the first GPUs that multiply float8 (Ada); an H100 has 9.0."""
+"""Compute capability of the first GPUs that multiply float8 (Ada); an H100 has 9.0."""
 
 
 def check_float8(device: str, key: str = "training.precision") -> None:
@@ -45,7 +45,7 @@ def use_float8(model: nn.Module) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer that trains in float8; the stock one in evaluation and where tokens are no multiple of 16."""
+    """A linear layer that trains in float8; stock in evaluation and if the number of tokens is not a multiple of 16."""
 
     def forward(self, x: Tensor) -> Tensor:
         num_tokens = x.shape[:-1].numel()

@@ -24,7 +24,7 @@ def flops_per_token(anatomy: Anatomy, structure: Structure, seq_len: int) -> flo
 
 
 def forward_flops_per_token(anatomy: Anatomy, seq_len: int) -> float:
-    """Of a teacher: the forward pass is a third of training."""
+    """FLOPs per token of a teacher: the forward pass is a third of training."""
     return flops_per_token(anatomy, anatomy.source, seq_len) / 3
 
 

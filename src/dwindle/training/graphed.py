@@ -18,7 +18,7 @@ from torch import Tensor, nn
 Passes = Callable[[Tensor, float | Tensor], Tensor]
 """(micro-batch, scale of the loss) → sums to report; adds to the gradients."""
 _PLAIN_CALLS = 3
-"""Of every kind of micro-batch before it is recorded: kernels are compiled and tuned, libraries take their memory."""
+"""Eager calls with each kind of micro-batch before recording: they compile and tune kernels, and libraries allocate."""
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Batches(Protocol):
 
     @property
     def num_predictions(self) -> int:
-        """Of these, the ones that are learned, in the step that ``next_step`` returned last."""
+        """Tokens of the last step from ``next_step`` that contribute to the loss."""
 
     def next_step(self) -> list[Tensor]:
         """The micro-batches of one step, each int64 ``[sequences, seq_len + 1]`` or rows of ``data.packing``."""

@@ -50,6 +50,4 @@ def merged(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
             tensors[f"{name}.weight"] += cast(Any, module).get_delta_weight("default")
-    whole = build(cast(Any, model).config, tensors)
-    cast(Any, whole).generation_config = cast(Any, model).generation_config
-    return whole
+    return build(cast(Any, model).config, tensors, model)

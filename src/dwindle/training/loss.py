@@ -239,7 +239,7 @@ def language_model_loss(
 
     ``batch`` is int64 [B, T + 1]; of packed conversations [B, 3, T + 1] (``data.packing``), whose answers alone are
     learned. Only their logits are computed, unless the loss is ``fused``: their number varies, so it would be compiled
-    anew for each, and a CUDA graph needs fixed shapes.
+    again for each, and a CUDA graph needs fixed shapes.
 
     ``bf16_residual`` starts the residual stream in bf16, as in a model with bf16 weights; autocast alone would keep it
     in fp32, which costs memory bandwidth.

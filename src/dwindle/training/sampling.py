@@ -17,11 +17,11 @@ PROMPTS = ("Once upon a time", "The most important thing about")
 PROMPT_TOKENS, NEW_TOKENS = 16, 32
 
 
-def prompt_tokens(windows_NT: Tensor | None, tokenizer: Any, count: int = 2) -> list[list[int]]:
-    """Beginnings of ``count`` held-out windows, evenly spaced (of chat: whole questions); fixed ones without any."""
+def prompt_tokens(windows_NT: Tensor | None, tokenizer: Any) -> list[list[int]]:
+    """Beginnings of the first and the middle held-out window (of chat: whole questions); else fixed prompts."""
     if windows_NT is None or not len(windows_NT):
-        return [[int(token) for token in tokenizer(text).input_ids] for text in PROMPTS[:count]]
-    places = dict.fromkeys(len(windows_NT) * number // count for number in range(count))
+        return [[int(token) for token in tokenizer(text).input_ids] for text in PROMPTS]
+    places = sorted({0, len(windows_NT) // 2})
     return [first_prompt(windows_NT[place], PROMPT_TOKENS) for place in places]
 
 

@@ -42,7 +42,7 @@ def is_shallower(target: Target, anatomy: Anatomy) -> bool:
 def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
     """The configuration with the groups that this family has; a target that names layers makes them prunable.
 
-    Where no selection is set, and coupled groups cannot remove heads because those of the layers differ, it is global.
+    Without a set selection it is global where the layers' heads differ, because coupled groups cannot remove those.
     """
     if is_shallower(target, anatomy):
         config = config.with_layers()

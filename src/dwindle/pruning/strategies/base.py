@@ -1,7 +1,7 @@
 """The interface of a strategy: given saliencies and what is alive, which groups are removed next?
 
 Both drivers use the same strategies: the training callback (``pruner``) after optimizer steps, the post-training loop
-(``rounds``) after calibrations. ``Pacing`` says how much is due.
+(``rounds``) after calibrations. ``Pacing`` determines how much is due.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dwindle.pruning.target import Target
 
 
 class Trail:
-    """The groups removed from a structure, one after the other; what is left is computed where it is asked for."""
+    """The groups removed from a structure, one after the other; what is left is computed on demand."""
 
     def __init__(self, start: Structure) -> None:
         self._groups = list[Group]()
@@ -132,6 +132,11 @@ class Strategy(ABC):
         Modifies ``scores``: chosen groups are removed from them.
         """
 
+    def goal(self, pacing: Pacing, step: int) -> int:
+        """The parameter count that the removals after ``step`` land on."""
+        aim = pacing.aim(step)
+        return self.target.num_parameters if aim is None else aim
+
     @property
     def num_rounds(self) -> int:
         """Rounds without training, each with its own calibration."""
@@ -143,7 +148,7 @@ class Strategy(ABC):
         raise NotImplementedError
 
     def repair(self, prunable: Prunable, keep: Structure) -> None:  # noqa: B027 (optional)
-        """The method's own update of the weights that stay, before the others are zeroed; after ``measure``."""
+        """The method's own update of the kept weights, before the others are zeroed; after ``measure``."""
 
     @abstractmethod
     def event_bounds(self, pacing: Pacing) -> EventRange:

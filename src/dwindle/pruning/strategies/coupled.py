@@ -139,16 +139,16 @@ class _Picked:
         return same and np.array_equal(self.values, values)
 
     def reused(self, number: int, layer: Layer, members: tuple[int, ...]) -> Layer | None:
-        """What is left of a layer, if the same was removed from it before."""
+        """The cached rest of a layer, if its heads and the removed ones are the same; else None."""
         same = layer.query_heads is self.layers[number].query_heads and members == self.members[number]
         return self.left[number] if same else None
 
 
 class Selector:
-    """Picks the next coupled group for a target; holds no state between events (but what it need not compute again).
+    """Picks the next coupled group for a target; holds no state between events (except caches).
 
-    A target with both a shape and a parameter count is a stop on the way to that shape. With regular attention
-    ``kv_heads`` fixes the number of key/value heads of a shape; None does not.
+    A target with both a shape and a parameter count is an intermediate goal on the way to that shape. With regular
+    attention ``kv_heads`` fixes the number of key/value heads of a shape; None does not.
     """
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig, kv_heads: int | None = None) -> None:
@@ -173,7 +173,8 @@ class Selector:
             self._check_reachable()
 
     def step(self, scores: Scores, alive: Structure, count: int) -> tuple[_CoupledCandidate, dict[Kind, float]] | None:
-        """The next group and the saliencies of all kinds, or None; of ``alive`` (``sized``) only heads and sizes count.
+        """The next group and the saliencies of all kinds, or None; only the heads and sizes of ``alive`` (``sized``)
+        matter.
 
         While any kind still fits above the target, only those that fit are compared; the last group is the smallest.
         So the result never exceeds the target and lands at most one minimal group below it.
@@ -225,9 +226,7 @@ class Selector:
         excess = count - self.target.num_parameters
         sizes = self.anatomy.layer_counts(alive)
         for number in self.anatomy.removable_wholes(alive):
-            absent = alive.layers[number].absent
-            places = tuple(place for place, block in enumerate(BLOCKS) if block not in absent)
-            group = Group("layer", tuple(places if n == number else () for n in range(len(alive.layers))))
+            group = Group.of_layer("layer", number, alive.layers[number].block_places, len(alive.layers))
             elements = self.anatomy.layer_columns(number, BLOCKS, alive) * len(alive.hidden)
             candidate = self._candidate(count, group, float(scores.blocks[number][2]), elements, alive.shrunk(group))
             order = max(sizes[number] - excess, 0), candidate.saliency

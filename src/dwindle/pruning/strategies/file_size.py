@@ -22,7 +22,7 @@ from dwindle.pruning.target import Shape, Target
 _CAUTION = 1.25
 """A step on the way removes this much fewer parameters than the excess suggests, because types differ by tensor."""
 _MOST_BYTES = 2.0
-"""Of a parameter in a file of another type than f32: what is not whole blocks is stored in f16."""
+"""Most bytes per parameter in a file whose type is not f32: rows that are not whole blocks are stored in f16."""
 
 
 class FileStrategy(Strategy):
@@ -42,14 +42,14 @@ class FileStrategy(Strategy):
         self._limit, self._make = target.file, make
         self._measured: Structure | None = None
         self._count, self._excess = 0, 0
-        """Of the last structure that was measured: parameters, and bytes above the limit."""
+        """Parameters of the structure that was measured last, and its bytes above the limit."""
         smallest = _smallest(anatomy, config)
         self._least = anatomy.count(smallest).total
         self._check_reachable(smallest)
         self._aim_at(target.num_parameters)
 
     def _check_reachable(self, smallest: Structure) -> None:
-        """Now, not in the middle of a run."""
+        """Fail now, not in the middle of a run."""
         least = self._limit.bytes_of(smallest)
         if least > self._limit.max_bytes:
             raise UserError(
@@ -76,7 +76,7 @@ class FileStrategy(Strategy):
     def _fits(self, alive: Structure, count: int) -> bool:
         """Whether the file is small enough and its widths are multiples.
 
-        Not measured again before so many parameters are gone that it could be.
+        Not measured again before enough parameters are removed for it to be possible.
         """
         rate = max(_MOST_BYTES, self._limit.bytes_per_parameter)
         if (self._count - count) * rate < self._excess and self._count > count:
@@ -95,7 +95,7 @@ class FileStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """The other strategy's groups until the file fits; from its count on, the least salient ones until then."""
+        """The other strategy's groups; if the file does not fit at its parameter count, more groups until it does."""
         for choice in self._inner.choose(scores, alive, pacing, step, num_events):
             alive = choice.rest
             yield choice

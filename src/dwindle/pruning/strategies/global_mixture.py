@@ -71,8 +71,7 @@ class GlobalStrategy(Strategy):
         While the candidate of any kind still fits above the goal, only those that fit are compared; the last group is
         the smallest. So the result lands at most one minimal group below the goal.
         """
-        aim = pacing.aim(step)
-        goal = self.target.num_parameters if aim is None else aim
+        goal = self.goal(pacing, step)
         pool, trail = _Pool(self.anatomy, self.config, scores.current, alive), Trail(alive)
         alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
@@ -138,7 +137,8 @@ class _Pool:
     def candidates(self, alive: Structure, room: int) -> list[_Candidate]:
         """The least salient group of every kind; while some widths are not multiples, only groups that round them.
 
-        ``room``: how many parameters may still go. Blocks differ in size: of those the least salient that fits.
+        ``room``: how many parameters may still be removed. Blocks differ in size, so the least salient one that fits is
+        taken.
         """
         found: list[_Candidate] = []
         hidden, mean = len(alive.hidden), self.config.compare == "mean"
@@ -158,7 +158,7 @@ class _Pool:
     def _least_salient_block(self, alive: Structure, room: int) -> list[_Candidate]:
         """The attention, FFN or whole layer with the least saliency per element, per parameter saved, or in sum.
 
-        Of those that fit; if none does, the smallest.
+        Among those that fit; if none does, the smallest.
         """
         smallest: tuple[int, _Candidate] | None = None
         divisor = self._hidden if self.config.compare == "mean" else 1
@@ -193,7 +193,7 @@ class _Pool:
                 self._blocks[number] = found
 
     def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
-        """After a removal; sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
+        """Update after a removal: sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
         if chosen.kind == "stem":
             self._block_sizes.clear()
         else:
@@ -210,7 +210,7 @@ class _Pool:
         self._compare_blocks(rest, layers)
 
     def _subtract_removed(self, alive: Structure) -> None:
-        """What was chosen since the scores were made, such as by an earlier call in the same step."""
+        """Apply what was chosen since the scores were computed, such as by an earlier call in the same step."""
         values = (self._scores.attn, self._scores.ffn)
         for number, (here, left) in enumerate(zip(self._scores.structure.layers, alive.layers, strict=True)):
             names = ((here.query_heads, left.query_heads), (here.ffn, left.ffn))
@@ -250,7 +250,7 @@ class _Pool:
             self._update_blocks(chosen, rest)
 
     def _rank_attention(self, alive: Structure) -> None:
-        """The heads of every layer that go first."""
+        """The heads of every layer that are removed first."""
         candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
         self._attention = [found for found in candidates if found is not None]
         heapify(self._attention)
@@ -279,7 +279,7 @@ class _Pool:
             if layer.queries_per_kv[0] > 1:  # one query of every key/value head keeps the layer regular
                 each = tuple(min(layer.queries_of(kv), key=values.__getitem__) for kv in layer.kv_heads)
                 ways.append((each, sum(values[q] for q in each)))
-        least = max(self.config.min_heads, 1)
+        least = self.config.min_heads
         ways = [(way, total) for way, total in ways if len(layer.query_heads) - len(way) >= least]
         if not ways:
             return None
@@ -385,7 +385,7 @@ def _last_heads(layer: Layer, config: PruneConfig) -> list[tuple[int, ...]]:
     heads, kv = len(layer.query_heads), len(layer.kv_heads)
     if "attn" not in config.effective_groups or not heads:
         return [layer.kv_of_query]
-    least = min(max(config.min_heads, 1), heads)
+    least = min(config.min_heads, heads)
     if config.attention == "cluster":  # in the worst case all of different key/value heads
         return [tuple(query % min(kv, least) for query in range(least))]
     ends = [
@@ -448,5 +448,4 @@ def _saved(anatomy: Anatomy, before: Structure, after: Structure, layer: int) ->
 def _group(chosen: _Candidate, num_layers: int) -> Group:
     if chosen.kind == "stem":
         return Group("stem", (chosen.members,))
-    before, after = ((),) * chosen.layer, ((),) * (num_layers - chosen.layer - 1)
-    return Group(chosen.kind, (*before, chosen.members, *after))
+    return Group.of_layer(chosen.kind, chosen.layer, chosen.members, num_layers)

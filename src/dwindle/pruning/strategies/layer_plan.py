@@ -71,7 +71,7 @@ def floors_of(source: Layer, config: PruneConfig) -> tuple[int, int]:
     units = units_of(source, config)
     heads = max(-(-config.min_heads // max(map(len, units), default=1)), 1)
     attn = min(heads, len(units)) if "attn" in config.effective_groups else len(units)
-    ffn = min(max(config.min_ffn, 1), len(source.ffn)) if "ffn" in config.effective_groups else len(source.ffn)
+    ffn = min(config.min_ffn, len(source.ffn)) if "ffn" in config.effective_groups else len(source.ffn)
     return attn, ffn
 
 
@@ -84,7 +84,7 @@ def plan_layer(
     head_dim: int,
     config: PruneConfig,
     count: Callable[[Layer], int],
-    spared: bool = False,
+    spared: bool,
 ) -> LayerPlan:
     """The plan of ``layer``, the alive part of ``source``; ``count`` gives a layer's parameters.
 

@@ -58,9 +58,8 @@ class LayerwiseStrategy(Strategy):
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
         """One group of heads and one of channels, which bring the model to at most the step's count."""
-        aim = pacing.aim(step)
         self._before_choice()
-        return iter(self.choose_to(scores.current, alive, self.target.num_parameters if aim is None else aim))
+        return iter(self.choose_to(scores.current, alive, self.goal(pacing, step)))
 
     def choose_to(self, scores: Scores, alive: Structure, goal: int) -> list[Choice]:
         """The groups to remove so that at most ``goal`` parameters remain."""
@@ -80,7 +79,7 @@ class LayerwiseStrategy(Strategy):
         """The sizes that every layer keeps so that at most ``goal`` parameters remain."""
 
     def _after_choice(self, rest: Structure) -> None:
-        """Update the sparsities: of every layer the share of its parameters that is gone."""
+        """Update the sparsities: the pruned share of every layer's parameters."""
         hidden, count = len(rest.hidden), self.anatomy.count_layer
         pairs = enumerate(zip(self.anatomy.source.layers, rest.layers, strict=True))
         self.sparsity = [1 - count(n, hidden, now) / count(n, hidden, full) for n, (full, now) in pairs]

@@ -49,7 +49,7 @@ class _EqualShares(UniformStrategy):
 
 
 class WandaSpStrategy(_EqualShares):
-    """Layers in order, one a round: what a layer loses is decided on inputs that pruned layers compute."""
+    """Layers in order, one a round: each is scored on inputs that the pruned layers before it compute."""
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
@@ -147,7 +147,7 @@ class LlmPrunerStrategy(_EqualShares):
 def coupled_scores(prunable: Prunable, rows: list[Row], elements: dict[str, Tensor]) -> Scores:
     """Sums of element scores over all rows and columns of every head and channel, in all of a layer's matrices.
 
-    A key/value head is worth its own rows and its queries.
+    The score of a key/value head includes its queries.
     """
     anatomy, structure = prunable.anatomy, prunable.physical
     sums = {
@@ -175,7 +175,7 @@ def coupled_scores(prunable: Prunable, rows: list[Row], elements: dict[str, Tens
 
 
 class OneShapeStrategy(CoupledStrategy):
-    """Down to one shape of all layers, which is known from the start."""
+    """Prunes all layers to one shape, which is known from the start."""
 
     uses_elements = False
 
@@ -222,8 +222,8 @@ def _kv_groups(anatomy: Anatomy) -> tuple[int, int]:
 
 
 def uniform_shape(anatomy: Anatomy, target: Target, config: PruneConfig) -> Rounded:
-    """The target's shape, or of those within one group of its count the one with the most equal shares of hidden size,
-    heads and FFN; raises if there is none.
+    """The target's shape, or the one within one group of its count with the most equal shares of hidden size, heads and
+    FFN; raises if there is none.
 
     Query heads are removed inside key/value groups, which stay; without such groups, heads with their keys and values.
     """
@@ -257,7 +257,7 @@ def _count(anatomy: Anatomy, found: Rounded) -> int:
 
 
 def _is_near(anatomy: Anatomy, target: Target, found: Rounded, config: PruneConfig) -> bool:
-    """Whether less than one group, of the smallest kind that is pruned, is missing to the target."""
+    """Whether the target is less than one group of the smallest pruned kind away."""
     shape, step, groups = found.shape, config.round_to, config.effective_groups
     smaller = replace(shape, hidden=shape.hidden - step) if "stem" in groups else replace(shape, heads=shape.heads - 1)
     if "ffn" in groups:

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.structure import BLOCKS, Group, Structure
+from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.core.sizes import format_count
+from dwindle.core.sizes import counted, format_count
 from dwindle.pruning.activity import observe
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.event_bounds import EventRange
@@ -47,7 +47,7 @@ class ShortGptStrategy(Strategy):
         if target.shape is None and smallest > target.num_parameters:
             raise UserError(
                 f"target {format_count(target.num_parameters)} is below the smallest model that method shortgpt can "
-                f"reach, {smallest:,} parameters in {least} layer{'s' if least > 1 else ''}: choose a larger target"
+                f"reach, {smallest:,} parameters in {counted(least, 'layer')}: choose a larger target"
             )
 
     def is_finished(self, alive: Structure, num_parameters: int) -> bool:
@@ -67,24 +67,22 @@ class ShortGptStrategy(Strategy):
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
     ) -> Iterator[Choice]:
-        """The structure of the scores is that of the observed model: layers that are gone there were not observed."""
+        """The structure of the scores is that of the observed model: its removed layers were not observed."""
         places = scores.current.structure.places
         found = self._watch.close()
         self._watch.detach()
         if not all(map(isfinite, found)):
             raise UserError("method shortgpt: the residual stream is not finite: the weights or the data are broken")
         self.influence = [1 + found[places[n]] if n in places else None for n in range(self.anatomy.num_layers)]
-        aim = pacing.aim(step)
-        is_last = aim is None or (self.target.shape is not None and isinstance(pacing, Stages))  # a shape counts layers
-        goal = self.target.num_parameters if is_last or aim is None else aim
+        counts_layers = self.target.shape is not None and isinstance(pacing, Stages)
+        goal = self.target.num_parameters if counts_layers else self.goal(pacing, step)
         count, trail = self.anatomy.count(alive).total, Trail(alive)
         while count > goal and not self.is_finished(alive, count):
             values = {n: bi for n in self.anatomy.removable_wholes(alive) if (bi := self.influence[n]) is not None}
             if not values:
                 break
             least = min(values, key=values.__getitem__)
-            gone = tuple(place for place, block in enumerate(BLOCKS) if block not in alive.layers[least].absent)
-            group = Group("layer", tuple(gone if n == least else () for n in range(len(alive.layers))))
+            group = Group.of_layer("layer", least, alive.layers[least].block_places, len(alive.layers))
             self._left = alive = alive.without(group)
             count = self.anatomy.count(alive).total
             yield trail.choice(group, {"layer": values[least]}, count)
