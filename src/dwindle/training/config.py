@@ -62,7 +62,8 @@ class TrainingConfig(Config):
     """Compile each block with torch.compile and, on a GPU, the loss."""
     cuda_graphs: bool = True
     """On one GPU, start the passes of a micro-batch as one CUDA graph once nothing is pruned any more: the same bits,
-    less work for the host. Not with activation_checkpointing; for conversations with compile only."""
+    less work for the host. Not with activation_checkpointing, nor with rotary frequencies that follow the length
+    (dynamic, longrope); for conversations with compile only."""
     bf16_residual: bool = False
     """With bf16 or fp8, keep the residual stream in bf16 too (sharded training always does): faster, less exact."""
     parallel: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
