@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from drawn import drawn_scores
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -16,6 +17,7 @@ from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
 from dwindle.pruning.pacing import Ratio, Rounds
 from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.strategies.global_mixture import GlobalStrategy, check_round_widths
 from dwindle.pruning.surgery import Prunable
@@ -38,7 +40,7 @@ def chosen_at_once(
     return list(strategy.choose(scores, alive or anatomy.source, ALL_AT_ONCE, 1, 0))
 
 
-@pytest.mark.parametrize("compare", ["mean", "sum", "saved"])
+@pytest.mark.parametrize("compare", ["mean", "sum", "saved", "relative"])
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> None:
     """Every group of every layer is tried, at every event."""
@@ -59,7 +61,7 @@ def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> No
         assert choice.rest == alive and choice.num_parameters == anatomy.count(alive).total
 
 
-@pytest.mark.parametrize("compare", ["mean", "sum"])
+@pytest.mark.parametrize("compare", ["mean", "sum", "relative"])
 @pytest.mark.parametrize(("multiple", "goal"), [(1, 9_000), (4, 9_000), (16, 12_000)])
 def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int, compare: str) -> None:
     """The least channels of every layer and of the stem, one by one, in blocks; what makes widths round comes first."""
@@ -179,16 +181,46 @@ def product_of(parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, compare: str) -> float:
     if group.kind == "stem":
-        total = sum(float(scores.stem[member]) for member in group.members[0])
+        mean, total = scores.stem.mean(), sum(float(scores.stem[member]) for member in group.members[0])
         size = len(group.members[0]) * sum(len(la.query_heads) * 4 + len(la.ffn) for la in alive.layers)
     else:
         values = scores.attn if group.kind == "attn" else scores.ffn
         members = [(n, m) for n, own in enumerate(group.members) for m in own]
-        total = sum(float(values[n][m]) for n, m in members)
+        mean, total = values[members[0][0]].mean(), sum(float(values[n][m]) for n, m in members)
         size = len(members) * (4 if group.kind == "attn" else 1) * len(alive.hidden)
     if compare == "saved":
         size = anatomy.count(alive).total - anatomy.count(alive.without(group)).total
+    if compare == "relative":
+        return total / float(mean) / sum(map(len, group.members))
     return total / (1 if compare == "sum" else size)
+
+
+def test_relative_is_to_the_mean_of_the_source_s_groups_removed_ones_at_zero() -> None:
+    """In a model that is half pruned and half compacted, with key/value heads of their own saliency."""
+    source = Anatomy.of(tiny_model("llama")).source
+    compacted = source.without(Group("ffn", ((0, 1), *[()] * (len(source.layers) - 1))))
+    scores = drawn_scores(compacted, source, 7)
+    scores.kv = [torch.rand(len(layer.kv_heads), dtype=torch.float64) for layer in compacted.layers]
+    gone = Group("ffn", ((2,), (5, 6), *[()] * (len(source.layers) - 2)))
+    alive = compacted.without(gone)
+    scores.remove(gone)
+    found = scores.relative(alive, source)
+    for number, layer in enumerate(source.layers):
+        left = [float(value) for value in scores.ffn[number] if value.isfinite()]
+        expected = scores.ffn[number] / (sum(left) / len(layer.ffn))
+        torch.testing.assert_close(found.ffn[number], expected)
+        mean = scores.attn[number].sum() / len(layer.query_heads)
+        torch.testing.assert_close(found.attn[number], scores.attn[number] / mean)
+        torch.testing.assert_close(found.kv[number], scores.kv[number] / mean)
+    torch.testing.assert_close(found.stem, scores.stem / scores.stem.mean())
+
+
+def test_relative_is_refused_where_layers_lose_the_same_or_go_whole() -> None:
+    anatomy = Anatomy.of(tiny_model("llama"))
+    with pytest.raises(UserError, match=r"compare relative: .* give selection global"):
+        make_strategy(anatomy, Target(10_000), PruneConfig(selection="coupled", compare="relative"))
+    with pytest.raises(UserError, match=r"compare: relative .* remove layer from groups"):
+        mixture(compare="relative", groups=["ffn", "layer"])
 
 
 def test_global_lands_on_the_target() -> None:

@@ -25,6 +25,9 @@ from dwindle.pruning.metrics import Metric, Score, derivative
 from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
 
+_TINY = 1e-300
+"""Instead of zero, where no group of a kind has any saliency."""
+
 
 @dataclass(slots=True)
 class Scores:
@@ -69,6 +72,26 @@ class Scores:
 
         stem = change(self.stem, *(scores.stem for scores in others))
         return Scores(self.structure, each("attn"), each("ffn"), stem, each("kv"), each("blocks"))
+
+    def relative(self, alive: Structure, source: Structure) -> Scores:
+        """Multiples of the mean over the source's heads, FFN channels or hidden channels in the layer.
+
+        Removed ones count as zero in that mean, so it hardly changes while the least salient ones are removed.
+        """
+        here, layers = self.structure, range(len(self.structure.layers))
+
+        def divisor(values: Tensor, unit: str, layer: int = 0) -> float:
+            left, count = alive.unit(unit, layer), len(source.unit(unit, layer))
+            return max(float(values[places(left, here.unit(unit, layer))].sum()) / max(count, 1), _TINY)
+
+        heads = [divisor(self.attn[layer], "query", layer) for layer in layers]
+        return Scores(
+            here,
+            [values / mean for values, mean in zip(self.attn, heads, strict=True)],
+            [values / divisor(values, "ffn", layer) for layer, values in enumerate(self.ffn)],
+            self.stem / divisor(self.stem, "hidden"),
+            [values / mean for values, mean in zip(self.kv, heads, strict=True)] if self.kv else [],
+        )
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
         """The saliency of a key/value head with all its query heads; ``queries`` are theirs."""

@@ -35,7 +35,7 @@ _Ranked = tuple[NDArray[np.float64], NDArray[np.int64]]
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     saliency: float
-    """Mean saliency of an element, or the sum, as ``PruneConfig.compare`` says."""
+    """Mean saliency of an element, the sum and so on, as ``PruneConfig.compare`` says."""
     kind: Kind
     layer: int
     members: tuple[int, ...]
@@ -72,7 +72,10 @@ class GlobalStrategy(Strategy):
         the smallest. So the result lands at most one minimal group below the goal.
         """
         goal = self.goal(pacing, step)
-        pool, trail = _Pool(self.anatomy, self.config, scores.current, alive), Trail(alive)
+        current = scores.current
+        if self.config.compare == "relative":
+            current = current.relative(alive, self.anatomy.source)
+        pool, trail = _Pool(self.anatomy, self.config, current, alive), Trail(alive)
         alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
         while count > goal and pacing.due(step, count, num_events + chosen):
@@ -112,7 +115,8 @@ class _Pool:
             for la, values in zip(scores.structure.layers, scores.attn, strict=True)
         ]
         self._inputs = anatomy.num_output_columns(alive)
-        layers, groups, mean = scores.structure.layers, config.effective_groups, config.compare == "mean"
+        layers, groups = scores.structure.layers, config.effective_groups
+        mean = config.compare in ("mean", "relative")
         channels = [
             _by_score(values, here.ffn, left.ffn)
             for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
@@ -141,15 +145,16 @@ class _Pool:
         taken.
         """
         found: list[_Candidate] = []
-        hidden, mean = len(alive.hidden), self.config.compare == "mean"
+        compare = self.config.compare
+        column, row = (len(alive.hidden), self._inputs) if compare == "mean" else (1, 1)
         if self._attention:
             value, layer, queries, total = self._attention[0]
-            found.append(_Candidate(value / hidden if mean else total, "attn", layer, queries))
+            found.append(_Candidate(total if compare in ("sum", "saved") else value / column, "attn", layer, queries))
         if (block := self._channels.least_salient) is not None:
-            found.append(_Candidate(block.saliency / (hidden if mean else 1), "ffn", block.layer, block.members))
+            found.append(_Candidate(block.saliency / column, "ffn", block.layer, block.members))
         if (block := self._stem.least_salient) is not None:
-            found.append(_Candidate(block.saliency / (self._inputs if mean else 1), "stem", -1, block.members))
-        if self.config.compare == "saved":
+            found.append(_Candidate(block.saliency / row, "stem", -1, block.members))
+        if compare == "saved":
             found = [replace(one, saliency=one.saliency / self._saved(alive, one)) for one in found]
         found += self._least_salient_block(alive, room)
         odd = {"ffn": self._channels.has_odd, "stem": self._stem.has_odd}
@@ -287,8 +292,8 @@ class _Pool:
 
     def _size(self, number: int, layer: Layer, queries: tuple[int, ...]) -> int:
         """The divisor of a sum over heads, for the comparison of layers and of ways to remove heads."""
-        if self.config.compare == "mean":
-            return len(queries) * self.anatomy.head_dim
+        if self.config.compare in ("mean", "relative"):
+            return len(queries) * (self.anatomy.head_dim if self.config.compare == "mean" else 1)
         if self.config.compare == "sum":
             return 1
         count = self.anatomy.count_layer
