@@ -67,7 +67,9 @@ ROWS = {
     },
     "sheared-trained": Row("Sheared-LLaMA, masks while training", ("prune.method=sheared",)),
     "ours-trained": Row("global mixture, group saliency, while training (ours)", GROUP),
-    "ours-kept-trained": Row("the same, hidden size kept (ours)", (*GROUP, "prune.groups=attn,ffn")),
+    "ours-kept-trained": Row(
+        "global mixture, group saliency, while training, hidden size kept (ours)", (*GROUP, "prune.groups=attn,ffn")
+    ),
     "ours-relative-while-trained": Row(
         "global mixture, output energy relative to the layer, while training (ours)",
         (*GLOBAL, *RELATIVE, "prune.horizon=0.1"),

@@ -131,6 +131,31 @@ def peers(data: Any) -> str:
     return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows)) + PEER_NOTES
 
 
+def recovery(data: Any) -> str:
+    """Files of studies/peers.py on one held-out text in two halves: before and after the same training, best first."""
+    found: dict[str, dict[bool, list[Any]]] = {}
+    for seeds in training.grouped(data):
+        first = seeds[0]
+        pruning = [setting for setting in first["settings"] if not setting.startswith("distill.")]
+        found.setdefault(json.dumps([first["size"], pruning, first["sequences"]]), {})[first["tokens"] > 0] = seeds
+
+    def loss(rows: list[Any], text: str) -> str:
+        return spread([row[text] for row in rows])
+
+    def place(kinds: dict[bool, list[Any]]) -> tuple[bool, str, float]:
+        last = kinds.get(True) or kinds[False]
+        return True not in kinds, last[0]["size"], statistics.mean(row["stories.report"] for row in last)
+
+    rows = []
+    for kinds in sorted(found.values(), key=place):
+        before, after = kinds.get(False, []), kinds.get(True, [])
+        first = (before or after)[0]
+        title = first["title"].partition(", then training")[0].partition(", distilled")[0]
+        cells = [first["size"] or "100%", title, training.seed_numbers(after or before), loss(before, "stories.report")]
+        rows.append([*cells, loss(after, "textbooks"), loss(after, "stories.report")])
+    return markdown(["size", "method", "seeds", "pruned", "trained, first half", "trained"], rows)
+
+
 def seven_tasks(data: Any) -> str:
     """Files of studies/evaluate_seven.py: both accuracies of every run in the file."""
     runs = data["results"]
@@ -240,6 +265,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "metrics-without-training": metrics_without_training,
     "layer-adaptive": layer_adaptive,
     "peers": peers,
+    "recovery": recovery,
     "seven-tasks": seven_tasks,
     "engines": engines,
     "latency": latency,
