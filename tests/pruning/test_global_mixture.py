@@ -181,12 +181,12 @@ def product_of(parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, compare: str) -> float:
     if group.kind == "stem":
-        mean, total = scores.stem.mean(), sum(float(scores.stem[member]) for member in group.members[0])
+        mean, total = scores.stem.sqrt().mean() ** 2, sum(float(scores.stem[member]) for member in group.members[0])
         size = len(group.members[0]) * sum(len(la.query_heads) * 4 + len(la.ffn) for la in alive.layers)
     else:
         values = scores.attn if group.kind == "attn" else scores.ffn
         members = [(n, m) for n, own in enumerate(group.members) for m in own]
-        mean, total = values[members[0][0]].mean(), sum(float(values[n][m]) for n, m in members)
+        mean, total = values[members[0][0]].sqrt().mean() ** 2, sum(float(values[n][m]) for n, m in members)
         size = len(members) * (4 if group.kind == "attn" else 1) * len(alive.hidden)
     if compare == "saved":
         size = anatomy.count(alive).total - anatomy.count(alive.without(group)).total
@@ -206,13 +206,13 @@ def test_relative_is_to_the_mean_of_the_source_s_groups_removed_ones_at_zero() -
     scores.remove(gone)
     found = scores.relative(alive, source)
     for number, layer in enumerate(source.layers):
-        left = [float(value) for value in scores.ffn[number] if value.isfinite()]
-        expected = scores.ffn[number] / (sum(left) / len(layer.ffn))
+        left = [float(value) ** 0.5 for value in scores.ffn[number] if value.isfinite()]
+        expected = scores.ffn[number] / (sum(left) / len(layer.ffn)) ** 2
         torch.testing.assert_close(found.ffn[number], expected)
-        mean = scores.attn[number].sum() / len(layer.query_heads)
+        mean = (scores.attn[number].sqrt().sum() / len(layer.query_heads)) ** 2
         torch.testing.assert_close(found.attn[number], scores.attn[number] / mean)
         torch.testing.assert_close(found.kv[number], scores.kv[number] / mean)
-    torch.testing.assert_close(found.stem, scores.stem / scores.stem.mean())
+    torch.testing.assert_close(found.stem, scores.stem / scores.stem.sqrt().mean() ** 2)
 
 
 def test_relative_is_refused_where_layers_lose_the_same_or_go_whole() -> None:

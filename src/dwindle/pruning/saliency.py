@@ -76,13 +76,15 @@ class Scores:
     def relative(self, alive: Structure, source: Structure) -> Scores:
         """Multiples of the mean over the source's heads, FFN channels or hidden channels in the layer.
 
-        Removed ones count as zero in that mean, so it hardly changes while the least salient ones are removed.
+        The mean is that of square roots, squared, because a few channels have nearly all of the energy of some layers.
+        Removed ones count as zero, so it hardly changes while the least salient ones are removed.
         """
         here, layers = self.structure, range(len(self.structure.layers))
 
         def divisor(values: Tensor, unit: str, layer: int = 0) -> float:
             left, count = alive.unit(unit, layer), len(source.unit(unit, layer))
-            return max(float(values[places(left, here.unit(unit, layer))].sum()) / max(count, 1), _TINY)
+            roots = values[places(left, here.unit(unit, layer))].sqrt().sum()
+            return max(float(roots / max(count, 1)) ** 2, _TINY)
 
         heads = [divisor(self.attn[layer], "query", layer) for layer in layers]
         return Scores(
