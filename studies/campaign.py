@@ -257,7 +257,7 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     at_once = [name for name in reversed(slowest_first) if name not in (*OURS_AT_ONCE, "ours-plain")]
     pruned_by = {name: name for name in at_once} | {"ours-rounds": "ours"}
     for seed, size in itertools.product(SEEDS, PEER_SIZES):
-        for name in (*OURS_AT_ONCE, "sheared", "ours-kept", "ours-rounds", "ours-relative-while", *at_once):
+        for name in (*OURS_AT_ONCE, "sheared", "ours-kept", "ours-rounds", "ours-zscore-while", *at_once):
             after = (f"peers-{pruned_by[name]}-{seed}",) if name in pruned_by else ()
             row(f"peers-{name}-trained-{size[:2]}-{seed}", f"{name}-trained+kd", size, seed, "train", after)
     return jobs

@@ -23,8 +23,8 @@ from dwindle.pruning.methods import METHODS
 
 ROUNDS = 8
 REPAIRED = (*GLOBAL, "prune.metric=taylor", "prune.second_order=true")
-RELATIVE = ("prune.metric=wanda", "prune.compare=relative", "prune.second_order=true", "prune.groups=attn,ffn")
-"""FLAP's idea in our mixture: the energy of a group's output, relative to its layer; the hidden size is kept."""
+ZSCORE = ("prune.metric=wanda", "prune.compare=zscore", "prune.second_order=true", "prune.groups=attn,ffn")
+"""FLAP's idea in our mixture: the energy of a group's output as a z-score of its layer; the hidden size is kept."""
 IN_ROUNDS = ("llm-pruner", "minitron")
 METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     **{
@@ -40,9 +40,9 @@ METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "one-shot": ("EfficientLLM, one-shot", ("prune.metric=taylor",), 1),
     "ours-plain": ("global mixture, group saliency", (*GLOBAL, "prune.metric=group"), 1),
     "ours": (f"global mixture in {ROUNDS} rounds, second order (ours)", REPAIRED, ROUNDS),
-    "ours-relative": (
-        f"global mixture, output energy relative to the layer, {ROUNDS} rounds (ours)",
-        (*GLOBAL, *RELATIVE),
+    "ours-zscore": (
+        f"global mixture, z-scores of output energy, {ROUNDS} rounds (ours)",
+        (*GLOBAL, *ZSCORE),
         ROUNDS,
     ),
     "ours-32": (
@@ -70,16 +70,14 @@ ROWS = {
     "ours-kept-trained": Row(
         "global mixture, group saliency, while training, hidden size kept (ours)", (*GROUP, "prune.groups=attn,ffn")
     ),
-    "ours-relative-while-trained": Row(
-        "global mixture, output energy relative to the layer, while training (ours)",
-        (*GLOBAL, *RELATIVE, "prune.horizon=0.1"),
+    "ours-zscore-while-trained": Row(
+        "global mixture, z-scores of output energy, while training (ours)",
+        (*GLOBAL, *ZSCORE, "prune.horizon=0.1"),
     ),
     "ours-rounds-trained": Row(f"{METHOD_ROWS['ours'][0]}, then training", REPAIRED, from_one_shot=True, rounds=ROUNDS),
     "ours-32-trained": Row("the same in multiples of 32 (ours)", (*GROUP, "prune.round_to=32")),
 }
-_TRAINED = [
-    f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared", "ours-kept", "ours-rounds", "ours-relative-while")
-]
+_TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared", "ours-kept", "ours-rounds", "ours-zscore-while")]
 GROUPS = {
     "pruned": ["source", *METHOD_ROWS],
     "trained": _TRAINED,

@@ -98,7 +98,7 @@ def test_peers_are_pruned_once_and_trained_alike(study: Any, tmp_path: Path, mon
     assert {name for name, row in peers.ROWS.items() if row.rounds == 8 and not row.trained} == {
         "llm-pruner",
         "minitron",
-        "ours-relative",
+        "ours-zscore",
         *peers.OURS_AT_ONCE,
     }
     rows = study("--rows", "flap,flap-trained+kd,ours-trained+kd", "--sizes", "60%", table=peers)

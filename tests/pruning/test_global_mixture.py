@@ -40,7 +40,7 @@ def chosen_at_once(
     return list(strategy.choose(scores, alive or anatomy.source, ALL_AT_ONCE, 1, 0))
 
 
-@pytest.mark.parametrize("compare", ["mean", "sum", "saved", "relative"])
+@pytest.mark.parametrize("compare", ["mean", "sum", "saved", "zscore"])
 @pytest.mark.parametrize("attention", ["regular", "cluster"])
 def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> None:
     """Every group of every layer is tried, at every event."""
@@ -61,7 +61,7 @@ def test_global_choice_equals_a_plain_search(attention: str, compare: str) -> No
         assert choice.rest == alive and choice.num_parameters == anatomy.count(alive).total
 
 
-@pytest.mark.parametrize("compare", ["mean", "sum", "relative"])
+@pytest.mark.parametrize("compare", ["mean", "sum", "zscore"])
 @pytest.mark.parametrize(("multiple", "goal"), [(1, 9_000), (4, 9_000), (16, 12_000)])
 def test_global_choice_of_blocks_equals_a_plain_search(multiple: int, goal: int, compare: str) -> None:
     """The least channels of every layer and of the stem, one by one, in blocks; what makes widths round comes first."""
@@ -181,46 +181,57 @@ def product_of(parts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, compare: str) -> float:
     if group.kind == "stem":
-        mean, total = scores.stem.sqrt().mean() ** 2, sum(float(scores.stem[member]) for member in group.members[0])
+        all_of, total = scores.stem, sum(float(scores.stem[member]) for member in group.members[0])
         size = len(group.members[0]) * sum(len(la.query_heads) * 4 + len(la.ffn) for la in alive.layers)
     else:
         values = scores.attn if group.kind == "attn" else scores.ffn
         members = [(n, m) for n, own in enumerate(group.members) for m in own]
-        mean, total = values[members[0][0]].sqrt().mean() ** 2, sum(float(values[n][m]) for n, m in members)
+        all_of, total = values[members[0][0]], sum(float(values[n][m]) for n, m in members)
         size = len(members) * (4 if group.kind == "attn" else 1) * len(alive.hidden)
     if compare == "saved":
         size = anatomy.count(alive).total - anatomy.count(alive.without(group)).total
-    if compare == "relative":
-        return total / float(mean) / sum(map(len, group.members))
+    if compare == "zscore":
+        mean = total / sum(map(len, group.members))
+        return (mean - float(all_of.mean())) / float(all_of.std(correction=0))
     return total / (1 if compare == "sum" else size)
 
 
-def test_relative_is_to_the_mean_of_the_source_s_groups_removed_ones_at_zero() -> None:
-    """In a model that is half pruned and half compacted, with key/value heads of their own saliency."""
+def test_z_scores_are_those_of_the_source_s_groups_with_removed_ones_at_zero() -> None:
+    """In a model that is partly pruned and partly compacted, with key/value heads of their own saliency."""
     source = Anatomy.of(tiny_model("llama")).source
-    compacted = source.without(Group("ffn", ((0, 1), *[()] * (len(source.layers) - 1))))
+    compacted = source.without(Group.of_layer("ffn", 0, (0, 1), len(source.layers)))
     scores = drawn_scores(compacted, source, 7)
     scores.kv = [torch.rand(len(layer.kv_heads), dtype=torch.float64) for layer in compacted.layers]
     gone = Group("ffn", ((2,), (5, 6), *[()] * (len(source.layers) - 2)))
     alive = compacted.without(gone)
     scores.remove(gone)
-    found = scores.relative(alive, source)
+    found = scores.standardized(alive, source)
+
+    def expected(values: torch.Tensor, count: int, per_group: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
+        left = [float(value) for value in (values if of is None else of) if value.isfinite()]
+        whole = torch.tensor([*left, *[0.0] * (count - len(left))], dtype=torch.float64)
+        return (values - per_group * whole.mean()) / whole.std(correction=0)
+
     for number, layer in enumerate(source.layers):
-        left = [float(value) ** 0.5 for value in scores.ffn[number] if value.isfinite()]
-        expected = scores.ffn[number] / (sum(left) / len(layer.ffn)) ** 2
-        torch.testing.assert_close(found.ffn[number], expected)
-        mean = (scores.attn[number].sqrt().sum() / len(layer.query_heads)) ** 2
-        torch.testing.assert_close(found.attn[number], scores.attn[number] / mean)
-        torch.testing.assert_close(found.kv[number], scores.kv[number] / mean)
-    torch.testing.assert_close(found.stem, scores.stem / scores.stem.sqrt().mean() ** 2)
+        heads = scores.attn[number]
+        torch.testing.assert_close(found.ffn[number], expected(scores.ffn[number], len(layer.ffn)))
+        torch.testing.assert_close(found.attn[number], expected(heads, len(heads)))
+        of_kv = expected(scores.kv[number], len(heads), layer.queries_per_kv[0], heads)
+        torch.testing.assert_close(found.kv[number], of_kv)
+    torch.testing.assert_close(found.stem, expected(scores.stem, len(source.hidden)))
 
 
-def test_relative_is_refused_where_layers_lose_the_same_or_go_whole() -> None:
+def test_equal_saliencies_have_a_z_score() -> None:
+    source = Anatomy.of(tiny_model("llama")).source
+    assert all(bool(values.isfinite().all()) for values in Scores.zero(source).standardized(source, source).ffn)
+
+
+def test_z_scores_are_refused_where_layers_lose_the_same_or_go_whole() -> None:
     anatomy = Anatomy.of(tiny_model("llama"))
-    with pytest.raises(UserError, match=r"compare relative: .* give selection global"):
-        make_strategy(anatomy, Target(10_000), PruneConfig(selection="coupled", compare="relative"))
-    with pytest.raises(UserError, match=r"compare: relative .* remove layer from groups"):
-        mixture(compare="relative", groups=["ffn", "layer"])
+    with pytest.raises(UserError, match=r"compare zscore: .* give selection global"):
+        make_strategy(anatomy, Target(10_000), PruneConfig(selection="coupled", compare="zscore"))
+    with pytest.raises(UserError, match=r"compare: zscore .* remove layer from groups"):
+        mixture(compare="zscore", groups=["ffn", "layer"])
 
 
 def test_global_lands_on_the_target() -> None:

@@ -52,9 +52,9 @@ class PruneConfig(Config):
     efficientllm."""
     attention: Literal["cluster", "regular"] = "regular"
     """Grouped-query attention: cluster removes any query head; regular keeps the shape of stock models."""
-    compare: Literal["mean", "sum", "saved", "relative"] = "mean"
+    compare: Literal["mean", "sum", "saved", "zscore"] = "mean"
     """How groups are compared: mean saliency of an element, the sum over the group, or the sum per parameter saved.
-    relative, with selection global: how many times the mean of the source's heads or channels in its layer."""
+    zscore, with selection global: in standard deviations from the mean of the heads, or channels, of its layer."""
     amplitude: Annotated[float, Field(ge=0, le=1)] = 0.02
     """With adapt: how far apart one iteration moves the sparsities of the least and the most important layer."""
     distance: Distance = "cosine"
@@ -178,8 +178,8 @@ class PruneConfig(Config):
 
     def _check_groups(self) -> None:
         """A kind that the method does not prune is refused by name."""
-        if self.compare == "relative" and "layer" in self.effective_groups:
-            raise ValueError("compare: relative compares groups with those of their layer: remove layer from groups")
+        if self.compare == "zscore" and "layer" in self.effective_groups:
+            raise ValueError("compare: zscore compares groups with those of their layer: remove layer from groups")
         allowed = self._allowed_groups
         if set(KINDS) == set(self.groups or ()) and self.effective_groups:
             return  # older recipes list all kinds, and mean those that are prunable

@@ -26,7 +26,7 @@ from dwindle.pruning.strips import Strips
 from dwindle.pruning.surgery import Prunable
 
 _TINY = 1e-300
-"""Instead of zero, where no group of a kind has any saliency."""
+"""Instead of zero, where all groups of a layer have the same saliency."""
 
 
 @dataclass(slots=True)
@@ -73,26 +73,31 @@ class Scores:
         stem = change(self.stem, *(scores.stem for scores in others))
         return Scores(self.structure, each("attn"), each("ffn"), stem, each("kv"), each("blocks"))
 
-    def relative(self, alive: Structure, source: Structure) -> Scores:
-        """Multiples of the mean over the source's heads, FFN channels or hidden channels in the layer.
+    def standardized(self, alive: Structure, source: Structure) -> Scores:
+        """z-scores: distances from the mean over the source's heads (channels) of the layer, in standard deviations.
 
-        The mean is that of square roots, squared, because a few channels have nearly all of the energy of some layers.
-        Removed ones count as zero, so it hardly changes while the least salient ones are removed.
+        Removed ones count as zero, so mean and deviation hardly change while the least salient ones are removed.
         """
         here, layers = self.structure, range(len(self.structure.layers))
 
-        def divisor(values: Tensor, unit: str, layer: int = 0) -> float:
-            left, count = alive.unit(unit, layer), len(source.unit(unit, layer))
-            roots = values[places(left, here.unit(unit, layer))].sqrt().sum()
-            return max(float(roots / max(count, 1)) ** 2, _TINY)
+        def moments(values: Tensor, unit: str, layer: int = 0) -> tuple[float, float]:
+            left, count = alive.unit(unit, layer), max(len(source.unit(unit, layer)), 1)
+            values = values[places(left, here.unit(unit, layer))]
+            mean = float(values.sum()) / count
+            return mean, max(float(values.square().sum()) / count - mean**2, _TINY) ** 0.5
 
-        heads = [divisor(self.attn[layer], "query", layer) for layer in layers]
+        heads = [moments(self.attn[layer], "query", layer) for layer in layers]
+        channels = [moments(self.ffn[layer], "ffn", layer) for layer in layers]
+        kv = list[Tensor]()
+        for values, layer, (mean, deviation) in zip(self.kv, here.layers if self.kv else (), heads, strict=False):
+            kv.append((values - mean * torch.tensor(layer.queries_per_kv)) / deviation)
+        mean, deviation = moments(self.stem, "hidden")
         return Scores(
             here,
-            [values / mean for values, mean in zip(self.attn, heads, strict=True)],
-            [values / divisor(values, "ffn", layer) for layer, values in enumerate(self.ffn)],
-            self.stem / divisor(self.stem, "hidden"),
-            [values / mean for values, mean in zip(self.kv, heads, strict=True)] if self.kv else [],
+            [(values - mean) / deviation for values, (mean, deviation) in zip(self.attn, heads, strict=True)],
+            [(values - mean) / deviation for values, (mean, deviation) in zip(self.ffn, channels, strict=True)],
+            (self.stem - mean) / deviation,
+            kv,
         )
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:

@@ -50,8 +50,10 @@ class CoupledStrategy(Strategy):
 
     def __init__(self, anatomy: Anatomy, target: Target, config: PruneConfig) -> None:
         super().__init__(anatomy, target, config)
-        if config.compare == "relative":
-            raise UserError("compare relative: compares the layers, which lose the same here: give selection global")
+        if config.compare == "zscore":
+            raise UserError(
+                "compare zscore: is a comparison of layers, which lose the same here: give selection global"
+            )
         if "layer" in config.effective_groups and config.round_to > 1 and target.shape is None:
             raise UserError(
                 f"round_to {config.round_to}: with the group layer give selection global, or a shape such as "

@@ -73,8 +73,8 @@ class GlobalStrategy(Strategy):
         """
         goal = self.goal(pacing, step)
         current = scores.current
-        if self.config.compare == "relative":
-            current = current.relative(alive, self.anatomy.source)
+        if self.config.compare == "zscore":
+            current = current.standardized(alive, self.anatomy.source)
         pool, trail = _Pool(self.anatomy, self.config, current, alive), Trail(alive)
         alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
@@ -116,7 +116,7 @@ class _Pool:
         ]
         self._inputs = anatomy.num_output_columns(alive)
         layers, groups = scores.structure.layers, config.effective_groups
-        mean = config.compare in ("mean", "relative")
+        mean = config.compare in ("mean", "zscore")
         channels = [
             _by_score(values, here.ffn, left.ffn)
             for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
@@ -292,7 +292,7 @@ class _Pool:
 
     def _size(self, number: int, layer: Layer, queries: tuple[int, ...]) -> int:
         """The divisor of a sum over heads, for the comparison of layers and of ways to remove heads."""
-        if self.config.compare in ("mean", "relative"):
+        if self.config.compare in ("mean", "zscore"):
             return len(queries) * (self.anatomy.head_dim if self.config.compare == "mean" else 1)
         if self.config.compare == "sum":
             return 1
