@@ -46,7 +46,7 @@ def make_run(
             "options": {"metric": "taylor", "pacing": pacing},
         }
     ]
-    metrics, done, wall = [], 0, 1_700_000_000.0
+    metrics, done, running = [], 0, 0.0
     for step in range(1, steps + 1):
         tokens = step * 512
         due = min(events, events * step // horizon)
@@ -66,8 +66,8 @@ def make_run(
             record["valid_loss"] = record["loss"] + 0.05
         if source_loss is not None and (step == 1 or "valid_loss" in record):
             record["source_valid_loss"] = source_loss
-        wall += seconds
-        metrics.append({**record, "time": {**times, "wall": wall}})
+        running += seconds
+        metrics.append({**record, "time": {**times, "began": 1_700_000_000.0, "running": running}})
     if finished:
         pacing["end_count"] = alive.parameters - missed
     write_lines(folder / "ledger.jsonl", ledger)

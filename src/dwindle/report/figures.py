@@ -299,7 +299,7 @@ def _tasks(run: Run) -> Figure | None:
 
 def _throughput(run: Run) -> Figure | None:
     metrics = run.metrics
-    speed, clock = metrics.column("time.tokens_per_s"), running_clock(run)
+    speed, clock = metrics.column("time.tokens_per_s"), running_clock(metrics)
     if clock is None or not len(speed):
         return None
     x = clock.seconds[speed.rows]
