@@ -18,7 +18,6 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.pruning.config import PretrainPruneConfig
-from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
@@ -121,20 +120,6 @@ class Recipe(Config):
 def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe (a file, or the name of a ready-made one), apply ``section.key=value`` overrides, and check it."""
     return recipe_from(read_toml(find_recipe(path)), overrides, str(path))
-
-
-def recipe_of_run(path: str | Path) -> Recipe:
-    """The recipe that a run saved; older runs omitted the metric, which then was each paper's own."""
-    tables = read_toml(path)
-    prune = tables.get("prune")
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
-        prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
-    return recipe_from(tables, (), str(path))
-
-
-def _own_score(prune: Mapping[str, Any]) -> bool:
-    method = METHODS.get(prune.get("method", "efficientllm"))
-    return method is not None and method.default_metric is None
 
 
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
