@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
 from dwindle import __version__
-from dwindle.core.figure import plain
 from dwindle.core.sizes import format_range
 from dwindle.report.architecture import ArchitectureView
 from dwindle.report.figures import build_figures
@@ -32,14 +32,14 @@ def summarise(run: Run, *, published: bool = False) -> dict[str, Any]:
         "status": "missed" if run.target_missed else run.status,
         "status_text": _status_text(run),
         "verdict": verdict(run),
-        "tiles": [plain(tile) for tile in tiles(run)],
-        "samples": [] if quality is None else [plain(sample) for sample in quality.samples if sample.source],
+        "tiles": [asdict(tile) for tile in tiles(run)],
+        "samples": [] if quality is None else [asdict(sample) for sample in quality.samples if sample.source],
         "removed": removed(run),
         "missing": run.missing(),
-        "figures": [plain(figure) for figure in build_figures(run)],
+        "figures": [asdict(figure) for figure in build_figures(run)],
         "architecture": None if view is None else _architecture(view),
-        "tables": [plain(table) for table in result_tables(run)],
-        "cost": None if cost is None else plain(cost),
+        "tables": [asdict(table) for table in result_tables(run)],
+        "cost": None if cost is None else asdict(cost),
         "recipe": run.recipe_text,
     }
 
