@@ -43,6 +43,10 @@ def make_run(
             "format": 1,
             "source": "org/source",
             "parameters": before,
+            "layer_parameters": [0] * shape["layers"],
+            "hidden": shape["hidden"],
+            "layer_kv_of_query": [alive.kv_of_query] * shape["layers"],
+            "layer_ffn": [shape["ffn"]] * shape["layers"],
             "options": {"metric": "taylor", "pacing": pacing},
         }
     ]
@@ -133,11 +137,14 @@ class Alive:
             "parameters": self.parameters,
         }
 
+    @property
+    def kv_of_query(self) -> list[int]:
+        return [query // (self.shape["heads"] // self.shape["kv"]) for query in range(self.shape["heads"])]
+
     def structure(self) -> dict[str, Any]:
-        group = self.shape["heads"] // self.shape["kv"]
         layers = []
         for queries, ffn in zip(self.queries, self.ffn, strict=True):
-            kv = [query // group for query in queries]
+            kv = [self.kv_of_query[query] for query in queries]
             layers.append({"query_heads": queries, "kv_heads": sorted(set(kv)), "kv_of_query": kv, "ffn": ffn})
         return {"format": 1, "source": "org/source", "hidden": self.hidden, "layers": layers}
 

@@ -188,6 +188,8 @@ def test_ratios_alternate(place: Path, ratio: str, per_step: dict[int, int]) -> 
     for event in events(run, "prune"):
         found[event["step"]] = found.get(event["step"], 0) + 1
     assert {step: found.get(step) for step in per_step} == per_step
+    (source,) = events(run, "source")
+    assert source["options"]["pacing"]["end_count"] == int(0.95 * source["parameters"])
 
 
 def test_near_the_last_event_only_the_last_compaction_is_made(place: Path) -> None:

@@ -107,15 +107,11 @@ class RunDirectory:
         found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and _STEP_NAME.fullmatch(p.name)]
         return sorted(found, key=checkpoint_step)
 
-    def structure_files(self) -> Iterator[Path]:
-        """Structures of models on the way, the final one first; also that of a single model directory."""
-        yield self.path / STRUCTURE
-        yield self.model / STRUCTURE
-        yield from sorted(self.milestones.glob(f"*/{STRUCTURE}"))
-
-    def state_files(self) -> list[Path]:
-        """States of the checkpoints, newest first."""
-        return sorted(self.checkpoints.glob(f"{_STEP}*/{STATE}"), reverse=True)
+    @property
+    def structure(self) -> Path:
+        """The structure of a single model directory, or of a run's final model."""
+        own = self.path / STRUCTURE
+        return own if own.is_file() else self.model / STRUCTURE
 
     def result_files(self) -> Iterator[tuple[str, Path]]:
         """Kind and path of results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write."""
