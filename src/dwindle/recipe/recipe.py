@@ -148,7 +148,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)
     for section in (resolved.vocabulary, resolved.task, resolved.data):
-        section.make_paths_absolute(Path.cwd())
+        section.make_paths_absolute()
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]
     for table, key in ((resolved.source, "model"), (resolved.distill, "teacher")):

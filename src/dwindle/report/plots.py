@@ -91,8 +91,8 @@ def _draw_heads(axis: Any, layer: LayerView, place: int) -> None:
     rectangle = import_module("matplotlib.patches").Rectangle
     gone = set(layer.gone_queries)
     y, last = 0.0, layer.kv_of_query[0] if layer.kv_of_query else None
-    starts: dict[int | None, list[float]] = {}
-    alive: set[int | None] = set()
+    starts: dict[int, list[float]] = {}
+    alive: set[int] = set()
     for query, kv in enumerate(layer.kv_of_query):
         y += 0.5 if kv != last else 0.0
         last = kv
