@@ -113,13 +113,11 @@ class RunDirectory:
         own = self.path / STRUCTURE
         return own if own.is_file() else self.model / STRUCTURE
 
-    def result_files(self) -> Iterator[tuple[str, Path]]:
-        """Kind and path of results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write."""
-        kinds = {"Evaluation": ("eval*.json", "evaluation/*.json"), "Latency": ("latency*.json", "bench*.json")}
-        for kind, patterns in kinds.items():
-            for folder in (self.path, self.model):
-                for pattern in patterns:
-                    yield from ((kind, path) for path in sorted(folder.glob(pattern)))
+    def result_files(self) -> Iterator[Path]:
+        """Results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write them."""
+        for folder in (self.path, self.model):
+            for pattern in ("eval*.json", "evaluation/*.json", "latency*.json", "bench*.json"):
+                yield from sorted(folder.glob(pattern))
 
     def signature(self) -> object:
         """A value that changes whenever a report of the run would."""
