@@ -22,14 +22,7 @@ from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.callbacks import Callback
 from dwindle.training.sampling import NEW_TOKENS
 from runs import metrics, tiny_recipe
-from tiny import tiny_directory, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
+from tiny import tiny_tokenizer
 
 
 def recipe(place: Path, **tables: dict[str, Any]) -> Recipe:

@@ -27,16 +27,8 @@ from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.config import TrainingConfig
 from runs import COMPACT_OFTEN, assert_same_run, die_at, events, go_on, kill, metrics, start, tiny_recipe, wait
-from tiny import tiny_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
 
 
 STEPS = 24
