@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from dwindle.training import sampling
+from tiny import tiny_directory
 
 sampling.NEW_TOKENS = 8  # every run ends with samples: of 32 tokens they would cost as much as its steps
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -40,6 +41,14 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"optional data folder {folder.name!r} is not beside the checkout")
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model, where runs are written."""
+    place = tmp_path_factory.mktemp("place")
+    tiny_directory(place / "model")
+    return place
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from dwindle.core.config import from_dict
 from dwindle.pruning.ledger import read_ledger
+from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.checkpoint import latest_checkpoint
@@ -113,6 +114,16 @@ def die_at(owner: Any, name: str, count: int, *, before: bool = False) -> None:
         return result
 
     setattr(owner, name, fatal)
+
+
+def assert_same_when_killed(settings: Recipe, run: Path, reference: Path, kills: tuple[int, int]) -> None:
+    """A run that is killed twice, after so many groups were removed, and resumed equals an uninterrupted one."""
+    assert wait(start(lambda: pretrain(settings, reference))) == 0
+    for count in kills:
+        child = start(lambda n=count: (die_at(Prunable, "prune_to", n), go_on(settings, run)))  # type: ignore[misc]
+        assert os.WIFSIGNALED(wait(child) or 0)
+    assert wait(start(lambda: go_on(settings, run))) == 0
+    assert_same_run(run, reference)
 
 
 def assert_same_run(run: Path, reference: Path) -> None:

@@ -317,7 +317,7 @@ REFUSED: dict[str, Callable[[Path], list[str]]] = {
     ),
     # tracebacks: checkpoints
     "state without callbacks": with_state(lambda state: state.pop("callbacks")),
-    "state without schedule": with_state(lambda state: state.pop("schedule")),
+    "state without a run": with_state(lambda state: state["callbacks"].pop("RunState")),
     "state of another step": with_state(lambda state: state.update(step=10**6)),
     "state with text": with_state(lambda state: state.update(tokens="many")),
     "state with null": with_state(lambda state: state.update(callbacks=None)),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from dwindle.commands import main as cli
+import hostile
 from dwindle.commands.app import app
 from dwindle.data.token_files import write_token_files
 from dwindle.pruning.methods import METHODS
@@ -35,25 +35,17 @@ def process(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
 class Shell:
     """Runs commands in this process, in a folder."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
         monkeypatch.chdir(folder)
 
     def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        self.monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
-        self.capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        out, err = self.capsys.readouterr()
-        return code, out, err
+        return hostile.shell(*arguments)
 
 
 @pytest.fixture
-def shell(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(place, monkeypatch, capsys)
+def shell(place: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return Shell(place, monkeypatch)
 
 
 RECIPE = """

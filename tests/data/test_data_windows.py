@@ -49,10 +49,10 @@ def test_calibration_windows_are_seeded_and_disjoint(
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": new_text(150, seed=i)}) + "\n" for i in range(40)))
     options: dict[str, Any] = {"num_sequences": 20, "seq_len": 16}
-    windows = calibration_windows([str(path)], tokenizer, seed=0, **options)
+    windows, _ = calibration_windows([str(path)], tokenizer, seed=0, **options)
     assert windows.shape == (20, 16) and windows.dtype == torch.int64
-    assert torch.equal(windows, calibration_windows([str(path)], tokenizer, seed=0, **options))
-    assert not torch.equal(windows, calibration_windows([str(path)], tokenizer, seed=1, **options))
+    assert torch.equal(windows, calibration_windows([str(path)], tokenizer, seed=0, **options)[0])
+    assert not torch.equal(windows, calibration_windows([str(path)], tokenizer, seed=1, **options)[0])
     assert len({tuple(row) for row in windows.tolist()}) == 20
     text = "\n".join(map(str, packed_ids(tokenizer, [str(path)])))
     inside = [row for row in windows.tolist() if 0 not in row]
@@ -66,11 +66,11 @@ def test_calibration_of_token_files_and_short_text(
     num_tokens = len(packed_ids(tokenizer, [path]))
     write_token_files([path], tokenizer, tmp_path / "tokens")
     short: dict[str, Any] = {"num_sequences": 30, "seq_len": num_tokens // 2, "seed": 0}
-    windows = calibration_windows([path], tokenizer, **short)
+    windows, _ = calibration_windows([path], tokenizer, **short)
     assert windows.shape == (30, num_tokens // 2)
     assert len({tuple(row) for row in windows.tolist()}) > 20
-    assert torch.equal(calibration_windows([str(tmp_path / "tokens")], tokenizer, **short), windows)
-    whole = calibration_windows([path], tokenizer, num_sequences=1, seq_len=num_tokens, seed=0)
+    assert torch.equal(calibration_windows([str(tmp_path / "tokens")], tokenizer, **short)[0], windows)
+    whole, _ = calibration_windows([path], tokenizer, num_sequences=1, seq_len=num_tokens, seed=0)
     assert whole.tolist() == [packed_ids(tokenizer, [path])]
     with pytest.raises(UserError, match=rf"--data: only {num_tokens} tokens, a sequence needs {num_tokens + 1}"):
         calibration_windows([path], tokenizer, num_sequences=2, seq_len=num_tokens + 1, seed=0)
@@ -160,9 +160,10 @@ def test_bad_tables_are_refused(options: dict[str, Any], expected: str) -> None:
     assert str(caught.value).startswith(expected)
 
 
-def test_paths_become_absolute(tmp_path: Path) -> None:
+def test_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     config = DataConfig(train=["a.txt", "pydoc", "hf:org/name", "/x/y.txt"], valid=["d/*.txt"], cache_dir="cache")
-    config.make_paths_absolute(tmp_path)
+    config.make_paths_absolute()
     assert config.train == [str(tmp_path / "a.txt"), "pydoc", "hf:org/name", "/x/y.txt"]
     assert config.valid == [str(tmp_path / "d/*.txt")] and config.cache_dir == str(tmp_path / "cache")
 

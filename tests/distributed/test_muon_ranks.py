@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from processes import run_ranks
 
-from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain
-from runs import COMPACT_OFTEN, assert_same, assert_same_run, die_at, go_on, start, tiny_recipe, wait
+from runs import COMPACT_OFTEN, assert_same, assert_same_when_killed, tiny_recipe
 from tiny import tiny_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,9 +55,4 @@ def test_two_ranks_equal_one_process(place: Path, family: str, parallel: str, mo
 def test_killed_and_resumed_equals_uninterrupted(place: Path, selection: str, moments: str) -> None:
     settings = recipe(place, moments=moments, selection=selection, compare="saved")
     reference, run = place / f"whole-{selection}", place / f"killed-{selection}"
-    assert wait(start(lambda: pretrain(settings, reference))) == 0
-    for count in (6, 2):
-        child = start(lambda n=count: (die_at(Prunable, "prune_to", n), go_on(settings, run)))  # type: ignore[misc]
-        assert os.WIFSIGNALED(wait(child) or 0)
-    assert wait(start(lambda: go_on(settings, run))) == 0
-    assert_same_run(run, reference)
+    assert_same_when_killed(settings, run, reference, kills=(6, 2))

@@ -6,9 +6,9 @@ import base64
 import hashlib
 import json
 import shutil
-import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ import pytest
 from huggingface_hub import constants
 
 import dwindle
-from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.export.card_running import as_published, how_to_run
 from dwindle.export.publishing import collect, push
+from hostile import shell
 from tiny import tiny_directory
 
 TOKEN = "hf_" + "NeverWrittenAnywhere1234567890"
@@ -331,20 +331,8 @@ def test_half_a_model_is_refused(model: Path, tmp_path: Path) -> None:
         collect(model, [model.parent / "smaller-q8_0.gguf", tmp_path / "smaller-q8_0.gguf"])
 
 
-def test_the_command(
-    model: Path, hub: tuple[Hub, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state, endpoint = hub
-
-    def dwindle_push(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", "push", *arguments])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return code, *capsys.readouterr()
-
+def test_the_command(model: Path, hub: tuple[Hub, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (state, endpoint), dwindle_push = hub, partial(shell, "push")
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     code, out, err = dwindle_push(str(model), "me/z", "--dry-run")
     assert code == 0 and "model.safetensors" in out and " kB" in out and "nothing was sent" in err

@@ -318,7 +318,7 @@ def ledger(place: Place, content: bytes) -> None:
     assert place.anatomy.source.contains(structure)
 
 
-METRICS = [{"step": n, "tokens": 9 * n, "loss": 3.0, "time": {"seconds": 1.0, "wall": 1e9 + n}} for n in (1, 2, 3)]
+METRICS = [{"step": n, "tokens": 9 * n, "loss": 3.0, "time": {"began": 1e9, "running": n}} for n in (1, 2, 3)]
 
 
 def metrics_input(random: Random, place: Place) -> bytes:
@@ -347,7 +347,6 @@ def tokens(place: Place, given: tuple[bytes, bytes]) -> None:
     files = open_token_files(folder)
     files.verify()
     files.check_ids(257)
-    files.check_tokenizer("x")
     files.read(0, min(files.num_tokens, 10))
 
 

@@ -23,7 +23,7 @@ from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.pretrain import pretrain, resume
 from runs import COMPACT_OFTEN, tiny_recipe
-from tiny import FAMILIES, random_group, tiny_directory, tiny_model, tokens
+from tiny import FAMILIES, random_group, tiny_model, tokens
 
 KINDS = ("attn", "ffn", "stem")
 
@@ -358,13 +358,6 @@ def test_passes_of_a_step_share_one_graph() -> None:
         taps.close()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
     torch.compiler.reset()
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("second-order")
-    tiny_directory(place / "model")
-    return place
 
 
 def recipe(place: Path, *, steps: int = 16, **prune: Any) -> Recipe:

@@ -9,7 +9,7 @@ import pytest
 from dwindle.core.config import from_dict, iter_fields, parse_toml, to_toml, write_toml
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import DEFAULT_HORIZON
-from dwindle.recipe.recipe import Recipe, load_recipe, recipe_of_run, resolve_recipe
+from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "src/dwindle/recipe/ready"
 SHIPPED = sorted(RECIPES.glob("*.toml"))
@@ -288,31 +288,6 @@ def test_every_field_has_its_line_of_help() -> None:
         assert field.description, path
     for name, section in Recipe.model_fields.items():
         assert section.annotation.__doc__, name  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("method", "metric"), [("efficientllm", "taylor"), ("adapt", "taylor1")])
-def test_the_recipe_of_an_older_run_keeps_its_meaning(tmp_path: Path, method: str, metric: str) -> None:
-    """It has the defaults of its time written down, but for the metric."""
-    old = f'''[source]
-model = "x"
-[data]
-train = ["books"]
-[training]
-tokens = "2M"
-tokens_per_step = "64k"
-optimizer = "adamw"
-[prune]
-target = "50%"
-method = "{method}"
-selection = "coupled"
-smoothing = 0.0
-[distill]
-weight = 0.0
-'''
-    (tmp_path / "recipe.toml").write_text(old)
-    recipe = recipe_of_run(tmp_path / "recipe.toml")
-    assert recipe.prune.metric == metric and recipe.prune.effective_selection == "coupled"
-    assert recipe.teacher_weight == 0 and recipe.training.optimizer == "adamw"
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct", "folder", "a.gguf"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from made_runs import make_run
 
-from dwindle.commands import main as cli
+import hostile
 
 
 @pytest.fixture(scope="session")
@@ -19,19 +18,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Runs a command in this process; returns exit code, output, errors."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return hostile.shell

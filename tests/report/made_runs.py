@@ -43,10 +43,14 @@ def make_run(
             "format": 1,
             "source": "org/source",
             "parameters": before,
+            "layer_parameters": [0] * shape["layers"],
+            "hidden": shape["hidden"],
+            "layer_kv_of_query": [alive.kv_of_query] * shape["layers"],
+            "layer_ffn": [shape["ffn"]] * shape["layers"],
             "options": {"metric": "taylor", "pacing": pacing},
         }
     ]
-    metrics, done, wall = [], 0, 1_700_000_000.0
+    metrics, done, running = [], 0, 0.0
     for step in range(1, steps + 1):
         tokens = step * 512
         due = min(events, events * step // horizon)
@@ -66,8 +70,8 @@ def make_run(
             record["valid_loss"] = record["loss"] + 0.05
         if source_loss is not None and (step == 1 or "valid_loss" in record):
             record["source_valid_loss"] = source_loss
-        wall += seconds
-        metrics.append({**record, "time": {**times, "wall": wall}})
+        running += seconds
+        metrics.append({**record, "time": {**times, "began": 1_700_000_000.0, "running": running}})
     if finished:
         pacing["end_count"] = alive.parameters - missed
     write_lines(folder / "ledger.jsonl", ledger)
@@ -133,11 +137,14 @@ class Alive:
             "parameters": self.parameters,
         }
 
+    @property
+    def kv_of_query(self) -> list[int]:
+        return [query // (self.shape["heads"] // self.shape["kv"]) for query in range(self.shape["heads"])]
+
     def structure(self) -> dict[str, Any]:
-        group = self.shape["heads"] // self.shape["kv"]
         layers = []
         for queries, ffn in zip(self.queries, self.ffn, strict=True):
-            kv = [query // group for query in queries]
+            kv = [self.kv_of_query[query] for query in queries]
             layers.append({"query_heads": queries, "kv_heads": sorted(set(kv)), "kv_of_query": kv, "ffn": ffn})
         return {"format": 1, "source": "org/source", "hidden": self.hidden, "layers": layers}
 

@@ -127,7 +127,7 @@ def adapted(layers: list[dict[str, Any]], **options: Any) -> str:
     """The card of a model whose layers lost what is not in them; two heads on one key/value head, four channels."""
     gone = [[i for i in range(4) if i not in layer["ffn"]] for layer in layers]
     ledger: list[dict[str, Any]] = [
-        {"event": "source", "parameters": 100, "options": options},
+        {"event": "source", "parameters": 100, "layer_kv_of_query": [[0, 0]] * len(layers), "options": options},
         {"event": "prune", "type": "ffn", "indices": gone, "tokens": 0, "parameters": 80},
     ]
     structure = {"hidden": [0, 1], "layers": layers}
@@ -158,7 +158,7 @@ def test_layers_of_different_widths_are_not_blamed_on_attention() -> None:
 def test_key_value_heads_of_the_source() -> None:
     layers = [layer([0, 1, 2, 3])]
     gone = {"event": "prune", "type": "attn", "indices": [[2, 3]], "tokens": 0, "parameters": 80}
-    for known, cell in (({"layer_kv_heads": [2]}, "2"), ({}, "–")):
+    for known, cell in (({"layer_kv_of_query": [[0, 0, 1, 1, 2, 2]]}, "3"), ({}, "–")):
         ledger = [{"event": "source", "parameters": 100, **known}, gone]
         card = card_of(name="m", source="org/s", structure={"hidden": [0], "layers": layers}, ledger=ledger)
         assert f"| key/value heads per layer | {cell} | 1 |" in card

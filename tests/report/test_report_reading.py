@@ -10,9 +10,8 @@ import pytest
 from made_runs import make_run, write_lines
 
 from dwindle.core.errors import UserError
-from dwindle.core.run_directory import RunDirectory
 from dwindle.report import verdict
-from dwindle.report.architecture import find_architecture
+from dwindle.report.architecture import architecture_of
 from dwindle.report.jsonlines import GrowingJsonLines
 from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
 from dwindle.report.run import open_run, short_name
@@ -127,29 +126,15 @@ def test_ledger_of_other_versions(tmp_path: Path) -> None:
     assert np.isnan(log.prunes.saliency[0]).all()
 
 
-@pytest.mark.parametrize("where", ["model/structure.json", "structure.json", "checkpoint", "ledger"])
-def test_the_source_is_what_is_left_and_what_has_left(tmp_path: Path, where: str) -> None:
+def test_what_is_left_is_the_source_without_what_was_removed(tmp_path: Path) -> None:
+    """Also before the result, or any checkpoint, is written."""
     shape = {"hidden": 32, "layers": 3, "heads": 9, "kv": 3, "ffn": 40}
     run = make_run(tmp_path / "run", steps=100, events=70, shape=shape)
-    structure = run / "model" / "structure.json"
-    left = json.loads(structure.read_text())
-    if where == "structure.json":
-        structure.rename(run / "structure.json")
-    elif where == "checkpoint":
-        structure.unlink()
-        state = run / "checkpoints" / "step-00000100" / "state.json"
-        state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"callbacks": {"Pruner": {"alive": left}}}))
-    elif where == "ledger":
-        structure.unlink()
-        lines = records(run / "ledger.jsonl")
-        layer = {"kv_of_query": [q // 3 for q in range(9)], "ffn": 40}
-        lines[0]["structure"] = {"hidden": 32, "layers": [layer] * 3}
-        write_lines(run / "ledger.jsonl", lines)
+    left = json.loads((run / "model" / "structure.json").read_text())
     ledger = LedgerLog(run / "ledger.jsonl")
     ledger.refresh()
-    view = find_architecture(RunDirectory(run), ledger)
-    assert view is not None
+    view = architecture_of(ledger, {})
+    assert view is not None and not view.parameters
     assert (view.hidden_before, view.hidden_after) == (32, len(left["hidden"]))
     for layer_view, layer in zip(view.layers, left["layers"], strict=True):
         assert layer_view.kv_of_query == [q // 3 for q in range(9)]
@@ -159,15 +144,26 @@ def test_the_source_is_what_is_left_and_what_has_left(tmp_path: Path, where: str
     assert [view.total(kind) for kind in KINDS] == [27, 120, 32, 6]
 
 
-def test_an_unknown_map_is_not_invented(tmp_path: Path) -> None:
-    layers = [{"query_heads": [0], "kv_heads": [0], "kv_of_query": [0], "ffn": [0]}]
-    (tmp_path / "structure.json").write_text(json.dumps({"format": 1, "hidden": [0, 1], "layers": layers}))
-    prune = {"event": "prune", "step": 1, "tokens": 5, "type": "attn", "indices": [[3]], "parameters": 7}
-    write_lines(tmp_path / "ledger.jsonl", [prune])  # the lines of heads 1 and 2 are lost
-    view = open_run(tmp_path).architecture
-    assert view is not None and view.layers[0].kv_of_query == [0, None, None, None]
-    assert view.layers[0].kv_before is None
-    assert summarise(open_run(tmp_path))["architecture"]["totals"][2] == ["key/value heads per layer", "unknown", "1"]
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"layer_kv_of_query": [[0] * 8]},
+        {"layer_kv_of_query": [[0]] * 3},
+        {"layer_ffn": [1] * 3},
+        {"layer_ffn": 3},
+        {"hidden": 10**400},
+        {"hidden": "many"},
+        {"hidden": None},
+    ],
+)
+def test_sizes_that_do_not_fit_the_events_are_not_shown(tmp_path: Path, damage: dict) -> None:
+    run = make_run(tmp_path / "run", steps=100, events=70)
+    lines = records(run / "ledger.jsonl")
+    write_lines(run / "ledger.jsonl", [lines[0] | damage, *lines[1:]])
+    found = summarise(open_run(run))
+    assert found["architecture"] is None and found["missing"] == [
+        "ledger.jsonl does not begin with the source's sizes: the architecture cannot be shown."
+    ]
 
 
 def test_whole_layers_and_blocks_are_drawn_as_gone(tmp_path: Path) -> None:
@@ -177,7 +173,8 @@ def test_whole_layers_and_blocks_are_drawn_as_gone(tmp_path: Path) -> None:
     layers = [full, none, full | {"ffn": [], "absent": ["mlp"]}]
     structure = {"format": 1, "hidden": [0, 1], "layers": layers, "layer_parameters": [9, 0, 5]}
     (tmp_path / "structure.json").write_text(json.dumps(structure))
-    first = {"event": "source", "format": 1, "source": "tiny", "parameters": 40, "layer_parameters": [9, 9, 9]}
+    sizes = {"hidden": 2, "layer_kv_of_query": [[0, 0, 1, 1]] * 3, "layer_ffn": [3] * 3, "layer_parameters": [9] * 3}
+    first = {"event": "source", "format": 1, "source": "tiny", "parameters": 40, **sizes}
     prune = {"event": "prune", "step": 1, "tokens": 0, "type": "layer", "saliency": {"layer": 0.5}}
     influence = {"event": "allocation", "step": 1, "importance": [0.3, None, 0.2], "sparsity": [0, 1, 0]}
     removed = [{"indices": [[], [0, 1], []], "parameters": 31}, {"indices": [[], [], [1]], "parameters": 27}]
@@ -217,8 +214,7 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert (
         text.count("skipped 1 line that could not be parsed") == 2 and text.count("ends with an incomplete line") == 2
     )
-    assert "No structure.json" in text
-    assert len(found["figures"]) == 5 and found["architecture"] is None
+    assert len(found["figures"]) == 5 and found["architecture"] is not None
 
 
 def test_empty_files_and_empty_runs(tmp_path: Path) -> None:

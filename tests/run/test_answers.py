@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.conversations import conversation_of
@@ -24,6 +23,7 @@ from dwindle.run.answers import generate_answers
 from dwindle.run.generation import generate
 from dwindle.sources.loading import load
 from edge_models import tiny_loaded
+from hostile import shell
 from runs import die_at, start, wait
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
 
@@ -263,19 +263,8 @@ def test_answers_near_the_end_of_the_context_cut_no_others(model: Path, tmp_path
     assert all(sum(row["tokens"]) <= 40 for row in rows) and rows[2]["tokens"][0] <= 256 - 230
 
 
-def test_the_command(
-    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", "generate", str(model), *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return (code, *capsys.readouterr())
-
+def test_the_command(model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = partial(shell, "generate", model)
     out = tmp_path / "a.jsonl"
     code, said, _ = run("--prompts", str(prompts), "--out", str(out), "--tokens", "4", "--limit", "3", "--json")
     found = json.loads(said)

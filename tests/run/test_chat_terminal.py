@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.evaluation.config import GenerateConfig, SamplingConfig
 from dwindle.evaluation.generation import TransformersAnswerer, is_for_llamacpp
@@ -21,6 +20,7 @@ from dwindle.evaluation.prompts import chat_ids
 from dwindle.run.chat import Conversation, Facts, Piece, open_chat_models
 from dwindle.sources.loading import load
 from edge_models import tiny_loaded
+from hostile import shell
 from tiny import tiny_directory, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -37,17 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def run(text: str, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", "chat", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return (code, *capsys.readouterr())
+        return shell("chat", *arguments)
 
     return run
 

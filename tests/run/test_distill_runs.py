@@ -26,13 +26,6 @@ from runs import COMPACT_OFTEN, tiny_recipe
 from tiny import tiny_directory
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("distill")
-    tiny_directory(place / "model")
-    return place
-
-
 def recipe(place: Path, *, distill: dict[str, Any] | None = None, steps: int = 12, **source: Any) -> Recipe:
     """12 steps of 4 × 24 tokens with events and compactions in the first 8."""
     return tiny_recipe(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from chats import write_answers
-from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
 from dwindle.evaluation import judges
 from dwindle.evaluation.judges import AddressJudge, Pair, verdict_in
+from hostile import shell
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -74,22 +74,12 @@ def test_a_time_to_wait_that_is_no_number_is_ignored(address: str, monkeypatch: 
 
 
 def test_an_address_judges_only_when_it_is_allowed(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(judges.KEY_VARIABLE, "secret-key")
     a = write_answers(tmp_path / "a.jsonl", {1: "a long answer", 2: "x", 3: "zzz"})
     b = write_answers(tmp_path / "b.jsonl", {1: "short", 2: "longer", 3: "y"})
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dwindle", "winrate", str(a), str(b), "--judge", address, *arguments])
-        capsys.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        return (code, *capsys.readouterr())
-
+    run = partial(shell, "winrate", a, b, "--judge", address)
     code, _, error = run("--judge-model", "m")
     assert code == 2 and "pass --allow-network to agree" in error and not Stub.seen
     code, _, error = run("--allow-network")

@@ -15,21 +15,14 @@ from rich.console import Console
 import dwindle
 from dwindle.core.quality import Quality, read_quality
 from dwindle.core.run_directory import RunDirectory
-from dwindle.data.text_windows import calibration_and_held_out, calibration_windows, validation_windows
+from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.recipe.recipe import Recipe
 from dwindle.report.runs import list_runs, render_runs
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.callbacks import Callback
 from dwindle.training.sampling import NEW_TOKENS
 from runs import metrics, tiny_recipe
-from tiny import tiny_directory, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
+from tiny import tiny_tokenizer
 
 
 def recipe(place: Path, **tables: dict[str, Any]) -> Recipe:
@@ -112,15 +105,15 @@ def test_judging_changes_no_weight(place: Path) -> None:
 
 def test_pruning_measures_on_text_it_was_not_calibrated_on(place: Path) -> None:
     sizes: dict[str, Any] = {"num_sequences": 4, "seq_len": 32, "seed": 0}
-    windows, held_out = calibration_and_held_out(["pydoc"], tiny_tokenizer(), num_held_out=8, **sizes)
-    assert torch.equal(windows, calibration_windows(["pydoc"], tiny_tokenizer(), **sizes))
+    windows, held_out = calibration_windows(["pydoc"], tiny_tokenizer(), num_held_out=8, **sizes)
+    assert torch.equal(windows, calibration_windows(["pydoc"], tiny_tokenizer(), **sizes)[0])
     assert held_out.shape == (8, 32) and not {tuple(w.tolist()) for w in windows} & {
         tuple(w.tolist()) for w in held_out
     }
     pruned = dwindle.prune(place / "model", "60%", sequences=4, seq_len=32, out=place / "pruned")
     quality = RunDirectory(place / "pruned").read_quality()
     assert quality is not None and quality == pruned.quality and quality.held_out
-    _, held_out = calibration_and_held_out(["pydoc"], tiny_tokenizer(), num_held_out=128, **sizes)
+    _, held_out = calibration_windows(["pydoc"], tiny_tokenizer(), num_held_out=128, **sizes)
     assert_judged(quality, dwindle.load(place / "model").model, pruned.model, held_out)
     assert json.loads(json.dumps(pruned.to_json()))["quality"]["source_loss"] == quality.source_loss
 

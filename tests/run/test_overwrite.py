@@ -20,14 +20,6 @@ from dwindle.training.callbacks import Callback
 from dwindle.training.config import CheckpointConfig, DistillConfig, ValidationConfig
 from dwindle.training.loop import TrainingDiverged
 from runs import tiny_recipe
-from tiny import tiny_directory
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
 
 
 def recipe(place: Path, *, train: str = "pydoc:train", **training: Any) -> Recipe:

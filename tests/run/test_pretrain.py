@@ -27,16 +27,8 @@ from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.run.pretrain import pretrain, resume
 from dwindle.training.config import TrainingConfig
 from runs import COMPACT_OFTEN, assert_same_run, die_at, events, go_on, kill, metrics, start, tiny_recipe, wait
-from tiny import tiny_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
 
 
 STEPS = 24
@@ -188,6 +180,8 @@ def test_ratios_alternate(place: Path, ratio: str, per_step: dict[int, int]) -> 
     for event in events(run, "prune"):
         found[event["step"]] = found.get(event["step"], 0) + 1
     assert {step: found.get(step) for step in per_step} == per_step
+    (source,) = events(run, "source")
+    assert source["options"]["pacing"]["end_count"] == int(0.95 * source["parameters"])
 
 
 def test_near_the_last_event_only_the_last_compaction_is_made(place: Path) -> None:

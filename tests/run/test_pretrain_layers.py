@@ -26,11 +26,10 @@ from dwindle.pruning.strategies.base import Strategy
 from dwindle.pruning.strategies.coupled import CoupledStrategy
 from dwindle.pruning.strategies.global_mixture import GlobalStrategy
 from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy
-from dwindle.pruning.surgery import Prunable
 from dwindle.recipe.recipe import Recipe
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain
-from runs import assert_same_run, die_at, events, go_on, metrics, start, wait
+from runs import assert_same_run, assert_same_when_killed, die_at, events, go_on, metrics, start, wait
 from tiny import tiny_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -197,12 +196,7 @@ def test_killed_and_resumed_layers_equal_uninterrupted(place: Path, prune: dict[
     settings = recipe(place, prune=prune | {"target": "60%", "milestones": ["70%"], "smoothing": 0.4})
     name = f"{prune.get('method', 'global')}-{prune.get('round_to', 1)}-{'groups' in prune}"
     reference, run = place / f"whole-{name}", place / f"killed-{name}"
-    assert wait(start(lambda: pretrain(settings, reference))) == 0
-    for count in (3, 1):
-        child = start(lambda n=count: (die_at(Prunable, "prune_to", n), go_on(settings, run)))  # type: ignore[misc]
-        assert os.WIFSIGNALED(wait(child) or 0)
-    assert wait(start(lambda: go_on(settings, run))) == 0
-    assert_same_run(run, reference)
+    assert_same_when_killed(settings, run, reference, kills=(3, 1))
     if prune is DEPTH:
         assert any(event["type"] == "layer" for event in events(run, "prune"))
 

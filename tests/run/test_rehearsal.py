@@ -18,14 +18,6 @@ from dwindle.run import rehearsal
 from dwindle.run.rehearsal import Cost, Rehearsed, _predict, _Rehearsal, cut_evenly, planned
 from dwindle.sources.loading import load_config, load_tokenizer
 from runs import tiny_recipe
-from tiny import tiny_directory
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("place")
-    tiny_directory(place / "model")
-    return place
 
 
 def recipe(place: Path) -> Recipe:

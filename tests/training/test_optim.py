@@ -87,12 +87,3 @@ def test_builder_and_its_messages() -> None:
     assert (schedule.warmup_steps, schedule.decay_steps) == (7, 10)
     with pytest.raises(UserError, match=r'schedule: expected one of "cosine", "wsd", "constant", got "linear"'):
         LRSchedule.of(config(schedule="linear", lr=1.0), 50)
-    with pytest.raises(UserError, match=r"training.warmup: 45 steps"):
-        LRSchedule.of(config(schedule="wsd", lr=1.0, warmup=45, decay=0.2), 50)
-
-
-def test_another_schedule_is_refused_on_load() -> None:
-    schedule = LRSchedule.of(config(schedule="cosine", lr=1.0), 50)
-    schedule.load_state_dict(schedule.state_dict())
-    with pytest.raises(UserError, match=r"lr was 2.0 when the run started and is 1.0 now"):
-        schedule.load_state_dict(LRSchedule.of(config(schedule="cosine", lr=2.0), 50).state_dict())

@@ -117,7 +117,7 @@ def outcome(run: Path) -> dict[str, Any]:
     files = {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
-        assert line.pop("time").keys() == {"tokens_per_s", "seconds", "wall", "devices"}
+        assert line.pop("time").keys() == {"tokens_per_s", "seconds", "began", "running", "devices"}
     state = json.loads((last / "state.json").read_text())
     state["callbacks"]["Checkpointer"]["lengths"].pop("metrics.jsonl")
     ledger = (run / "ledger.jsonl").read_bytes()

@@ -95,11 +95,13 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 def print_result(what: Any, as_json: bool) -> None:
-    """One JSON object, or anything that rich can render."""
+    """One JSON object, plain lines, or anything that rich can render."""
     if as_json:
         print(json.dumps(what))
-        return
-    PlainConsole().print(what)
+    elif isinstance(what, str):
+        say(what)
+    else:
+        PlainConsole().print(what)
 
 
 def show(result: Any, as_json: bool) -> None:

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHIP, Json, Model, app, print_result, resolve_model
+from dwindle.commands.app import SHIP, Json, Model, app, resolve_model, show
 from dwindle.commands.guidance import say_next
-from dwindle.core.terminal import say
 
 
 @app.command(rich_help_panel=SHIP)
@@ -58,8 +57,6 @@ def export(
         threads=threads,
         overwrite=overwrite,
     )
-    if as_json:
-        print_result(found.to_json(), as_json)
-        return
-    say(found.render())
-    say_next({f"run it in {runtime}": command for runtime, command in found.ways_to_run().items()})
+    show(found, as_json)
+    if not as_json:
+        say_next({f"run it in {runtime}": command for runtime, command in found.ways_to_run().items()})

@@ -6,11 +6,9 @@ from typing import Annotated
 
 import typer
 
-from dwindle.commands.app import SHIP, Device, Json, Model, app, print_result
+from dwindle.commands.app import SHIP, Device, Json, Model, app, print_result, show
 from dwindle.commands.options import options_of
 from dwindle.core.errors import UserError
-from dwindle.core.sizes import format_duration
-from dwindle.core.terminal import plain, say
 from dwindle.evaluation.config import GenerateConfig
 
 
@@ -49,10 +47,8 @@ def generate(
         if out is not None or limit is not None:
             raise UserError("--out, --limit: belong to --prompts: omit them")
         text = generate(model, prompt, config=config, chat=bool(chat), threads=threads, device=device)
-        if as_json:
-            print_result({"prompt": prompt, "text": text}, as_json)
-        else:
-            say(text if chat else f"{prompt}{text}")
+        shown = text if chat else f"{prompt}{text}"
+        print_result({"prompt": prompt, "text": text} if as_json else shown, as_json)
         return
     if out is None:
         raise UserError("--out: is missing: name the file for the answers, such as --out answers.jsonl")
@@ -72,10 +68,4 @@ def generate(
         )
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to go on") from None
-    if as_json:
-        print_result(done.to_json(), as_json)
-        return
-    resumed = f", {done.num_resumed:,} of them written before" if done.num_resumed else ""
-    say(plain(f"{done.out}: {done.num_answers:,} answers to {done.num_prompts:,} prompts{resumed}"))
-    speed = f"{done.tokens:,} tokens in {format_duration(done.seconds)}, {done.tokens_per_second:,.0f} tokens/s"
-    say(f"{speed} ({done.runtime}); {done.num_cut:,} cut at the maximum length, {done.num_empty:,} empty")
+    show(done, as_json)

@@ -25,7 +25,7 @@ def say_next(commands: Mapping[str, str]) -> None:
 
 def export_command(model: str | Path, out: str | Path) -> str:
     """For llama.cpp at 8 bits; widths that are not in blocks of 32 are padded, which is exact. Imports no torch."""
-    widths = next(filter(None, map(_widths, RunDirectory(Path(model)).structure_files())), [])
+    widths = _widths(RunDirectory(Path(model)).structure)
     rounded = f" --round {_BLOCK}" if any(width % _BLOCK for width in widths) else ""
     return f"dwindle export {quote(str(model))} --to gguf --type q8_0{rounded} --out {quote(f'{out}.gguf')}"
 

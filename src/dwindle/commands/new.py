@@ -41,9 +41,8 @@ def new(
     text, recipe = new_recipe(model, texts, to, goal=goal, tokens=tokens, valid=valid or [], overrides=overrides)
     plan = planned(recipe, measure=measure, price=price)
     write_text_atomic(file, text, option="--out")
+    print_result({"recipe": str(file), "plan": plan.to_json()} if as_json else plan.render(), as_json)
     if as_json:
-        print_result({"recipe": str(file), "plan": plan.to_json()}, as_json)
         return
-    print_result(plan.render(), as_json)
     say(plain(str(file)))
     say_next({"start it; Ctrl-C stops, `dwindle resume` continues": f"dwindle pretrain {quote(str(file))}"})

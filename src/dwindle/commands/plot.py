@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dwindle.commands.app import JUDGE, Json, app, print_result
-from dwindle.core.terminal import plain, say
+from dwindle.core.terminal import plain
 
 RunArguments = Annotated[
     list[str],
@@ -34,8 +34,5 @@ def plot(
         names = write_overlay(found, out, names=labels, dpi=dpi, overwrite=overwrite)
     else:
         names = write_plots(found[0], out, dpi=dpi, overwrite=overwrite)
-    if as_json:
-        print_result({"out": out, "files": names}, as_json)
-        return
-    for name in names:
-        say(plain(str(Path(out) / name)))
+    lines = "\n".join(plain(str(Path(out) / name)) for name in names)
+    print_result({"out": out, "files": names} if as_json else lines, as_json)

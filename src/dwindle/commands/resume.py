@@ -18,12 +18,12 @@ def resume(
 ) -> None:
     """Continue a run from its newest good checkpoint, on any number of processes."""
     if nproc:
-        from dwindle.recipe.recipe import recipe_of_run
+        from dwindle.recipe.recipe import load_recipe
         from dwindle.run.plan import check_processes
 
         directory = RunDirectory(Path(run))
         directory.check_is_run()
-        check_processes(recipe_of_run(directory.recipe), nproc)
+        check_processes(load_recipe(directory.recipe), nproc)
         launch_resume(run, nproc, as_json)
         return
     from dwindle.run.pretrain import resume

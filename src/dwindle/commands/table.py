@@ -9,7 +9,6 @@ import typer
 from dwindle.commands.app import JUDGE, Device, Json, TextField, app, print_result, resolve_model
 from dwindle.commands.evaluation_options import Data, Tasks, Text
 from dwindle.commands.options import options_of
-from dwindle.core.terminal import say
 from dwindle.evaluation.config import EvalConfig
 
 
@@ -46,7 +45,4 @@ def table(
         published=published,
         notes={name: MISSED for name in models or [] if missed_target(name)},
     )
-    if as_json:
-        print_result(found.to_json(), as_json)
-    else:
-        say(found.markdown() if markdown else found.text())
+    print_result(found.to_json() if as_json else found.markdown() if markdown else found.text(), as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from shlex import quote
@@ -100,10 +99,7 @@ def print_run(result: Any, as_json: bool) -> None:
     """How a run ended, how good its model is, and what to do next; printed by the first of several processes."""
     if not is_main_process():
         return
-    if as_json:
-        print(json.dumps(result.to_json()))
-    else:
-        say(result.render())
+    show(result, as_json)
     if not as_json and result.status != "stopped":
         prune = result.recipe.prune
         note_odd_sizes(result.model, prune, prune.target if prune.enabled else None, "prune.round_to=32")

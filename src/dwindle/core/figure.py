@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 Unit = Literal["count", "number", "percent", "seconds", "scientific"]
 
@@ -74,12 +74,3 @@ class Figure:
     marks: list[Mark] = field(default_factory=list)
     rugs: list[Rug] = field(default_factory=list)
     wide: bool = False
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses as dictionaries; unlike ``asdict``, lists of numbers are not copied."""
-    if is_dataclass(value):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, list) and value and is_dataclass(value[0]):
-        return [plain(item) for item in value]
-    return value

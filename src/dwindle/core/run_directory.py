@@ -107,23 +107,17 @@ class RunDirectory:
         found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and _STEP_NAME.fullmatch(p.name)]
         return sorted(found, key=checkpoint_step)
 
-    def structure_files(self) -> Iterator[Path]:
-        """Structures of models on the way, the final one first; also that of a single model directory."""
-        yield self.path / STRUCTURE
-        yield self.model / STRUCTURE
-        yield from sorted(self.milestones.glob(f"*/{STRUCTURE}"))
+    @property
+    def structure(self) -> Path:
+        """The structure of a single model directory, or of a run's final model."""
+        own = self.path / STRUCTURE
+        return own if own.is_file() else self.model / STRUCTURE
 
-    def state_files(self) -> list[Path]:
-        """States of the checkpoints, newest first."""
-        return sorted(self.checkpoints.glob(f"{_STEP}*/{STATE}"), reverse=True)
-
-    def result_files(self) -> Iterator[tuple[str, Path]]:
-        """Kind and path of results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write."""
-        kinds = {"Evaluation": ("eval*.json", "evaluation/*.json"), "Latency": ("latency*.json", "bench*.json")}
-        for kind, patterns in kinds.items():
-            for folder in (self.path, self.model):
-                for pattern in patterns:
-                    yield from ((kind, path) for path in sorted(folder.glob(pattern)))
+    def result_files(self) -> Iterator[Path]:
+        """Results in the run and its model, as ``dwindle eval --out`` and ``dwindle bench`` write them."""
+        for folder in (self.path, self.model):
+            for pattern in ("eval*.json", "evaluation/*.json", "latency*.json", "bench*.json"):
+                yield from sorted(folder.glob(pattern))
 
     def signature(self) -> object:
         """A value that changes whenever a report of the run would."""

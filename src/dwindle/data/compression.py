@@ -27,18 +27,17 @@ def open_compressed(raw: io.BufferedReader, compression: str | None, label: str)
     """The uncompressed bytes of ``raw``; ``label`` is the start of the message if a package is missing."""
     if compression is None:
         return raw
-    taken = _Taken(raw)
     if compression == ".gz":
-        opened: Any = gzip.GzipFile(fileobj=taken, mode="rb")  # type: ignore[call-overload]
+        opened: Any = gzip.GzipFile(fileobj=raw, mode="rb")
     elif compression == ".xz":
-        opened = _Frames(taken, lambda: lzma.LZMADecompressor(memlimit=_MAX_XZ_MEMORY), lzma.LZMAError)
+        opened = _Frames(raw, lambda: lzma.LZMADecompressor(memlimit=_MAX_XZ_MEMORY), lzma.LZMAError)
     else:
         assert compression == ".zst", compression
-        opened = _zstd(taken, label)
-    return io.BufferedReader(_Measured(opened, taken), buffer_size=_BLOCK_BYTES)
+        opened = _zstd(raw, label)
+    return io.BufferedReader(_Measured(opened, raw), buffer_size=_BLOCK_BYTES)
 
 
-def _zstd(raw: _Taken, label: str) -> io.RawIOBase:
+def _zstd(raw: io.BufferedReader, label: str) -> io.RawIOBase:
     try:
         standard: Any = importlib.import_module("compression.zstd")  # Python 3.14
         return _Frames(raw, standard.ZstdDecompressor, standard.ZstdError)
@@ -51,25 +50,12 @@ def _zstd(raw: _Taken, label: str) -> io.RawIOBase:
     return _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
 
 
-class _Taken:
-    """Counts the compressed bytes that were read."""
-
-    def __init__(self, raw: io.BufferedReader) -> None:
-        self._raw = raw
-        self.count = 0
-
-    def read(self, size: int = -1) -> bytes:
-        block = self._raw.read(size)
-        self.count += len(block)
-        return block
-
-
 class _Measured(io.RawIOBase):
     """Refuses what expands far more than text does, before it fills the memory."""
 
-    def __init__(self, inner: Any, taken: _Taken) -> None:
+    def __init__(self, inner: Any, raw: io.BufferedReader) -> None:
         self._inner = inner
-        self._taken = taken
+        self._raw = raw
         self._count = 0
 
     def readable(self) -> bool:
@@ -78,7 +64,7 @@ class _Measured(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         count: int = self._inner.readinto(buffer) or 0
         self._count += count
-        if self._count > _TRUSTED_BYTES and self._count > _MAX_RATIO * self._taken.count:
+        if self._count > _TRUSTED_BYTES and self._count > _MAX_RATIO * self._raw.tell():
             raise CorruptError(f"it expands more than {_MAX_RATIO} times, which no text does")
         return count
 
@@ -91,7 +77,7 @@ class _Frames(io.RawIOBase):
     middle of a frame.
     """
 
-    def __init__(self, raw: _Taken, new_decoder: Any, error: type[Exception]) -> None:
+    def __init__(self, raw: io.BufferedReader, new_decoder: Any, error: type[Exception]) -> None:
         self._raw = raw
         self._new_decoder = new_decoder
         self._error = error

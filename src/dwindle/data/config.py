@@ -48,9 +48,9 @@ class TaskConfig(Config):
         if self.chat:
             check_inputs(self.chat, "task.chat")
 
-    def make_paths_absolute(self, base: Path) -> None:
+    def make_paths_absolute(self) -> None:
         """See ``DataConfig``."""
-        self.chat = [absolute_path(path, base) for path in self.chat]
+        self.chat = list(map(absolute_path, self.chat))
 
 
 class DataConfig(Config):
@@ -125,14 +125,13 @@ class DataConfig(Config):
         """How messages call a source's paths."""
         return f"data.sources.{source_name}.paths" if self.sources else "data.train"
 
-    def make_paths_absolute(self, base: Path) -> None:
+    def make_paths_absolute(self) -> None:
         """Make paths absolute, so that a saved recipe means the same files wherever it is resumed from."""
-        self.train = [absolute_path(path, base) for path in self.train]
-        self.valid = [absolute_path(path, base) for path in self.valid]
+        self.train, self.valid = (list(map(absolute_path, paths)) for paths in (self.train, self.valid))
         for source in self.sources.values():
-            source.paths = [absolute_path(path, base) for path in source.paths]
+            source.paths = list(map(absolute_path, source.paths))
         if self.cache_dir is not None:
-            self.cache_dir = absolute_path(self.cache_dir, base)
+            self.cache_dir = absolute_path(self.cache_dir)
 
 
 def check_inputs(paths: list[str], option: str) -> None:
@@ -142,8 +141,8 @@ def check_inputs(paths: list[str], option: str) -> None:
             open_input(name, option=option)
 
 
-def absolute_path(path: str, base: Path) -> str:
+def absolute_path(path: str) -> str:
     """A path that means the same file from any folder; ids stay as they are."""
     if path in PYDOC_IDS or path.startswith(HUB_PREFIX):
         return path
-    return str(base.resolve() / Path(path).expanduser())
+    return str(Path.cwd() / Path(path).expanduser())

@@ -211,6 +211,9 @@ class _Counted(io.RawIOBase):
         self._owner.position = self._raw.tell() // 1000
         return len(block)
 
+    def tell(self) -> int:
+        return self._raw.tell()
+
 
 class PlainTextInput(FileInput):
     """A whole file is one document."""

@@ -16,7 +16,7 @@ from dwindle.data.token_files import is_token_files
 from dwindle.data.token_stream import MemoryTokens, TokenPart, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, split_text
 from dwindle.data.training_data import open_stream
-from dwindle.data.windows import held_out_windows, random_windows, spread_windows
+from dwindle.data.windows import random_windows, spread_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,25 +61,11 @@ def calibration_windows(
     num_sequences: int,
     seq_len: int,
     seed: int,
-    text_field: str = "text",
-) -> Tensor:
-    """int64 [num_sequences, seq_len]: random windows of the packed text, the same for the same seed."""
-    return calibration_and_held_out(
-        paths, tokenizer, num_sequences=num_sequences, seq_len=seq_len, seed=seed, num_held_out=0, text_field=text_field
-    )[0]
-
-
-def calibration_and_held_out(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_sequences: int,
-    seq_len: int,
-    seed: int,
-    num_held_out: int,
+    num_held_out: int = 0,
     text_field: str = "text",
 ) -> tuple[Tensor, Tensor]:
-    """The windows of ``calibration_windows``, and others of the same text (at most ``num_held_out``, maybe none).
+    """int64 [num_sequences, seq_len]: random windows of the packed text, the same for the same seed; and others of it
+    (at most ``num_held_out``, maybe none).
 
     Only a random sample of passages is tokenized, so a large text costs little more than reading it.
     """
@@ -93,9 +79,7 @@ def calibration_and_held_out(
         num_chars = num_sequences * (seq_len + 1) * _CHARS_PER_TOKEN
         passages = _sample_passages(texts, num_chars, seed, text_field)
         parts.append(MemoryTokens.encode(", ".join(texts), encoder, passages))
-    stream = TokenStream(parts)
-    windows = random_windows(stream, num_sequences, seq_len, seed, _OPTION)
-    return windows, held_out_windows(stream, num_sequences, seq_len, seed, num_held_out)
+    return random_windows(TokenStream(parts), num_sequences, seq_len, seed, num_held_out, _OPTION)
 
 
 def _sample_passages(names: Sequence[str], num_chars: int, seed: int, text_field: str) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -114,27 +115,20 @@ class TokenFiles:
 
     def of_encoder(self, encoder: DocumentEncoder, option: str) -> TokenFiles:
         """These files; UserError unless the encoder could have written them, and its model has their ids."""
-        self.check_tokenizer(encoder.fingerprint, option)
-        self.check_template(encoder.template_fingerprint, option)
-        self.check_ids(encoder.num_embeddings, option)
-        return self
-
-    def check_tokenizer(self, fingerprint: str, option: str = "data") -> None:
-        """Raise UserError if the files were written with another tokenizer."""
-        if fingerprint != self.tokenizer_fingerprint:
+        ours, theirs = self.template_fingerprint, encoder.template_fingerprint
+        if encoder.fingerprint != self.tokenizer_fingerprint:
             raise UserError(
                 f"{option}: the tokenizer of {self.directory} does not match the model's: "
                 "run dwindle tokenize again with --model set to this model"
             )
-
-    def check_template(self, fingerprint: str | None, option: str) -> None:
-        """Raise UserError for text in place of conversations, or the reverse, or another chat template."""
-        if fingerprint is None and self.template_fingerprint is not None:
+        if theirs is None and ours is not None:
             raise UserError(f"{option}: {self.directory} holds conversations: name it in task.chat")
-        if fingerprint is not None and self.template_fingerprint is None:
+        if theirs is not None and ours is None:
             raise UserError(f"{option}: {self.directory} holds text, not conversations: name it in data.train")
-        if fingerprint != self.template_fingerprint:
+        if theirs != ours:
             raise UserError(f"{option}: {self.directory} was written with another chat template: render it again")
+        self.check_ids(encoder.num_embeddings, option)
+        return self
 
 
 def is_token_files(path: str) -> bool:
@@ -240,8 +234,7 @@ class _ShardWriter:
         self._shard_tokens = shard_tokens
         self._max_tokens = max_tokens
         self._stream_hash = hashlib.sha256()
-        self._starts: list[npt.NDArray[np.uint64]] = []
-        self._new_starts: list[int] = []
+        self._starts = array("Q")
         self._answers: list[npt.NDArray[np.uint64]] = []
         self._conversations: list[int] = []
         self._file: BinaryIO | None = None
@@ -267,9 +260,7 @@ class _ShardWriter:
 
     def append(self, piece: EncodedPiece) -> None:
         if piece.starts_document:
-            self._new_starts.append(self.num_tokens)
-            if len(self._new_starts) >= 1 << 16:
-                self._fold_starts()
+            self._starts.append(self.num_tokens)
         if piece.answers is not None:
             self._answers.append(piece.answers + np.uint64(self.num_tokens))
             if piece.starts_conversation:
@@ -283,8 +274,7 @@ class _ShardWriter:
             ids = ids[len(part) :]
 
     def write_document_starts(self) -> dict[str, Any]:
-        self._fold_starts()
-        return self._write_numbers(_DOCUMENTS_NAME, np.concatenate(self._starts))
+        return self._write_numbers(_DOCUMENTS_NAME, np.array(self._starts))
 
     def write_answers(self) -> dict[str, Any]:
         return {
@@ -296,10 +286,6 @@ class _ShardWriter:
         content = numbers.astype("<u8").tobytes()
         (self._folder / name).write_bytes(content)
         return {"count": len(numbers), "sha256": hashlib.sha256(content).hexdigest()}
-
-    def _fold_starts(self) -> None:
-        self._starts.append(np.array(self._new_starts, dtype=np.uint64))
-        self._new_starts = []
 
     def _write(self, part: Tokens) -> None:
         if self._file is None:

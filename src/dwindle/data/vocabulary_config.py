@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import Field
 
 from dwindle.core.config import Config
@@ -27,8 +25,8 @@ class VocabularyConfig(Config):
         if self.size is not None and parse_count(self.size, key) < 1:
             raise UserError(f"{key}: {self.size} must be at least 1")
 
-    def make_paths_absolute(self, base: Path) -> None:
+    def make_paths_absolute(self) -> None:
         """See ``DataConfig``."""
         from dwindle.data.config import absolute_path  # imports torch, which takes seconds
 
-        self.text = [absolute_path(path, base) for path in self.text]
+        self.text = list(map(absolute_path, self.text))

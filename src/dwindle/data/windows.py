@@ -25,30 +25,22 @@ def spread_windows(stream: TokenStream, seq_len: int, max_tokens: int, option: s
     return torch.from_numpy(windows)
 
 
-def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, option: str) -> Tensor:
-    """int64 [num_sequences, seq_len]: disjoint windows in random order; of a short text, overlapping ones."""
+def random_windows(
+    stream: TokenStream, num_sequences: int, seq_len: int, seed: int, num_held_out: int, option: str
+) -> tuple[Tensor, Tensor]:
+    """int64 [num_sequences, seq_len]: disjoint windows in random order; of a short text, overlapping ones. And at most
+    ``num_held_out`` further windows, none of a short text.
+    """
     available = len(stream) // seq_len
     if available < 1:
         raise UserError(
             f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or shorter sequences"
         )
     order = Permutation(max(available, num_sequences), f"{seed}/calibration")
-    last_start = len(stream) - seq_len
-    windows = np.empty((num_sequences, seq_len), dtype=np.int64)
-    for row in range(num_sequences):
-        if available >= num_sequences:
-            start = order(row) * seq_len
-        else:
-            start = order(row) * last_start // max(num_sequences - 1, 1)
-        windows[row] = stream.read(start, start + seq_len)
-    return torch.from_numpy(windows)
-
-
-def held_out_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: int, most: int) -> Tensor:
-    """int64 [at most ``most``, seq_len]: windows that ``random_windows`` does not use; none for a short text."""
-    available = len(stream) // seq_len
-    order = Permutation(max(available, num_sequences), f"{seed}/calibration")
-    rows = range(num_sequences, min(num_sequences + most, available))
-    starts = [order(row) * seq_len for row in rows]
-    windows = [torch.from_numpy(stream.read(start, start + seq_len).astype(np.int64)) for start in starts]
-    return torch.stack(windows) if windows else torch.empty(0, seq_len, dtype=torch.int64)
+    starts = [order(row) * seq_len for row in range(max(min(num_sequences + num_held_out, available), num_sequences))]
+    if available < num_sequences:
+        last_start = len(stream) - seq_len
+        starts = [order(row) * last_start // (num_sequences - 1) for row in range(num_sequences)]
+    windows = np.stack([stream.read(start, start + seq_len) for start in starts])
+    chosen, held_out = torch.from_numpy(windows).split([num_sequences, len(starts) - num_sequences])
+    return chosen, held_out

@@ -362,6 +362,7 @@ def _architecture(card: Card) -> str:
     if not layers:
         return ""
     heads, kv = ([len(la[unit]) for la in layers if la[unit]] for unit in ("query_heads", "kv_heads"))
+    kv_before = [len(set(of_query)) for of_query in card.first.get("layer_kv_of_query") or () if of_query]
     hidden, ffn = len(structure["hidden"]), [len(la["ffn"]) for la in layers if "mlp" not in la.get("absent", ())]
     blocks = Counter(block for la in layers for block in la.get("absent", ()))
     left = sum(not is_gone(la) for la in layers)
@@ -371,7 +372,7 @@ def _architecture(card: Card) -> str:
     rows = [
         ("hidden channels", _was(hidden + gone["stem"]), f"{hidden:,}"),
         ("query heads per layer", _was((sum(heads) + gone["attn"]) / max(len(heads), 1)), format_range(heads or [0])),
-        ("key/value heads per layer", _kv_before(kv, card.first, gone["attn"]), format_range(kv or [0])),
+        ("key/value heads per layer", format_range(kv_before) if kv_before else "–", format_range(kv or [0])),
         ("FFN channels per layer", _was((sum(ffn) + gone["ffn"]) / max(len(ffn), 1)), format_range(ffn or [0])),
         ("layers", f"{len(layers)}", f"{left}"),
     ]
@@ -392,12 +393,6 @@ def _gone_from(card: Card, kind: str, block: str) -> int:
             pairs = zip(layers, event.get("indices", ()), strict=False)  # of stem there is one list
             gone += sum(len(members) for layer, members in pairs if block not in layer.get("absent", ()))
     return gone
-
-
-def _kv_before(now: Sequence[int], source: Mapping[str, Any], heads_gone: int) -> str:
-    """Key/value heads of the source; old ledgers do not record them, but without pruned heads they are unchanged."""
-    before = [n for n in source.get("layer_kv_heads") or () if n] or (None if heads_gone else now)
-    return format_range(before) if before else "–"
 
 
 # Limits and settings -------------------------------------------------------------------------------------------------

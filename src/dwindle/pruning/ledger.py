@@ -1,7 +1,7 @@
 """The architecture's history: append-only JSON lines, one per event, with the source's indices.
 
     {"event": "source", "format": 1, "source": …, "parameters": …, "layer_parameters": […],
-     "layer_kv_heads": […], "options": {…}}
+     "hidden": …, "layer_kv_of_query": [[…], …], "layer_ffn": […], "options": {…}}
     {"event": "vocabulary", "rows": 49152, "kept": [[0, 31998], [34519, 34519]], "parameters": …}
     {"event": "prune", "step": …, "tokens": …, "type": "ffn", "indices": [[…], …],
      "saliency": {"attn": …, "ffn": …, "stem": …}, "parameters": …}
@@ -79,7 +79,7 @@ def source_event(source: str, anatomy: Anatomy, options: Mapping[str, Any]) -> E
         "format": FORMAT,
         "source": public_name(source),
         "parameters": anatomy.count(anatomy.source).total,
-        **_source_counts(anatomy),
+        **_source_sizes(anatomy),
         "options": dict(options),
     }
 
@@ -104,10 +104,13 @@ def vocabulary_in(events: Sequence[Mapping[str, Any]], where: str) -> Vocabulary
     return None if found is None else Vocabulary.from_json(found, where)
 
 
-def _source_counts(anatomy: Anatomy) -> dict[str, list[int]]:
+def _source_sizes(anatomy: Anatomy) -> dict[str, Any]:
+    source = anatomy.source
     return {
-        "layer_parameters": anatomy.layer_counts(anatomy.source),
-        "layer_kv_heads": [len(la.kv_heads) for la in anatomy.source.layers],
+        "layer_parameters": anatomy.layer_counts(source),
+        "hidden": len(source.hidden),
+        "layer_kv_of_query": [list(la.kv_of_query) for la in source.layers],
+        "layer_ffn": [len(la.ffn) for la in source.layers],
     }
 
 
@@ -195,8 +198,8 @@ def verified_structure(anatomy: Anatomy, events: Sequence[Event], where: str) ->
 
 
 def _check_source(anatomy: Anatomy, event: Event) -> None:
-    for key, expected in _source_counts(anatomy).items():
-        if event.get(key, expected) != expected:  # not in older ledgers
+    for key, expected in _source_sizes(anatomy).items():
+        if event[key] != expected:
             raise ValueError(f"{key} is not that of the source")
 
 

@@ -148,7 +148,8 @@ class Pruner(Callback):
         assert trainer.model is self.prunable.model
         if trainer.step == 0:
             anatomy = self.prunable.anatomy
-            settings = self.config.record() | {"seed": self.seed, "pacing": asdict(self.pacing)}  # type: ignore[call-overload]
+            pacing = {"end_count": self.end_count} | asdict(self.pacing)  # type: ignore[call-overload]
+            settings = self.config.record() | {"seed": self.seed, "pacing": pacing}
             for event in first_events(self.source, anatomy, settings, self.vocabulary):
                 self.ledger.append(event)
         self._listen(trainer)

@@ -154,7 +154,7 @@ def quantize(
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
     warn_beyond_positions(config.seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
-    windows = calibration_windows(
+    windows, _ = calibration_windows(
         data,
         tokenizer,
         num_sequences=config.sequences,

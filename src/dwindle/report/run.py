@@ -9,10 +9,10 @@ from typing import Any
 from dwindle.core.errors import UserError
 from dwindle.core.quality import Quality
 from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_toml
-from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
+from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, RunDirectory, Status
 from dwindle.core.sizes import counted
-from dwindle.report.architecture import ArchitectureView, find_architecture
-from dwindle.report.jsonlines import read_json
+from dwindle.report.architecture import ArchitectureView, architecture_of
+from dwindle.report.jsonlines import Record, read_json
 from dwindle.report.logs import LedgerLog, MetricsLog
 from dwindle.report.target import target_missed
 
@@ -25,6 +25,8 @@ class Run:
         self.directory = RunDirectory(folder)
         self.metrics = MetricsLog(self.directory.metrics)
         self.ledger = LedgerLog(self.directory.ledger)
+        self.structure: Record = {}
+        """That of the result; empty until it is written."""
         self.architecture: ArchitectureView | None = None
         self.recipe_text: str | None = None
         self.recipe: dict[str, Any] = {}
@@ -38,7 +40,8 @@ class Run:
     def refresh(self) -> None:
         self.metrics.refresh()
         self.ledger.refresh()
-        self.architecture = find_architecture(self.directory, self.ledger)
+        self.structure = read_structure(self.directory)
+        self.architecture = architecture_of(self.ledger, self.structure)
         self.recipe_text = recipe_text(self.directory)
         self.recipe = parse_recipe(self.recipe_text)
         self.quality = self.directory.read_quality()
@@ -79,7 +82,7 @@ class Run:
     def target_missed(self) -> bool:
         """Whether the run finished above its target size."""
         return self.status == "finished" and target_missed(
-            self.recipe, self.ledger.source, self.parameters_after, read_structure(self.directory)
+            self.recipe, self.ledger.source, self.parameters_after, self.structure
         )
 
     def missing(self) -> list[str]:
@@ -99,10 +102,8 @@ class Run:
                 )
             if found.unfinished:
                 lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
-        if self.ledger.lines.exists and not self.ledger.source:
-            lines.append(f"{LEDGER} has no source event: shares of the source cannot be shown.")
         if self.ledger.lines.exists and self.architecture is None:
-            lines.append(f"No {STRUCTURE} or checkpoint fits the ledger yet: the architecture cannot be shown.")
+            lines.append(f"{LEDGER} does not begin with the source's sizes: the architecture cannot be shown.")
         if self.recipe_text is None and self.status not in MODELS:
             lines.append(f"{RECIPE} is missing: the recipe cannot be shown.")
         return lines
@@ -123,10 +124,10 @@ def open_run(folder: str | os.PathLike[str]) -> Run:
     return run
 
 
-def read_structure(run: RunDirectory) -> dict[str, Any] | None:
-    """The final model's structure; None if it has not been written."""
-    found = read_json(run.model / STRUCTURE)
-    return found if isinstance(found, dict) else None
+def read_structure(run: RunDirectory) -> Record:
+    """The final model's structure; empty if it has not been written."""
+    found = read_json(run.structure)
+    return found if isinstance(found, dict) else {}
 
 
 def parse_recipe(text: str | None) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from typing import Any
 
 from dwindle import __version__
-from dwindle.core.figure import plain
 from dwindle.core.sizes import format_range
 from dwindle.report.architecture import ArchitectureView
 from dwindle.report.figures import build_figures
@@ -32,14 +32,14 @@ def summarise(run: Run, *, published: bool = False) -> dict[str, Any]:
         "status": "missed" if run.target_missed else run.status,
         "status_text": _status_text(run),
         "verdict": verdict(run),
-        "tiles": [plain(tile) for tile in tiles(run)],
-        "samples": [] if quality is None else [plain(sample) for sample in quality.samples if sample.source],
+        "tiles": [asdict(tile) for tile in tiles(run)],
+        "samples": [] if quality is None else [asdict(sample) for sample in quality.samples if sample.source],
         "removed": removed(run),
         "missing": run.missing(),
-        "figures": [plain(figure) for figure in build_figures(run)],
+        "figures": [asdict(figure) for figure in build_figures(run)],
         "architecture": None if view is None else _architecture(view),
-        "tables": [plain(table) for table in result_tables(run)],
-        "cost": None if cost is None else plain(cost),
+        "tables": [asdict(table) for table in result_tables(run)],
+        "cost": None if cost is None else asdict(cost),
         "recipe": run.recipe_text,
     }
 
@@ -68,25 +68,21 @@ def _architecture(view: ArchitectureView) -> dict[str, Any]:
     left = [la for la in layers if "attn" not in la.absent], [la for la in layers if "mlp" not in la.absent]
     queries = [len(la.kv_of_query) for la in layers], [la.queries_after for la in left[0]] or [0]
     ffn = [la.ffn_before for la in layers], [la.ffn_after for la in left[1]] or [0]
-    kv_before: list[int] = [la.kv_before for la in layers if la.kv_before is not None]
-    kv_after = [la.kv_after for la in layers]
-    kept_kv = [la.kv_after for la in left[0]] or [0]
-    known = len(kv_before) == len(layers)
+    kv = [la.kv_before for la in layers], [la.kv_after for la in left[0]] or [0]
     totals = [
         ["hidden channels", f"{view.hidden_before:,}", f"{view.hidden_after:,}"],
         ["query heads per layer", format_range(queries[0]), format_range(queries[1])],
-        ["key/value heads per layer", format_range(kv_before) if known else "unknown", format_range(kept_kv)],
+        ["key/value heads per layer", format_range(kv[0]), format_range(kv[1])],
         ["FFN channels per layer", format_range(ffn[0]), format_range(ffn[1])],
     ]
     if any(la.absent for la in layers):
         totals.append(["layers", f"{len(layers)}", f"{sum(not la.is_gone for la in layers)}"])
         if partly := sum(len(la.absent) == 1 for la in layers):
             totals.append(["of these without attention or FFN", "0", f"{partly}"])
-    if known and any(kv_before):
-        totals.append(["key/value cache", "100%", f"{sum(kv_after) / sum(kv_before):.0%}"])
+    if any(kv[0]):
+        totals.append(["key/value cache", "100%", f"{sum(kv[1]) / sum(kv[0]):.0%}"])
     return {
         **view.to_json(),
         "regular": all(la.is_regular for la in layers),
         "totals": totals,
-        "found_in": view.found_in,
     }

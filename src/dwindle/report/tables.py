@@ -48,7 +48,7 @@ class Cost:
 
 def cost_of(run: Run) -> Cost | None:
     """Running time (training, validation, compaction pauses) × devices; None without timed metrics."""
-    clock = running_clock(run)
+    clock = running_clock(run.metrics)
     if clock is None:
         return None
     tokens = run.metrics.tokens

@@ -10,42 +10,25 @@ from dwindle.core.sizes import parse_size
 from dwindle.report.jsonlines import Record, number
 
 
-def target_count(recipe: Mapping[str, Any], source: Record) -> int | None:
-    """Parameters at the target: from the ledger's ``source`` event, else from the recipe; None if neither says so."""
+def target_count(source: Record) -> int | None:
+    """Parameters at the target, from the ledger's ``source`` event; None if it does not say so."""
     options = source.get("options")
     pacing = options.get("pacing") if isinstance(options, dict) else None
     written = number(pacing.get("end_count")) if isinstance(pacing, dict) else None
-    if written is not None and written > 0:
-        return int(written)
-    total = number(source.get("trimmed_parameters", source.get("parameters")))
-    try:
-        size = parse_size(_target(recipe), "prune.target")
-    except UserError:
-        return None
-    if size.kind == "count":
-        return int(size.value)
-    if total is None or size.kind in ("shape", "file"):
-        return None
-    layers = source.get("layer_parameters")
-    if size.kind == "share" or not isinstance(layers, list):
-        return int(size.value * total) if size.kind == "share" else None
-    inside = sum(number(count) or 0.0 for count in layers)
-    return int(total - inside + size.value * inside)
+    return int(written) if written else None
 
 
-def target_missed(
-    recipe: Mapping[str, Any], source: Record, parameters: float | None, structure: Record | None
-) -> bool:
+def target_missed(recipe: Mapping[str, Any], source: Record, parameters: float | None, structure: Record) -> bool:
     """Whether a finished run is larger than its target; False if that is unknown.
 
     A target shape (``heads=8``) is compared with ``structure``, because its count in the ledger is an estimate.
     """
     target = _target(recipe)
     if "=" in target:
-        return structure is not None and _other_shape(target, structure)
+        return _other_shape(target, structure)
     if "@" in target:
         return False  # its count in the ledger is an estimate; the file's size is not known here
-    goal = target_count(recipe, source) if target else None
+    goal = target_count(source) if target else None
     return goal is not None and parameters is not None and parameters > goal
 
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 from dwindle.core.quality import NEEDS_TRAINING
 from dwindle.core.sizes import counted, format_count, format_duration
-from dwindle.report.figures import NAMES
 from dwindle.report.run import Run
 from dwindle.report.tables import cost_of
 from dwindle.report.target import target_count
@@ -45,7 +44,7 @@ def verdict(run: Run) -> str:
 
 
 def _target_text(run: Run, after: float) -> str:
-    goal = target_count(run.recipe, run.ledger.source)
+    goal = target_count(run.ledger.source)
     if run.target_missed:
         return f"The target of {run.target} was missed."
     if goal is not None and after > goal and run.status != "finished":
@@ -111,7 +110,7 @@ def _and_loss(text: str, loss: float | None) -> str:
 
 
 def _goal(run: Run) -> Tile | None:
-    goal = target_count(run.recipe, run.ledger.source)
+    goal = target_count(run.ledger.source)
     if not run.target or (goal is None and "=" not in run.target):
         return None
     if goal is None or run.target == format_count(goal):
@@ -144,8 +143,7 @@ def removed(run: Run) -> str:
 def _what_was_removed(run: Run) -> str:
     view = run.architecture
     if view is None or not view.layers:
-        parts = [f"{n:,} {NAMES[kind]}" for kind in NAMES if (n := run.ledger.num_gone(kind))]
-        return _and(parts)
+        return ""
     num = len(view.layers)
     heads, ffn = run.ledger.num_gone("attn") / num, run.ledger.num_gone("ffn") / num
     hidden = run.ledger.num_gone("stem")

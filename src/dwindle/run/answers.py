@@ -21,6 +21,8 @@ from dwindle.core.errors import UserError
 from dwindle.core.files import refuse_file, write_text_atomic
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
+from dwindle.core.sizes import format_duration
+from dwindle.core.terminal import plain
 from dwindle.data.chat import input_joint
 from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig
 from dwindle.evaluation.generation import Answer, Answerer, open_answerer, plan_groups, room_for
@@ -56,6 +58,14 @@ class GenerationSummary:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
+
+    def render(self) -> str:
+        resumed = f", {self.num_resumed:,} of them written before" if self.num_resumed else ""
+        written = plain(f"{self.out}: {self.num_answers:,} answers to {self.num_prompts:,} prompts{resumed}")
+        speed = f"{self.tokens:,} tokens in {format_duration(self.seconds)}, {self.tokens_per_second:,.0f} tokens/s"
+        return (
+            f"{written}\n{speed} ({self.runtime}); {self.num_cut:,} cut at the maximum length, {self.num_empty:,} empty"
+        )
 
 
 @takes(GenerateConfig)

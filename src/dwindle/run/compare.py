@@ -271,9 +271,10 @@ def _windows(loaded: Loaded, data: Sequence[str], valid: Sequence[str], config: 
 
 def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, config: CompareConfig) -> Tensor:
     seed, text_field = config.seed, config.text_field
-    return calibration_windows(
+    windows, _ = calibration_windows(
         data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
     )
+    return windows
 
 
 def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, config: CompareConfig) -> None:

@@ -87,24 +87,19 @@ def identity_of(recipe: Recipe, valid_windows: Tensor | None, vocabulary: Vocabu
 
 def generation_of(checkpoint: Checkpoint | None) -> GenerationConfig | None:
     """The generation settings that a checkpoint carries."""
-    state = _state_in(checkpoint)
-    return None if state is None else GenerationConfig(**state["generation"])
+    return None if checkpoint is None else GenerationConfig(**_state_in(checkpoint)["generation"])
 
 
 def accept_changes(
     checkpoint: Checkpoint | None, now: Mapping[str, Any], run: RunDirectory, anatomy: Anatomy
 ) -> list[dict[str, Any]]:
-    """Refuse a recipe or source that is not the checkpoint's; returns the permitted changes of what is computed.
-
-    Older checkpoints carry no identity and are not compared.
-    """
-    state = _state_in(checkpoint)
-    if checkpoint is None or state is None:
+    """Refuse a recipe or source that is not the checkpoint's; returns the permitted changes of what is computed."""
+    if checkpoint is None:
         return []
-    saved = state["identity"]
+    saved = _state_in(checkpoint)["identity"]
     hashed = {"source": "source.model", "teacher": "distill.teacher"}
     for key, name in (hashed | {"vocabulary": "vocabulary.text", "valid": "data.valid"}).items():
-        if saved.get(key) != now[key]:  # older runs have no vocabulary
+        if saved[key] != now[key]:
             raise _refused(name, "its content is not the one that the run began with", run)
     changes: dict[str, Any] = {}
     for name in sorted(saved["settings"].keys() | now["settings"].keys()):
@@ -112,8 +107,6 @@ def accept_changes(
         if was == wanted or _matches(name, MAY_CHANGE) or _matches(name, HASHED_ELSEWHERE):
             continue
         if name not in saved["settings"] and wanted == _default_of(name):  # a key that is newer than the run
-            continue
-        if name == "prune.metric" and was is None:  # an older run: recipe_of_run says which one that was
             continue
         _check_change(name, was, wanted, run, anatomy, checkpoint)
         changes[name] = {"was": was, "is": wanted}
@@ -127,12 +120,6 @@ def _default_of(name: str) -> Any:
     section, _, key = name.partition(".")
     fields: Any = getattr(Recipe.model_fields[section].annotation, "model_fields", {})
     return fields[key].get_default(call_default_factory=True) if key in fields else None
-
-
-def follow_rate(checkpoint: Checkpoint | None, lr: float) -> None:
-    """Let the schedule of a compared checkpoint continue at the recipe's rate."""
-    if checkpoint is not None and _state_in(checkpoint) is not None:
-        checkpoint.state["schedule"]["lr"] = lr
 
 
 def _check_change(
@@ -159,9 +146,9 @@ def _refused(name: str, problem: str, run: RunDirectory) -> UserError:
     return UserError(f"{name}: {problem}: put it back in {run.recipe}, or start a new run with `dwindle pretrain`")
 
 
-def _state_in(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-    found = None if checkpoint is None else checkpoint.state["callbacks"].get(RunState.__name__)
-    return found or None
+def _state_in(checkpoint: Checkpoint) -> dict[str, Any]:
+    found: dict[str, Any] = checkpoint.state["callbacks"][RunState.__name__]
+    return found
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

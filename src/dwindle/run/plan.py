@@ -28,7 +28,7 @@ from dwindle.pruning.layouts import final_count, largest_count
 from dwindle.pruning.pacing import Pacing, Ratio, training_pacing
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.target import Shape, Sizes, Target, parse_target, sizes_of, sizes_text
-from dwindle.recipe.recipe import Recipe, recipe_of_run
+from dwindle.recipe.recipe import Recipe, load_recipe
 from dwindle.recipe.recommended import PASSES
 from dwindle.run.memory import Footprint, footprint
 from dwindle.run.start import Start, file_sizes, start_of
@@ -206,7 +206,7 @@ def settle(recipe: Recipe, run: RunDirectory, world: World) -> Recipe:
         write_toml(recipe, run.recipe)
 
     world.main_first("settle", choose)
-    return recipe if world.is_main else recipe_of_run(run.recipe)
+    return recipe if world.is_main else load_recipe(run.recipe)
 
 
 @dataclass(slots=True)

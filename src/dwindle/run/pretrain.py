@@ -39,8 +39,8 @@ from dwindle.pruning.ledger import first_events
 from dwindle.pruning.pruner import Pruner, physical_structure
 from dwindle.pruning.sheared import ShearedPruner
 from dwindle.pruning.surgery import Prunable
-from dwindle.recipe.recipe import Recipe, recipe_of_run, resolve_recipe
-from dwindle.run.identity import RunState, accept_changes, follow_rate, generation_of, identity_of
+from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
+from dwindle.run.identity import RunState, accept_changes, generation_of, identity_of
 from dwindle.run.judging import QualityRecorder, whole_source
 from dwindle.run.plan import (
     PlanWarning,
@@ -98,7 +98,7 @@ def pretrain(
 
         world.main_first("begin", begin)
         try:
-            return _continue(recipe_of_run(run.recipe), run, world, callbacks)
+            return _continue(load_recipe(run.recipe), run, world, callbacks)
         except BaseException as error:
             if world.is_main:
                 run.forget_if_not_begun(only_replacing=not isinstance(error, UserError))
@@ -130,7 +130,7 @@ def resume(run: str | PathLike[str], *, callbacks: Sequence[Callback] = ()) -> R
     directory = RunDirectory(Path(run))
     directory.restore_replaced()
     directory.check_is_run()
-    recipe = recipe_of_run(directory.recipe)
+    recipe = load_recipe(directory.recipe)
     with joined_for(recipe) as world:
         return _continue(recipe, directory, world, callbacks)
 
@@ -246,8 +246,6 @@ class Job:
                     state.changes = accept_changes(checkpoint, state.identity, self.run, self.anatomy)
 
         self.world.main_first("identity", compare)
-        with nullcontext() if checkpoint is None else fitting(checkpoint.path):
-            follow_rate(checkpoint, self.recipe.training.lr)
         return state
 
     def _report_changes(self) -> None:

@@ -25,7 +25,7 @@ from dwindle.core.quality import Quality
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
-from dwindle.data.text_windows import calibration_and_held_out
+from dwindle.data.text_windows import calibration_windows
 from dwindle.export.gguf_size import FileSize
 from dwindle.export.huggingface import About, check_output, save_model, try_save
 from dwindle.pruning.config import PostTrainingConfig
@@ -259,7 +259,7 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
 
 def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> tuple[Tensor, Tensor]:
     """Windows for calibration and for measurement."""
-    return calibration_and_held_out(
+    return calibration_windows(
         data,
         needed_tokenizer(loaded.tokenizer, loaded.source),
         num_sequences=config.num_sequences,

@@ -296,7 +296,6 @@ class Trainer:
             "loss": finite(self.loss),
             "bad_steps": self.bad_steps,
             "bad_steps_in_a_row": self.bad_steps_in_a_row,
-            "schedule": self.schedule.state_dict(),
             "batches": self.batches.state_dict(),
             "callbacks": {callback.name: callback.state_dict() for callback in self.callbacks},
             "rng": rng_state(),
@@ -314,11 +313,10 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Inverse of ``state_dict``, except for the random generators, which ``load_checkpoint`` restores last."""
-        self.schedule.load_state_dict(state["schedule"])
         self.batches.load_state_dict(state["batches"])
         self.step = int(state["step"])
         self.tokens = int(state["tokens"])
-        self.loss = state.get("loss")  # not in older checkpoints
+        self.loss = state["loss"]
         self.bad_steps = int(state["bad_steps"])
         self.bad_steps_in_a_row = int(state["bad_steps_in_a_row"])
         by_name = {callback.name: callback for callback in self.callbacks}

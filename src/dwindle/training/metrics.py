@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class MetricsWriter(Callback):
     """``metrics.jsonl``: one line per step, with the ``extra_metrics`` of the callbacks before this one.
 
-    Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared. FLOPs are
-    those of the model in memory: pruned groups are still computed until a compaction removes them.
+    Everything that depends on the clock is under ``time``, so that the rest of two runs can be compared; ``running`` is
+    seconds since this process ``began``. FLOPs are those of the model in memory: pruned groups are still computed
+    until a compaction removes them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,6 +35,7 @@ class MetricsWriter(Callback):
         self._anatomy: Anatomy | None = None
 
     def on_start(self, trainer: Trainer) -> None:
+        self._began, self._began_s = time.time(), time.perf_counter()
         self._track(trainer.model)
 
     def _track(self, model: nn.Module) -> None:
@@ -64,7 +66,8 @@ class MetricsWriter(Callback):
                     "tokens_per_s": tokens_per_s,
                     "seconds": last.seconds,
                     **utilisation,
-                    "wall": time.time(),
+                    "began": self._began,
+                    "running": time.perf_counter() - self._began_s,
                     "devices": trainer.engine.size,
                     **trainer.extra_times,
                 },

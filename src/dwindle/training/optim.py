@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from dwindle.core.errors import UserError
 from dwindle.training.config import TrainingConfig
 from dwindle.training.moments import AdamW
 from dwindle.training.muon import Muon, layer_matrices
@@ -81,18 +80,12 @@ class LRSchedule:
     @classmethod
     def of(cls, config: TrainingConfig, num_steps: int) -> LRSchedule:
         """The schedule of a recipe."""
-        warmup_steps, decay_steps = config.warmup_steps(num_steps), config.decay_steps(num_steps)
-        if warmup_steps + decay_steps > num_steps:
-            raise UserError(
-                f"training.warmup: {warmup_steps} steps of warm-up and {decay_steps} of decay do not fit "
-                f"into {num_steps} steps: choose a smaller fraction or more training.tokens"
-            )
         return cls(
             kind=config.schedule,
             lr=config.lr,
             num_steps=num_steps,
-            warmup_steps=warmup_steps,
-            decay_steps=decay_steps,
+            warmup_steps=config.warmup_steps(num_steps),
+            decay_steps=config.decay_steps(num_steps),
             min_lr_ratio=config.min_lr_ratio,
         )
 
@@ -117,15 +110,3 @@ class LRSchedule:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         return lr
-
-    def state_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the schedule is the one the run started with; anything else is an error."""
-        for key, now in asdict(self).items():
-            if state[key] != now:
-                raise UserError(
-                    f"training schedule: {key} was {state[key]} when the run started and is {now} now: "
-                    "resume with the run's own recipe, or start a new run"
-                )

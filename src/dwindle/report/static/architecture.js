@@ -53,17 +53,15 @@ function drawArchitecture(holder, view, chosen, choose, forcedWidth) {
 function groupsOf(layer) {
   const groups = new Map();
   layer.kv_of_query.forEach((kv, query) => {
-    const key = kv == null ? `?${query}` : kv;
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push(query);
+    if (!groups.has(kv)) groups.set(kv, []);
+    groups.get(kv).push(query);
   });
   return [...groups].map(([kv, queries]) => ({ kv, queries }));
 }
 
 function layerText(layer, index) {
   const all = layer.kv_of_query.length;
-  const before = layer.kv[0] == null ? "an unknown number" : layer.kv[0];
-  return `Layer ${index}: ${all - layer.gone_queries.length} of ${all} query heads, ${layer.kv[1]} of ${before} ` +
+  return `Layer ${index}: ${all - layer.gone_queries.length} of ${all} query heads, ${layer.kv[1]} of ${layer.kv[0]} ` +
     `key/value heads, ${layer.ffn[1].toLocaleString("en")} of ${layer.ffn[0].toLocaleString("en")} FFN channels`;
 }
 
