@@ -98,6 +98,7 @@ def metrics_of(step: int, tokens: int, steps: int, chance: random.Random) -> dic
         "grad_norm": math.exp(chance.gauss(-0.3, 0.3)),
         "lr": 1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2),
         "skipped": False,
+        "flops_per_token": 1e6,
     }
 
 

@@ -158,7 +158,7 @@ def test_the_unit_of_speed_fits_it(tmp_path: Path, factor: float, unit: str) -> 
     lines = records(run / "metrics.jsonl")
     for line in lines:
         line["time"]["tokens_per_s"] = 10 * factor
-        line["parameters"] = 500_000
+        line["flops_per_token"] = 3e6
     write_lines(run / "metrics.jsonl", lines)
     panel = next(f for f in build_figures(open_run(run)) if f.id == "throughput").panels[1]
     assert panel.label == f"model {unit}" and set(panel.series[0].y) == {30}

@@ -9,7 +9,7 @@ import numpy as np
 from dwindle.core.figure import Figure, Mark, Panel, Rug, Series, Unit
 from dwindle.core.run_directory import METRICS
 from dwindle.report.clock import running_clock
-from dwindle.report.logs import KINDS, Floats, MetricColumn
+from dwindle.report.logs import KINDS, Floats
 from dwindle.report.run import Run
 from dwindle.report.target import target_count
 from dwindle.report.thinning import moving_mean, rounded, thin, thin_steps
@@ -302,10 +302,10 @@ def _throughput(run: Run) -> Figure | None:
     if len(use := metrics.column("time.mfu")):
         panels.append(_speed_panel("utilisation", "percent", clock.seconds[use.rows], use.values * 100))
         about = "Utilisation: model FLOP/s relative to the device's peak."
-    elif (flops := _flops(run, speed)) is not None:
-        unit, scale = _flops_unit(flops)
-        panels.append(_speed_panel(f"model {unit}", "number", x, flops / scale))
-        about = f"{unit}: 6 × parameters × tokens per second."
+    elif len(flops := metrics.column("flops_per_token")) == len(speed):
+        unit, scale = _flops_unit(flops.values * speed.values)
+        panels.append(_speed_panel(f"model {unit}", "number", x, flops.values * speed.values / scale))
+        about = f"{unit} of the model in memory: pruned groups count until a compaction."
     else:
         about = ""
     pauses = metrics.column("time.compaction")
@@ -327,14 +327,6 @@ def _throughput(run: Run) -> Figure | None:
 
 def _speed_panel(label: str, unit: Unit, x: Floats, y: Floats) -> Panel:
     return Panel(label, unit, _smoothed(label, "speed", x, y), zero=True, top=_calm_top(y))
-
-
-def _flops(run: Run, speed: MetricColumn) -> Floats | None:
-    sizes = run.metrics.column("parameters")
-    if len(sizes) != run.metrics.num_rows:
-        return None
-    result: Floats = 6.0 * sizes.values[speed.rows] * speed.values
-    return result
 
 
 def _flops_unit(flops: Floats) -> tuple[str, float]:
