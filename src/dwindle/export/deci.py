@@ -22,7 +22,15 @@ from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export import configuration_decilm
-from dwindle.export.verification import HF_TOLERANCE, Verified, as_float32, check, logits_of, relative_error
+from dwindle.export.verification import (
+    HF_TOLERANCE,
+    Verified,
+    as_float32,
+    check,
+    check_same_weights,
+    logits_of,
+    relative_error,
+)
 
 ARCHITECTURE = "DeciLMForCausalLM"
 _MULTIPLE = 256
@@ -91,6 +99,8 @@ def verify(folder: Path, model: Any, prompts: list[list[int]]) -> Verified:
     reference, config = as_float32(model), read_json(folder / "config.json")
     files = sorted(folder.glob("*.safetensors"))
     weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    check_same_weights(weights, reference)
     worst = max(relative_error(layout_logits(config, weights, ids), logits_of(reference, ids)) for ids in prompts)
     return check(Verified("torch, by the layout", worst, HF_TOLERANCE, "largest relative difference of a logit"))
 
@@ -128,8 +138,7 @@ def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[
             gate, up = (linear(f"{layer}.mlp.{part}_proj", y) for part in ("gate", "up"))
             assert up.shape[-1] == ffn_width(block["ffn"], config["hidden_size"])
             x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return F.linear(norm("model.norm", x), head)
+    return linear("lm_head", norm("model.norm", x))
 
 
 def frequencies(config: dict[str, Any]) -> Tensor:

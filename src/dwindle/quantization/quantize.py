@@ -33,6 +33,7 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
+from dwindle.export.verification import check_same_weights
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
 from dwindle.quantization.config import QuantizeConfig
@@ -286,6 +287,7 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
         for file in folder.iterdir():
             if file.is_file():
                 file.chmod(0o644)
+        check_same_weights(load(folder).model.state_dict(), model)
 
 
 def _card(result: Quantized, out: Path) -> str:
