@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.anatomy import Anatomy, cut
+from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
 from dwindle.export import gguf_writer, verification
 from dwindle.export.exporting import export
@@ -209,6 +210,20 @@ def test_a_deci_file_is_read_back_layer_by_layer(family: str, structure: str, mo
     assert same == Anatomy.of(written).source and same.is_uniform == (structure == "odd")
     text = "The lazy fox<|im_start|> pays 37."
     assert again.tokenizer is not None and again.tokenizer(text).input_ids == loaded.tokenizer(text).input_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_deci_file_may_begin_without_attention(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one of ours: llama.cpp reads the size of a head from the first layer, so we fill it."""
+    monkeypatch.setattr(gguf_writer, "blocks_to_fill", lambda structure: frozenset())
+    loaded = tiny_loaded(family)
+    full = Anatomy.of(loaded.model).source
+    model = cut(loaded.model, Anatomy.of(loaded.model), full.without(Group("layer", ((0,), (), ()))), full)
+    out = export(Loaded(model, loaded.tokenizer, "tiny", "huggingface"), "gguf", tmp_path / "m.gguf", verify=False).out
+    batch = torch.arange(40).view(2, 20) + 3
+    with torch.inference_mode():
+        expected = model(input_ids=batch).logits
+        torch.testing.assert_close(load(out).model(input_ids=batch).logits, expected, atol=1e-2, rtol=1e-2)
 
 
 def test_deci_files_that_are_no_llama_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

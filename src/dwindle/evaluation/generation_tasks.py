@@ -216,7 +216,7 @@ def _shots(task: GenerationTask, places: Sequence[str]) -> Iterator[str]:
 
 
 def answer_items(answerer: Answerer, data: GenerationData, *, tokens: int | None, quiet: bool) -> list[str]:
-    """Answers, each cut where the task says that it ends."""
+    """Whole answers, which ``score_answers`` cuts where the task says that they end."""
     task, tokenizer = data.task, answerer.tokenizer
     is_chat = task.chat and bool(getattr(tokenizer, "chat_template", None))
     wanted = tokens or task.max_tokens
@@ -234,7 +234,7 @@ def answer_items(answerer: Answerer, data: GenerationData, *, tokens: int | None
         for group, room in plan_groups(answerer, [len(row) for row in rows], wanted):
             found = answerer.answer([rows[index] for index in group], [(index,) for index in group], room)
             for index, answer in zip(group, found, strict=True):
-                answers[index] = _cut(answer.text, task.until)
+                answers[index] = answer.text
             done += sum(answer.num_tokens for answer in found)
             if bar is not None:
                 bar.advance(len(group), f"{task.title}, {done / (time.perf_counter() - started):,.0f} tokens/s")
@@ -276,7 +276,7 @@ def score_answers(
     found = [answers.get(item.id) for item in data.items] if isinstance(answers, Mapping) else answers
     for item, answer in zip(data.items, found, strict=True):
         if answer is not None:
-            given.append((item, answer))
+            given.append((item, _cut(answer, task.until)))
         else:
             result.num_skipped += 1
             result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:NUM_REASONS_KEPT]

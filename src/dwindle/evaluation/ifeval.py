@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from dwindle.core.errors import UserError, install_hint
+from dwindle.core.errors import UserError, first_line, install_hint
 
 _LANGUAGE = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
 _SENTENCES = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
@@ -76,6 +76,10 @@ class Checkers:
             raise ValueError("instructions and their arguments do not match")
         if unknown := [name for name in names if name not in self._known]:
             raise ValueError(f"unknown instruction {unknown[0]!r}")
+        try:
+            self.check(document, "a")
+        except Exception as error:  # whatever a checker raises for arguments that it does not have
+            raise ValueError(f"arguments that its instructions do not have: {first_line(error)}") from error
 
 
 def levels(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
