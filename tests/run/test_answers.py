@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_answers_do_not_choose_the_frequencies_of_others() -> None:
     answerer = TransformersAnswerer(model, tokenizer, SamplingConfig())
     groups = answerer.groups([len(row) for row in rows])
     found = [answerer.answer([rows[index] for index in group], [()] * len(group), 12) for group in groups]
-    for index, answer in zip(sum(groups, []), sum(found, []), strict=True):
+    for index, answer in zip(chain(*groups), chain(*found), strict=True):
         ids = greedy(model, rows[index], 12)
         end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else 12
         assert answer.text == tokenizer.decode(ids[:end], skip_special_tokens=True)
