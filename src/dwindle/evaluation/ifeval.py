@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from dwindle.core.errors import UserError, first_line, install_hint
 
@@ -29,7 +30,8 @@ class Checkers:
     def __init__(self) -> None:
         has_langdetect = importlib.util.find_spec("langdetect") is not None
         try:
-            with _without_download(), _stand_in(has_langdetect):
+            # the module downloads NLTK's data on import, unless it believes to run on another rank than the first
+            with patch.dict(os.environ, {"LOCAL_RANK": "1"}), _stand_in(has_langdetect):
                 self._utils = importlib.import_module("lm_eval.tasks.ifeval.utils")
                 nltk = importlib.import_module("nltk")
         except ImportError as error:
@@ -103,21 +105,6 @@ def _random_numbers(seed: str) -> Iterator[None]:
         yield
     finally:
         random.setstate(before)
-
-
-@contextmanager
-def _without_download() -> Iterator[None]:
-    """The checkers' module downloads NLTK's data on import, unless it believes to run on another rank than the
-    first."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
 
 
 @contextmanager
