@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dwindle.anatomy.build import is_custom, restore_buffers
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
 from dwindle.export.gguf_vocabulary import PROBES, chat_template_of, probes_of
-from dwindle.export.process import RuntimeFailure, RuntimeProcess
+from dwindle.export.process import CachedEngine, RuntimeFailure, RuntimeProcess
 
 PROMPTS = (
     "The capital of France is",
@@ -24,7 +24,7 @@ PROMPTS = (
     "def fibonacci(n):\n",
     "The three most important things in life are",
 )
-NUM_CONTINUED = 8
+NUM_CONTINUED, NUM_DECODED = 8, 16
 LONG_PROMPT, ROOM = 256, 24
 """Tokens of the longest prompt at most, and those that remain for its continuation in a short context."""
 
@@ -134,6 +134,31 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
     reference = as_float32(model)
     worst = max(relative_error(logits_of(loaded, ids), logits_of(reference, ids)) for ids in prompts)
     return check(Verified("transformers", worst, HF_TOLERANCE, "largest relative difference of a logit"))
+
+
+def verify_cached(
+    runtime: str, start: Callable[[], CachedEngine], reference: Any, batches: list[list[list[int]]], tolerance: float
+) -> Verified:
+    """Compare prefill and ``NUM_DECODED`` tokens from the cache, for each batch of rows of one length."""
+    worst = 0.0
+    try:
+        engine = start()
+        for batch in batches:
+            engine.reset(len(batch))
+            rows, found = [list(row) for row in batch], [torch.as_tensor(engine.step(batch))]
+            for _ in range(NUM_DECODED):
+                for row, logits in zip(rows, found[-1], strict=True):
+                    row.append(int(logits[-1].argmax()))
+                found.append(torch.as_tensor(engine.step([row[-1:] for row in rows])))
+            pairs = zip(torch.cat(found, dim=1), rows, strict=True)
+            worst = max(worst, *(relative_error(logits, logits_of(reference, row)) for logits, row in pairs))
+    except UserError:
+        raise
+    except Exception as error:
+        raise Mismatch(
+            f"export: {runtime} cannot run the exported model ({first_line(error)}): the output was removed"
+        ) from error
+    return check(Verified(runtime, worst, tolerance, "largest relative difference of a logit"))
 
 
 def check_same_weights(found: Mapping[str, Tensor], model: Any) -> None:
