@@ -12,7 +12,8 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,19 @@ NUM_REASONS_KEPT = 5
 _HUB_TIMEOUT_S = 8.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Skips:
-    """The items of a data set that cannot be used."""
+@dataclass(kw_only=True)
+class Items:
+    """Where the items of a data set are from, and those that cannot be used."""
 
+    where: str = ""
+    split: str = ""
     num_skipped: int = 0
     skipped: list[str] = field(default_factory=list)
     """Reasons, for the first few."""
+
+    def about(self) -> dict[str, Any]:
+        """The same for a result."""
+        return {one.name: copy(getattr(self, one.name)) for one in fields(Items)}
 
     def skip(self, reason: str) -> None:
         self.num_skipped += 1
@@ -46,15 +53,13 @@ class Skips:
 
 
 @dataclass(slots=True)
-class TaskData(Skips):
+class TaskData(Items):
     """The usable items of a task, and why others were skipped."""
 
     task: Task
     items: list[Item]
     documents: list[dict[str, Any]]
     """The same items in the form that the harness's task definitions read."""
-    where: str
-    split: str
     shot_documents: list[dict[str, Any]] = field(default_factory=list)
     """Examples that precede questions."""
 
@@ -66,7 +71,7 @@ def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = Non
     only if it is named or no place is given.
     """
     where, split, rows = open_dataset(task.dataset, task.name, places)
-    data = TaskData(task, [], [], where, split)
+    data = TaskData(task, [], [], where=where, split=split)
     _fill(data, rows, limit, _shots(data, places))
     return data
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.evaluation.data import NUM_REASONS_KEPT, Skips, open_dataset, shot_dataset
+from dwindle.evaluation.data import Items, open_dataset, shot_dataset
 from dwindle.evaluation.generation import Answerer, plan_groups, room_for
 from dwindle.evaluation.ifeval import Checkers, levels
 from dwindle.evaluation.metrics import standard_error
@@ -52,12 +52,10 @@ class GenerationItem:
 
 
 @dataclass(slots=True)
-class GenerationData(Skips):
+class GenerationData(Items):
     """The usable items of a task, and why others were skipped."""
 
     task: GenerationTask
-    where: str
-    split: str
     items: list[GenerationItem] = field(default_factory=list)
 
 
@@ -136,7 +134,7 @@ GENERATION_TASKS: dict[str, GenerationTask] = {
 def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int | None = None) -> GenerationData:
     """The first ``limit`` documents with their prompts."""
     where, split, rows = open_dataset(task.dataset, task.name, places)
-    data = GenerationData(task, where, split)
+    data = GenerationData(task, where=where, split=split)
     before = "".join(_shots(task, places))
     seen: dict[int | str, str] = {}
     checkers = Checkers() if task.name == "ifeval" else None
@@ -265,12 +263,9 @@ def score_answers(
         values={},
         stderrs={},
         num_items=0,
-        num_skipped=data.num_skipped,
-        skipped=list(data.skipped),
         left_out={},
-        split=data.split,
-        where=data.where,
         prompt=task.prompt,
+        **data.about(),
     )
     given = []
     found = [answers.get(item.id) for item in data.items] if isinstance(answers, Mapping) else answers
@@ -278,8 +273,7 @@ def score_answers(
         if answer is not None:
             given.append((item, _cut(answer, task.until)))
         else:
-            result.num_skipped += 1
-            result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:NUM_REASONS_KEPT]
+            result.skip(f"no answer for {item.id!r}")
     if not given:
         raise UserError(f"{task.name}: none of its {len(data.items)} items has an answer: give answers to {data.where}")
     records = _ifeval(result, given) if task.name == "ifeval" else _exact(task, result, given)
