@@ -12,7 +12,7 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.evaluation.data import Items, open_dataset, shot_dataset
+from dwindle.evaluation.data import Items, open_dataset, shot_dataset, usable
 from dwindle.evaluation.generation import Answerer, plan_groups, room_for
 from dwindle.evaluation.ifeval import Checkers, levels
 from dwindle.evaluation.metrics import standard_error
@@ -138,16 +138,7 @@ def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int |
     before = "".join(_shots(task, places))
     seen: dict[int | str, str] = {}
     checkers = Checkers() if task.name == "ifeval" else None
-    for number, (label, row) in enumerate(rows):
-        if limit is not None and number >= limit:
-            break
-        try:
-            if isinstance(row, BrokenItem):
-                raise row
-            item = _item(task, number, row, before, checkers)
-        except BrokenItem as problem:
-            data.skip(f"{label}: {problem}")
-            continue
+    for label, item in usable(rows, data, limit, lambda number, row: _item(task, number, row, before, checkers)):
         if item.id in seen:
             raise UserError(
                 f"--data: {where}, {label}: the id {item.id!r} is also that of {seen[item.id]}: give each its own"
