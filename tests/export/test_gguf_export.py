@@ -394,6 +394,24 @@ def test_a_scale_that_rounding_does_not_explain_is_found(
     for type_ in ("f32", "bf16", "q8_0"):
         with pytest.raises(Mismatch, match="written 10% off"):
             export(loaded, "gguf", tmp_path / "m.gguf", type=type_)
+    monkeypatch.setattr(gguf_writer, "quantize", lambda gguf, values, *more: rightly(gguf, share**2 * values, *more))
+    for type_ in ("q4_0", "q4_1", "q4_k_m", "iq4_nl"):
+        with pytest.raises(Mismatch, match="off the source's"):
+            export(loaded, "gguf", tmp_path / "m.gguf", type=type_)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0", "q4_k_m", "q5_k_m", "q6_k", "iq4_nl"])
+def test_rows_that_round_worst_are_written(kind: str, tmp_path: Path) -> None:
+    """One large value in every block, zeros, a row of values that 16 bits do not have, and wide ranges."""
+    loaded = tiny_loaded("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    with torch.no_grad():
+        for name, weight in loaded.model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                rows = torch.full((5, 256), 0.99 / 16)
+                rows[0, ::32], rows[1, ::32], rows[2], rows[3] = 1, -1, 0, 3e-8
+                rows[4] = torch.logspace(-6, 0, 256)
+                weight.copy_(0.3 * rows.repeat(len(weight) // 5 + 1, 1)[: len(weight)])
+    export(loaded, "gguf", tmp_path / "m.gguf", type=kind, verify=False)
 
 
 @pytest.mark.parametrize("type_", ["f16", "q8_0"])

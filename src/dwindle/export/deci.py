@@ -119,7 +119,10 @@ def described(folder: Path) -> Any:
         hidden=values["hidden_size"],
         ffn=[0 if one["no_op"] else ffn_width(one, values["hidden_size"]) for one in ffn],
         kv_of_query=[[] if a["no_op"] else [q // a["n_heads_in_group"] for q in range(heads)] for a in attention],
-        absent=[(*["attn"] * a["no_op"], *["mlp"] * f["no_op"]) for a, f in zip(attention, ffn, strict=True)],
+        absent=[
+            (*(("attn",) if a["no_op"] else ()), *(("mlp",) if f["no_op"] else ()))
+            for a, f in zip(attention, ffn, strict=True)
+        ],
     )
     rope = {"rope_theta": values["rope_theta"], **(values["rope_scaling"] or {"rope_type": "default"})}
     known = {key: values[key] for key in _SHARED if key in values}
