@@ -248,6 +248,25 @@ def test_gsm8k_is_asked_and_scored_as_in_the_harness(tmp_path: Path) -> None:
     assert 0 < result.values["exact_match"] < result.values["flexible"] < 1
 
 
+def test_answers_of_a_file_end_where_those_of_a_model_do(tmp_path: Path) -> None:
+    """A base model goes on to a question of its own, whose number is not its answer."""
+    write_lines(tmp_path / "gsm8k.train.jsonl", GSM8K[:6])
+    write_lines(tmp_path / "gsm8k.test.jsonl", GSM8K[:2])
+    texts = [f" It is {n + 1},000.\n\nQuestion: What is 7 + 1?\nAnswer: 8" for n in range(2)]
+    rows = [{"id": n, "messages": [{"role": "assistant", "content": text}]} for n, text in enumerate(texts)]
+    answers = write_lines(tmp_path / "answers.jsonl", rows)
+    assert evaluate(answers, ["gsm8k"], data=[str(tmp_path)]).generated[0].values["flexible"] == 1.0
+
+
+def test_instructions_with_arguments_of_others_are_skipped(tmp_path: Path) -> None:
+    """Before any answer: a checker would raise when all answers are there."""
+    bad = {**SOME[1], "key": 5, "kwargs": [{"num_bullets": 3}, {"words": ["ice"]}]}
+    write_lines(tmp_path / "ifeval.prompts.jsonl", [SOME[0], bad])
+    data = load_data(["ifeval"], [str(tmp_path)]).generated[0]
+    assert [item.id for item in data.items] == [1] and data.num_skipped == 1
+    assert "line 2: a field has the wrong form (arguments that its instructions do not have" in data.skipped[0]
+
+
 def test_exact_match_on_a_file_of_ones_own(tmp_path: Path) -> None:
     rows = [{"question": f"Capital {n}?", "answer": f"City {n}"} for n in range(6)]
     write_lines(tmp_path / "exact_match.dev.jsonl", rows)

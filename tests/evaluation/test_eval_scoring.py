@@ -107,6 +107,16 @@ def test_sliding_windows_are_kept() -> None:
     check(tiny_model("mistral", sliding_window=64))
 
 
+@pytest.mark.parametrize("switch", [9, 11, 13, 14])
+def test_frequencies_follow_each_sequence(switch: int) -> None:
+    """Phi's choice between short and long factors is made for a whole forward pass."""
+    model = tiny_model("Phi-4-mini", original_max_position_embeddings=switch)
+    model.config.rope_parameters["original_max_position_embeddings"] = switch
+    check(model, batch=100)
+    check(model, batch=2)
+    check(model, max_length=10)
+
+
 def test_eager_attention_and_unknown_families() -> None:
     model = tiny_model("llama")
     model.set_attn_implementation("eager")

@@ -16,7 +16,9 @@ import dwindle
 from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.structure import Group, Structure
 from dwindle.core.errors import UserError
+from dwindle.export.exporting import export
 from dwindle.export.huggingface import save_model
+from edge_models import tiny_loaded
 from tiny import FAMILIES, random_group, tiny_model, tokens
 
 
@@ -138,3 +140,26 @@ def test_the_card_has_the_name_of_the_run(tmp_path: Path) -> None:
         save(model, structure, tmp_path / place)
         assert title in (tmp_path / place / "README.md").read_text().splitlines()
     assert "stored as a Mistral" in (tmp_path / "smaller" / "README.md").read_text()
+
+
+def test_a_row_that_no_prompt_reads_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrongly(tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        embedding = tensors["model.embed_tokens.weight"].clone()
+        embedding[305] *= -1
+        return tensors | {"model.embed_tokens.weight": embedding}
+
+    monkeypatch.setattr("dwindle.export.huggingface.remove_tied_weights_from_state_dict", wrongly)
+    for layout in (None, "deci"):
+        with pytest.raises(UserError, match=r"model.embed_tokens.weight was written with other values"):
+            export(tiny_loaded(), "hf", tmp_path / "out", layout=layout)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_comes_back_as_another_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives a Qwen 2 a normalizer and a pattern of its own, whatever ``tokenizer.json`` says."""
+    loaded = tiny_loaded("qwen2")
+    export(loaded, "hf", tmp_path / "out")
+    monkeypatch.setattr("dwindle.sources.huggingface._is_all_in_json", lambda folder: False)
+    with pytest.raises(UserError, match="is not the same after it was saved and loaded"):
+        export(loaded, "hf", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

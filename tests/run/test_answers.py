@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from dwindle.run import answers
 from dwindle.run.answers import generate_answers, sample_text
 from dwindle.run.generation import generate
 from dwindle.sources.loading import load
-from edge_models import tiny_loaded
+from edge_models import greedy, tiny_loaded
 from hostile import shell
 from runs import die_at, start, wait
 from tiny import tiny_directory, tiny_model, tiny_tokenizer
@@ -112,6 +112,19 @@ def test_batches_equal_a_plain_loop(family: str, settings: dict[str, Any]) -> No
             assert answer.is_finished == (len(plain) < 12)
     streamed = stream(model, rows[0], config, count=12, ends={0}, keys=(0, 0))
     assert [token for token, _ in streamed] == plain_answer(model, rows[0], 12, config, (0, 0))
+
+
+def test_answers_do_not_choose_the_frequencies_of_others() -> None:
+    """Phi's longer rows would switch those of a shorter one, too."""
+    model, tokenizer = tiny_model("Phi-4-mini", vocab_size=257), tiny_tokenizer()  # switches at 16 positions
+    rows = [tokenizer(text).input_ids for text in ("once upon a ti", "time there", "was")]
+    answerer = TransformersAnswerer(model, tokenizer, SamplingConfig())
+    groups = answerer.groups([len(row) for row in rows])
+    found = [answerer.answer([rows[index] for index in group], [()] * len(group), 12) for group in groups]
+    for index, answer in zip(chain(*groups), chain(*found), strict=True):
+        ids = greedy(model, rows[index], 12)
+        end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else 12
+        assert answer.text == tokenizer.decode(ids[:end], skip_special_tokens=True)
 
 
 def test_rows_that_end_leave_the_batch(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -48,6 +49,13 @@ def follows_length(model: Any) -> str:
             if kind in _FOLLOWS_LENGTH:
                 return str(kind)
     return ""
+
+
+def switch_of(model: Any) -> float:
+    """The length beyond which all frequencies of a forward pass are others (longrope); infinite for other models."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    found = [one.get("original_max_position_embeddings") for one in (rope, *rope.values()) if isinstance(one, dict)]
+    return min(filter(None, found), default=math.inf) if follows_length(model) == "longrope" else math.inf
 
 
 def warn_beyond_positions(seq_len: int, config: Any) -> None:

@@ -10,17 +10,21 @@ import importlib.util
 import lzma
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dwindle.core.errors import UserError
 from dwindle.core.reading import parse_json
 from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
 from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Question, Task, make_item, with_shots
+
+T = TypeVar("T")
 
 HUB = "hub"
 WHEEL = "wheel"
@@ -31,13 +35,19 @@ NUM_REASONS_KEPT = 5
 _HUB_TIMEOUT_S = 8.0
 
 
-@dataclass(slots=True, kw_only=True)
-class Skips:
-    """The items of a data set that cannot be used."""
+@dataclass(kw_only=True)
+class Items:
+    """Where the items of a data set are from, and those that cannot be used."""
 
+    where: str = ""
+    split: str = ""
     num_skipped: int = 0
     skipped: list[str] = field(default_factory=list)
     """Reasons, for the first few."""
+
+    def about(self) -> dict[str, Any]:
+        """The same for a result."""
+        return {one.name: copy(getattr(self, one.name)) for one in fields(Items)}
 
     def skip(self, reason: str) -> None:
         self.num_skipped += 1
@@ -46,15 +56,13 @@ class Skips:
 
 
 @dataclass(slots=True)
-class TaskData(Skips):
+class TaskData(Items):
     """The usable items of a task, and why others were skipped."""
 
     task: Task
     items: list[Item]
     documents: list[dict[str, Any]]
     """The same items in the form that the harness's task definitions read."""
-    where: str
-    split: str
     shot_documents: list[dict[str, Any]] = field(default_factory=list)
     """Examples that precede questions."""
 
@@ -66,8 +74,23 @@ def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = Non
     only if it is named or no place is given.
     """
     where, split, rows = open_dataset(task.dataset, task.name, places)
-    data = TaskData(task, [], [], where, split)
-    _fill(data, rows, limit, _shots(data, places))
+    data = TaskData(task, [], [], where=where, split=split)
+    shots = _shots(data, places)
+
+    def make(number: int, row: Any) -> tuple[Item, dict[str, Any]]:
+        item, document = make_item(task, number, row)
+        return with_shots(task, item, document, shots) if task.num_shots else item, document
+
+    for _, (item, document) in usable(rows, data, limit, make):
+        data.items.append(item)
+        data.documents.append(document)
+    if not data.items and not data.num_skipped:
+        raise UserError(f"--data: {where} is empty: download {task.name} again")
+    if not data.items:
+        raise UserError(
+            f"--data: {where} has no usable {task.name} item among {data.num_skipped} ({data.skipped[0]}): "
+            "check the file"
+        )
     return data
 
 
@@ -156,30 +179,19 @@ def find_file(folder: Path, names: Sequence[str]) -> Path | None:
     return None
 
 
-def _fill(data: TaskData, rows: Iterator[tuple[str, Any]], limit: int | None, shots: dict[str, list[Question]]) -> None:
-    num_seen = 0
-    for number, (label, row) in enumerate(rows):
-        if limit is not None and number >= limit:
-            break
-        num_seen += 1
+def usable(
+    rows: Iterator[tuple[str, Any]], items: Items, limit: int | None, make: Callable[[int, Any], T]
+) -> Iterator[tuple[str, T]]:
+    """Labels and what is made of the first ``limit`` rows; broken ones are counted in ``items``."""
+    for number, (label, row) in enumerate(islice(rows, limit)):
         try:
             if isinstance(row, BrokenItem):
                 raise row
-            item, document = make_item(data.task, number, row)
-            if data.task.num_shots:
-                item = with_shots(data.task, item, document, shots)
+            made = make(number, row)
         except BrokenItem as problem:
-            data.skip(f"{label}: {problem}")
+            items.skip(f"{label}: {problem}")
             continue
-        data.items.append(item)
-        data.documents.append(document)
-    if not num_seen:
-        raise UserError(f"--data: {data.where} is empty: download {data.task.name} again")
-    if not data.items:
-        raise UserError(
-            f"--data: {data.where} has no usable {data.task.name} item among {num_seen} ({data.skipped[0]}): "
-            "check the file"
-        )
+        yield label, made
 
 
 def read_text(path: Path, option: str | None = None) -> str:

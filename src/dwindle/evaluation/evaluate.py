@@ -256,17 +256,9 @@ def _max_length(model: Any, tokenizer: Any, wanted: int | None) -> int:
 
 
 def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
+    task, numbers = data.task, asdict(accuracy) | {"num_items": len(data.items)}
     return TaskResult(
-        task=data.task.name,
-        title=data.task.title,
-        metric=data.task.metric,
-        **asdict(accuracy),
-        num_items=len(data.items),
-        num_skipped=data.num_skipped,
-        skipped=data.skipped,
-        split=data.split,
-        where=data.where,
-        prompt=data.task.prompt,
+        task=task.name, title=task.title, metric=task.metric, prompt=task.prompt, **numbers, **data.about()
     )
 
 
@@ -274,8 +266,7 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
     """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
-    kept = TaskData(data.task, [], [], data.where, data.split, num_skipped=data.num_skipped, skipped=[*data.skipped])
-    kept.shot_documents = data.shot_documents
+    kept = TaskData(data.task, [], [], data.shot_documents, **data.about())
     pairs: list[list[Pair]] = []
     for item, document in zip(data.items, data.documents, strict=True):
         own = [next(flat) for _ in item.question.requests]
@@ -301,14 +292,7 @@ def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_leng
         num_tokens=num_tokens,
     )
     return TextResult(
-        name=data.name,
-        **asdict(found),
-        num_documents=len(data.texts),
-        num_skipped=data.num_skipped,
-        skipped=data.skipped,
-        split=data.split,
-        where=data.where,
-        prompt=data.prompt,
+        name=data.name, prompt=data.prompt, num_documents=len(data.texts), **asdict(found), **data.about()
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from dwindle.anatomy.positions import switch_of
 from dwindle.core.errors import UserError
 from dwindle.distributed.precision import Precision, autocast_for
 from dwindle.evaluation.config import GenerateConfig, SamplingConfig
@@ -70,8 +72,9 @@ class TransformersAnswerer:
         self.max_length = max_length or max_length_of(model.config, tokenizer)
         self._device = next(model.parameters()).device
         self._batch = batch or (_BATCH_CPU if self._device.type == "cpu" else _BATCH_GPU)
-        self._padded = is_known_decoder(model)
-        """Attention layers alone ignore padding exactly; other models get batches of equal lengths."""
+        self._padded = is_known_decoder(model) and switch_of(model) == math.inf
+        """Attention layers alone ignore padding exactly; other models, and those whose longest row chooses the
+        frequencies of all, get batches of equal lengths."""
 
     def reserve(self, tokens: int) -> None:
         """Nothing to do: a cache grows as needed."""

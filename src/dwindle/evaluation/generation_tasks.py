@@ -12,7 +12,7 @@ from typing import Any
 
 from dwindle.core.errors import UserError
 from dwindle.core.progress import Bar
-from dwindle.evaluation.data import NUM_REASONS_KEPT, Skips, open_dataset, shot_dataset
+from dwindle.evaluation.data import Items, open_dataset, shot_dataset, usable
 from dwindle.evaluation.generation import Answerer, plan_groups, room_for
 from dwindle.evaluation.ifeval import Checkers, levels
 from dwindle.evaluation.metrics import standard_error
@@ -52,12 +52,10 @@ class GenerationItem:
 
 
 @dataclass(slots=True)
-class GenerationData(Skips):
+class GenerationData(Items):
     """The usable items of a task, and why others were skipped."""
 
     task: GenerationTask
-    where: str
-    split: str
     items: list[GenerationItem] = field(default_factory=list)
 
 
@@ -136,20 +134,11 @@ GENERATION_TASKS: dict[str, GenerationTask] = {
 def load_generation(task: GenerationTask, places: Sequence[str], *, limit: int | None = None) -> GenerationData:
     """The first ``limit`` documents with their prompts."""
     where, split, rows = open_dataset(task.dataset, task.name, places)
-    data = GenerationData(task, where, split)
+    data = GenerationData(task, where=where, split=split)
     before = "".join(_shots(task, places))
     seen: dict[int | str, str] = {}
     checkers = Checkers() if task.name == "ifeval" else None
-    for number, (label, row) in enumerate(rows):
-        if limit is not None and number >= limit:
-            break
-        try:
-            if isinstance(row, BrokenItem):
-                raise row
-            item = _item(task, number, row, before, checkers)
-        except BrokenItem as problem:
-            data.skip(f"{label}: {problem}")
-            continue
+    for label, item in usable(rows, data, limit, lambda number, row: _item(task, number, row, before, checkers)):
         if item.id in seen:
             raise UserError(
                 f"--data: {where}, {label}: the id {item.id!r} is also that of {seen[item.id]}: give each its own"
@@ -216,7 +205,7 @@ def _shots(task: GenerationTask, places: Sequence[str]) -> Iterator[str]:
 
 
 def answer_items(answerer: Answerer, data: GenerationData, *, tokens: int | None, quiet: bool) -> list[str]:
-    """Answers, each cut where the task says that it ends."""
+    """Whole answers, which ``score_answers`` cuts where the task says that they end."""
     task, tokenizer = data.task, answerer.tokenizer
     is_chat = task.chat and bool(getattr(tokenizer, "chat_template", None))
     wanted = tokens or task.max_tokens
@@ -234,7 +223,7 @@ def answer_items(answerer: Answerer, data: GenerationData, *, tokens: int | None
         for group, room in plan_groups(answerer, [len(row) for row in rows], wanted):
             found = answerer.answer([rows[index] for index in group], [(index,) for index in group], room)
             for index, answer in zip(group, found, strict=True):
-                answers[index] = _cut(answer.text, task.until)
+                answers[index] = answer.text
             done += sum(answer.num_tokens for answer in found)
             if bar is not None:
                 bar.advance(len(group), f"{task.title}, {done / (time.perf_counter() - started):,.0f} tokens/s")
@@ -265,21 +254,17 @@ def score_answers(
         values={},
         stderrs={},
         num_items=0,
-        num_skipped=data.num_skipped,
-        skipped=list(data.skipped),
         left_out={},
-        split=data.split,
-        where=data.where,
         prompt=task.prompt,
+        **data.about(),
     )
     given = []
     found = [answers.get(item.id) for item in data.items] if isinstance(answers, Mapping) else answers
     for item, answer in zip(data.items, found, strict=True):
         if answer is not None:
-            given.append((item, answer))
+            given.append((item, _cut(answer, task.until)))
         else:
-            result.num_skipped += 1
-            result.skipped = [*result.skipped, f"no answer for {item.id!r}"][:NUM_REASONS_KEPT]
+            result.skip(f"no answer for {item.id!r}")
     if not given:
         raise UserError(f"{task.name}: none of its {len(data.items)} items has an answer: give answers to {data.where}")
     records = _ifeval(result, given) if task.name == "ifeval" else _exact(task, result, given)

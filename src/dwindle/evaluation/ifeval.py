@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
-from dwindle.core.errors import UserError, install_hint
+from dwindle.core.errors import UserError, first_line, install_hint
 
 _LANGUAGE = ("language:response_language", "change_case:english_capital", "change_case:english_lowercase")
 _SENTENCES = ("length_constraints:number_sentences", "change_case:capital_word_frequency")
@@ -29,7 +30,8 @@ class Checkers:
     def __init__(self) -> None:
         has_langdetect = importlib.util.find_spec("langdetect") is not None
         try:
-            with _without_download(), _stand_in(has_langdetect):
+            # the module downloads NLTK's data on import, unless it believes to run on another rank than the first
+            with patch.dict(os.environ, {"LOCAL_RANK": "1"}), _stand_in(has_langdetect):
                 self._utils = importlib.import_module("lm_eval.tasks.ifeval.utils")
                 nltk = importlib.import_module("nltk")
         except ImportError as error:
@@ -76,6 +78,10 @@ class Checkers:
             raise ValueError("instructions and their arguments do not match")
         if unknown := [name for name in names if name not in self._known]:
             raise ValueError(f"unknown instruction {unknown[0]!r}")
+        try:
+            self.check(document, "a")
+        except Exception as error:  # whatever a checker raises for arguments that it does not have
+            raise ValueError(f"arguments that its instructions do not have: {first_line(error)}") from error
 
 
 def levels(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -99,21 +105,6 @@ def _random_numbers(seed: str) -> Iterator[None]:
         yield
     finally:
         random.setstate(before)
-
-
-@contextmanager
-def _without_download() -> Iterator[None]:
-    """The checkers' module downloads NLTK's data on import, unless it believes to run on another rank than the
-    first."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
 
 
 @contextmanager

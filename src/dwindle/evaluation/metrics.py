@@ -12,7 +12,7 @@ from dwindle.core.quality import bits_per_byte
 from dwindle.evaluation.tasks import Question
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Accuracy:
     """Share of questions whose correct choice is the likeliest: as is, and per character (``acc_norm``)."""
 
@@ -29,7 +29,12 @@ def accuracy(questions: Sequence[Question], loglikelihoods: Sequence[Sequence[fl
         answer, answer_norm = answers(question, scores)
         right.append(float(answer == question.gold))
         right_norm.append(float(answer_norm == question.gold))
-    return Accuracy(_mean(right), standard_error(right), _mean(right_norm), standard_error(right_norm))
+    return Accuracy(
+        acc=_mean(right),
+        acc_stderr=standard_error(right),
+        acc_norm=_mean(right_norm),
+        acc_norm_stderr=standard_error(right_norm),
+    )
 
 
 def answers(question: Question, scores: Sequence[float]) -> tuple[int, int]:
@@ -50,7 +55,7 @@ def standard_error(values: Sequence[float]) -> float | None:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Perplexity:
     """How well a text is predicted, per word, byte and token."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from dwindle.core.errors import UserError
 from dwindle.core.names import short_names
 from dwindle.data.readers import read_documents
-from dwindle.evaluation.data import HUB, Skips, find_file, hub_documents, json_lines, read_text
+from dwindle.evaluation.data import HUB, Items, find_file, hub_documents, json_lines, read_text
 from dwindle.evaluation.tasks import WIKITEXT, BrokenItem
 
 _HUB = ("EleutherAI/wikitext_document_level", "wikitext-2-raw-v1")
@@ -23,7 +23,7 @@ WIKITEXT_PROMPT = "whole pages, detokenized; words and bytes are those of the or
 
 
 @dataclass(slots=True)
-class TextData(Skips):
+class TextData(Items):
     """Documents to score, and the words and bytes that the score is divided by."""
 
     name: str
@@ -31,8 +31,6 @@ class TextData(Skips):
     texts: list[str]
     originals: list[str]
     """The texts before detokenization, in which words and bytes are counted."""
-    where: str
-    split: str = ""
 
     @property
     def num_words(self) -> int:
@@ -52,22 +50,22 @@ def text_names(paths: Sequence[str]) -> dict[str, str]:
 def load_text(path: str, *, name: str, limit: int | None, text_field: str) -> TextData:
     """Any text that training can read, document by document; ``name`` is its name in tables."""
     documents = list(islice(read_documents(path, text_field=text_field, option="--text"), limit))
-    return TextData(name, "whole documents as they are", documents, documents, path)
+    return TextData(name, "whole documents as they are", documents, documents, where=path)
 
 
 def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> TextData:
     """Pages of the test split, from ``wikitext-2-raw.test.txt`` or JSON lines with ``page``, or from the hub."""
-    skips = Skips()
+    items = Items(split="test")
     for place in places or ([] if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else [HUB]):
-        found = _pages(place, skips)
+        found = _pages(place, items)
         if found is None:
             continue
-        where, pages = found
+        items.where, pages = found
         if not pages:
-            raise UserError(f"--data: {where} contains no page: download WikiText-2 again")
+            raise UserError(f"--data: {items.where} contains no page: download WikiText-2 again")
         pages = pages[:limit]
         texts = list(map(detokenize, pages))
-        return TextData(WIKITEXT, WIKITEXT_PROMPT, texts, pages, where, "test", **asdict(skips))
+        return TextData(WIKITEXT, WIKITEXT_PROMPT, texts, pages, **items.about())
     looked = f" not found in {', '.join(places)}" if places else " not found"
     raise UserError(
         f"--data: {WIKITEXT}{looked}: put {_RAW[0]} (the raw test split) or {_PAGES[0]} into a folder and pass "
@@ -76,25 +74,25 @@ def load_wikitext(places: Sequence[str] = (), *, limit: int | None = None) -> Te
     )
 
 
-def _pages(place: str, skips: Skips) -> tuple[str, list[str]] | None:
+def _pages(place: str, items: Items) -> tuple[str, list[str]] | None:
     if place == HUB:
         return f"hub {_HUB[0]}", [row["page"] for row in hub_documents(_HUB, "test", WIKITEXT)]
     folder = Path(place).expanduser()
     if (path := find_file(folder, _PAGES)) is not None:
-        return str(path), _json_pages(path, skips)
+        return str(path), _json_pages(path, items)
     if (path := find_file(folder, _RAW)) is not None:
         return str(path), split_pages(read_text(path))
     return None
 
 
-def _json_pages(path: Path, skips: Skips) -> list[str]:
+def _json_pages(path: Path, items: Items) -> list[str]:
     pages = []
     for label, row in json_lines(path):
         page: Any = None if isinstance(row, BrokenItem) else row.get("page")
         if isinstance(page, str) and page.strip():
             pages.append(page)
         else:
-            skips.skip(f"{label}: no page")
+            items.skip(f"{label}: no page")
     return pages
 
 

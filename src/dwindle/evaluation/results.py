@@ -21,29 +21,22 @@ from dwindle.core.notebook import Shown
 from dwindle.core.reading import read_json
 from dwindle.core.sizes import format_count
 from dwindle.core.terminal import right
+from dwindle.evaluation.data import Items
+from dwindle.evaluation.metrics import Accuracy, Perplexity
 from dwindle.evaluation.tasks import COMMONSENSE
 
 FORMAT = "dwindle-eval-1"
 
 
-@dataclass(slots=True)
-class TaskResult:
+@dataclass(slots=True, kw_only=True)
+class TaskResult(Accuracy, Items):
     """Result of a task: both accuracies, and what is needed to compare them with other results."""
 
     task: str
     title: str
     metric: str
     """The main metric, used in tables and averages."""
-    acc: float
-    acc_stderr: float | None
-    acc_norm: float
-    acc_norm_stderr: float | None
     num_items: int
-    num_skipped: int
-    skipped: list[str]
-    """Reasons, for the first few."""
-    split: str
-    where: str
     prompt: str
 
     @property
@@ -55,8 +48,8 @@ class TaskResult:
         return self.acc_norm_stderr if self.metric == "acc_norm" else self.acc_stderr
 
 
-@dataclass(slots=True)
-class GenerationResult:
+@dataclass(slots=True, kw_only=True)
+class GenerationResult(Items):
     """Result of a task whose answers were generated: shares of what is right, by metric."""
 
     task: str
@@ -66,13 +59,8 @@ class GenerationResult:
     values: dict[str, float]
     stderrs: dict[str, float | None]
     num_items: int
-    num_skipped: int
-    skipped: list[str]
-    """Reasons, for the first few."""
     left_out: dict[str, int]
     """What could not be checked and why, with its number."""
-    split: str
-    where: str
     prompt: str
 
     @property
@@ -80,23 +68,12 @@ class GenerationResult:
         return self.values[self.metric]
 
 
-@dataclass(slots=True)
-class TextResult:
+@dataclass(slots=True, kw_only=True)
+class TextResult(Perplexity, Items):
     """Perplexity of one text."""
 
     name: str
-    word_perplexity: float
-    byte_perplexity: float
-    bits_per_byte: float
-    nats_per_token: float
     num_documents: int
-    num_words: int
-    num_bytes: int
-    num_tokens: int
-    num_skipped: int
-    skipped: list[str]
-    split: str
-    where: str
     prompt: str
 
 
@@ -186,10 +163,9 @@ class EvalResult(Shown):
 
     def skipped(self) -> list[tuple[str, int, str]]:
         """(task or text, number of skipped items, reasons for the first few)."""
-        found = [(task.title, task.num_skipped, "; ".join(task.skipped)) for task in self.tasks]
-        found += [(text.name, text.num_skipped, "; ".join(text.skipped)) for text in self.texts]
-        found += [(one.title, one.num_skipped, "; ".join(one.skipped)) for one in self.generated]
-        return [row for row in found if row[1]]
+        named: list[tuple[str, Items]] = [(one.title, one) for one in self.tasks]
+        named += [(one.name, one) for one in self.texts] + [(one.title, one) for one in self.generated]
+        return [(name, one.num_skipped, "; ".join(one.skipped)) for name, one in named if one.num_skipped]
 
     def _headline(self) -> str:
         limited = f", first {self.limit} items of each" if self.limit is not None else ""

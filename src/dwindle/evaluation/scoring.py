@@ -10,6 +10,7 @@ Shapes: B rows, T tokens each, N scored tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.families import FAMILIES
 from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.positions import switch_of
 from dwindle.core.errors import UserError
 from dwindle.core.garbage import no_garbage_collection
 from dwindle.distributed.async_copy import sent
@@ -99,6 +101,7 @@ class Scorer:
         self._takes_masks = self._known and attention in ("sdpa", "eager", None)
         self._additive_mask = attention == "eager"
         self._window: int | None = getattr(config, "sliding_window", None)
+        self._switch = switch_of(self.model)
 
     def choices(self, questions: Sequence[Sequence[Pair]], progress: Any = None) -> list[list[float]]:
         """Log-likelihood of every continuation of every question."""
@@ -129,12 +132,17 @@ class Scorer:
         return [value for (value,) in self.choices([[window] for window in windows], progress)]
 
     def _shareable(self, pairs: Sequence[Pair]) -> bool:
-        """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared."""
-        longest = max(len(context) + len(continuation) for context, continuation in pairs)
-        return self._takes_masks and (self._window is None or longest <= self._window)
+        """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared, nor are
+        those that the frequencies' switch lies between."""
+        lengths = [min(len(context) + len(continuation) - 1, self.max_length) for context, continuation in pairs]
+        is_within = self._window is None or max(lengths) < self._window
+        return self._takes_masks and is_within and (min(lengths) > self._switch) == (max(lengths) > self._switch)
 
-    def _is_beyond_window(self, row: PackedRow) -> bool:
-        return self._window is not None and len(row.tokens) > self._window and row.branches[-1] == SHARED
+    def _kind(self, row: PackedRow) -> tuple[bool, bool]:
+        """Only rows of one kind share a batch: a mask would open the window of a row beyond it, and the longest
+        sequence chooses the frequencies of all."""
+        is_beyond = self._window is not None and len(row.tokens) > self._window and row.branches[-1] == SHARED
+        return is_beyond, self._switch < math.inf and max(row.positions) >= self._switch
 
     def _scored(self, rows: Sequence[PackedRow], progress: Any) -> Iterator[tuple[list[int], list[list[float]]]]:
         _check_vocabulary(self.model, rows)
@@ -163,17 +171,14 @@ class Scorer:
             raise UserError(f"dtype {dtype}: this CPU does not support it ({error}): use float32") from error
 
     def _batches(self, rows: Sequence[PackedRow]) -> Iterator[list[int]]:
-        """Batches of rows of similar length, the longest first, so that running out of memory happens at once.
-
-        Rows beyond the sliding window come before all others, whose mask would open the window.
-        """
+        """Batches of rows of similar length, the longest first, so that running out of memory happens at once."""
         batch: list[int] = []
         size = width = 0
-        beyond = [self._is_beyond_window(row) for row in rows]
-        for index in sorted(range(len(rows)), key=lambda index: (not beyond[index], -len(rows[index].tokens))):
+        kinds = [self._kind(row) for row in rows]
+        for index in sorted(range(len(rows)), key=lambda index: (kinds[index], len(rows[index].tokens)), reverse=True):
             requests = len(rows[index].places)
             is_full = size + requests > self.batch or (len(batch) + 1) * width > self._max_batch_tokens
-            if batch and (is_full or beyond[index] != beyond[batch[0]]):
+            if batch and (is_full or kinds[index] != kinds[batch[0]]):
                 yield batch
                 batch, size = [], 0
             if not batch:

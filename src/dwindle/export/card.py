@@ -67,7 +67,6 @@ class Card:
     source: str
     structure: Mapping[str, Any]
     ledger: Sequence[Mapping[str, Any]]
-    num_parameters: int | None = None
     recipe: str | None = None
     results: Mapping[str, float | int | str] | None = None
     quality: Quality | None = None
@@ -100,7 +99,7 @@ class Card:
 
     @property
     def after(self) -> int | None:
-        found = self.num_parameters or next((e["parameters"] for e in self.ledger[::-1] if "parameters" in e), None)
+        found = next((event["parameters"] for event in self.ledger[::-1] if "parameters" in event), None)
         return found if isinstance(found, int) else None
 
     @property

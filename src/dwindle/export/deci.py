@@ -13,18 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.anatomy.build import config_for
 from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export import configuration_decilm
-from dwindle.export.verification import HF_TOLERANCE, Verified, as_float32, check, logits_of, relative_error
+from dwindle.export.verification import (
+    HF_TOLERANCE,
+    Verified,
+    as_float32,
+    check,
+    check_same_weights,
+    logits_of,
+    relative_error,
+)
+from dwindle.sources.common import build_model
 
 ARCHITECTURE = "DeciLMForCausalLM"
+_SHARED = (
+    *("vocab_size", "hidden_size", "head_dim", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings"),
+    *("attention_bias", "mlp_bias"),
+)
+"""Keys that mean the same in a Llama's configuration."""
 _MULTIPLE = 256
 """FFN widths that are multiples of this are stored as a factor of the hidden size, which every reader understands."""
 
@@ -87,64 +103,34 @@ def _block(queries_per_kv: int, width: int, hidden: int) -> dict[str, Any]:
 
 
 def verify(folder: Path, model: Any, prompts: list[list[int]]) -> Verified:
-    """Compare with the layout computed from the files alone: transformers has no class for it."""
-    reference, config = as_float32(model), read_json(folder / "config.json")
-    files = sorted(folder.glob("*.safetensors"))
-    weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
-    worst = max(relative_error(layout_logits(config, weights, ids), logits_of(reference, ids)) for ids in prompts)
+    """Compare with the model that the files alone describe: transformers has no class for the layout."""
+    reference, found = as_float32(model), described(folder)
+    check_same_weights(found.state_dict(), reference)
+    worst = max(relative_error(logits_of(found, ids), logits_of(reference, ids)) for ids in prompts)
     return check(Verified("torch, by the layout", worst, HF_TOLERANCE, "largest relative difference of a logit"))
 
 
-@torch.inference_mode()
-def layout_logits(config: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """Logits [length, vocabulary] of a sequence."""
-    size, heads = config["head_dim"], config["num_attention_heads"]
-    x = F.embedding(torch.tensor(ids), weights["model.embed_tokens.weight"])
-    angles = torch.arange(len(ids))[:, None] * frequencies(config).repeat(2)
-    cos, sin = angles.cos(), angles.sin()
-
-    def norm(name: str, values: Tensor) -> Tensor:
-        gain, epsilon = weights[f"{name}.weight"], float(config["rms_norm_eps"])
-        normed: Tensor = F.rms_norm(values, [values.shape[-1]], gain, epsilon)
-        return normed
-
-    def linear(name: str, values: Tensor) -> Tensor:
-        return F.linear(values, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-    def rotated(states: Tensor) -> Tensor:
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat([-second, first], -1) * sin
-
-    for number, block in enumerate(config["block_configs"]):
-        layer = f"model.layers.{number}"
-        if not block["attention"]["no_op"]:
-            y = norm(f"{layer}.input_layernorm", x)
-            q, k, v = (linear(f"{layer}.self_attn.{p}_proj", y).view(len(ids), -1, size).transpose(0, 1) for p in "qkv")
-            assert len(q) == heads and len(k) == heads // block["attention"]["n_heads_in_group"]
-            attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
-            x = x + linear(f"{layer}.self_attn.o_proj", attended.transpose(0, 1).reshape(len(ids), -1))
-        if not block["ffn"]["no_op"]:
-            y = norm(f"{layer}.post_attention_layernorm", x)
-            gate, up = (linear(f"{layer}.mlp.{part}_proj", y) for part in ("gate", "up"))
-            assert up.shape[-1] == ffn_width(block["ffn"], config["hidden_size"])
-            x = x + linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
-    return F.linear(norm("model.norm", x), head)
-
-
-def frequencies(config: dict[str, Any]) -> Tensor:
-    """Radians per position of each pair of a head's values, from ``rope_theta`` and ``rope_scaling`` as written."""
-    size, scaling = config["head_dim"], config["rope_scaling"] or {}
-    plain: Tensor = config["rope_theta"] ** (-torch.arange(0, size, 2) / size)
-    if scaling.get("rope_type") == "linear":
-        return plain / float(scaling["factor"])
-    if scaling.get("rope_type") != "llama3":
-        return plain
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns: Tensor = plain * scaling["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # fast pairs as they are, slow ones slower
-    slower: Tensor = plain / scaling["factor"]
-    return kept * plain + (1 - kept) * slower
+def described(folder: Path) -> Any:
+    """The model of a directory in this layout, in float32."""
+    values = read_json(folder / "config.json")
+    heads, blocks = values["num_attention_heads"], values["block_configs"]
+    attention, ffn = ([block[part] for block in blocks] for part in ("attention", "ffn"))
+    structure = Structure.full(
+        hidden=values["hidden_size"],
+        ffn=[0 if one["no_op"] else ffn_width(one, values["hidden_size"]) for one in ffn],
+        kv_of_query=[[] if a["no_op"] else [q // a["n_heads_in_group"] for q in range(heads)] for a in attention],
+        absent=[
+            (*(("attn",) if a["no_op"] else ()), *(("mlp",) if f["no_op"] else ()))
+            for a, f in zip(attention, ffn, strict=True)
+        ],
+    )
+    rope = {"rope_theta": values["rope_theta"], **(values["rope_scaling"] or {"rope_type": "default"})}
+    known = {key: values[key] for key in _SHARED if key in values}
+    config = LlamaConfig(**known, num_attention_heads=1, num_hidden_layers=len(blocks), rope_parameters=rope)
+    weights: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= load_file(file)
+    return build_model(config_for(config, structure), weights, torch.float32, str(folder)).eval()
 
 
 def ffn_width(ffn: dict[str, Any], hidden: int) -> int:

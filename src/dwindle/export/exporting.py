@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dwindle.anatomy.anatomy import Anatomy
-from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, folder_size, refuse_file
@@ -204,9 +203,7 @@ class _Export:
             if self.verify and self.layout is not None:
                 verified = deci.verify(folder, reference, self._prompts())
             elif self.verify:
-                verified = verification.verify_transformers(
-                    folder, reference, self._prompts(), remote_code=is_custom(model.config)
-                )
+                verified = verification.verify_transformers(folder, reference, self._prompts(), written=model)
             size = folder_size(folder)
         stored = str(next(model.parameters()).dtype).removeprefix("torch.")
         architecture = deci.ARCHITECTURE if self.layout is not None else model.config.model_type
@@ -341,7 +338,7 @@ class _Export:
         return found
 
     def _prompts(self) -> list[list[int]]:
-        return fixed_prompts(self.loaded.tokenizer, self.loaded.model.config.vocab_size)
+        return fixed_prompts(self.loaded.tokenizer, self.loaded.model.config)
 
     def _history(self, model: Any, resized: Resized | None) -> tuple[Structure, list[Event], str]:
         """Structure, ledger and source name: those of the source directory, or new ones for a padded model."""

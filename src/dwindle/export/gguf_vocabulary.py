@@ -30,6 +30,17 @@ PROBES = (
 """Texts that distinguish different tokenizers with high probability."""
 
 
+def probes_of(tokenizer: Any) -> tuple[str, ...]:
+    """Those texts, and one with every token that was added to the vocabulary."""
+    return (*PROBES, "".join(f"{token}a" for token in tokenizer.get_added_vocab()))
+
+
+def chat_template_of(tokenizer: Any) -> str | None:
+    """The template of ordinary chats; a tokenizer may have others, for tools."""
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The values of ``tokenizer.ggml.*``."""
@@ -91,7 +102,7 @@ def vocabulary_of(tokenizer: Any, num_rows: int, where: str) -> Vocabulary:
         add_bos=first,
         add_eos=last,
         add_space_prefix=_has_prefix_space(backend),
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        chat_template=chat_template_of(tokenizer),
         warning=warning,
     )
 

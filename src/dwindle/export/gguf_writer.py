@@ -20,6 +20,7 @@ from dwindle.export import onnx_graph
 from dwindle.export.gguf_types import FILE_TYPES, Fallback, TypeChoice, quantize
 from dwindle.export.gguf_vocabulary import Vocabulary
 from dwindle.export.resize import Blocks
+from dwindle.export.verification import check_rounded
 from dwindle.sources.common import interleaved_to_halves
 from dwindle.sources.gguf_file import import_gguf
 from dwindle.sources.gguf_model import ARCHITECTURES, STEM_NAMES
@@ -212,15 +213,19 @@ class _Layout:
         return tuple(values.squeeze(1).shape if parameter.endswith(".conv.conv.weight") else values.shape)
 
     def reorder(self, parameter: str, values: torch.Tensor, *, inverse: bool = False) -> torch.Tensor:
-        """Rows of query and key projections in GGUF's rotary order, if the architecture uses it; whole gains."""
+        """Rows of query and key projections in GGUF's rotary order, if the architecture uses it; whole gains.
+
+        ``inverse`` gives the model's own values.
+        """
         for part, unit in (("q_proj", "query"), ("k_proj", "kv")):
             if self.family.permuted and f".self_attn.{part}." in parameter:
                 heads = len(self.anatomy.source.unit(unit, self.anatomy[parameter].layer))
                 return (interleaved_to_halves if inverse else interleaved_from)(values, heads)
         if parameter.endswith(".conv.conv.weight"):
-            return values.squeeze(1)
+            return values.unsqueeze(1) if inverse else values.squeeze(1)
         if parameter.endswith("norm.weight"):
-            return values + self.anatomy.family.gain_offset
+            offset = self.anatomy.family.gain_offset
+            return values - offset if inverse else values + offset
         return values
 
 
@@ -244,9 +249,11 @@ def _add_tensors(gguf: Any, writer: Any, model: Any, type_: str, written: Writte
             kind = kind_of(target, values.shape)
             packed = quantize(gguf, values, kind, threads)
             writer.add_tensor(target, packed, raw_dtype=kind)
+            stored = torch.from_numpy(gguf.quants.dequantize(packed, kind))
+            stored = layout.reorder(name, stored, inverse=True)
+            check_rounded(name, stored, parameter.detach().float().cpu(), kind.name)
             if kind.name != "F32":
-                stored = torch.from_numpy(gguf.quants.dequantize(packed, kind))
-                written.stored[name] = layout.reorder(name, stored, inverse=True)
+                written.stored[name] = stored
             bar.advance()
     written.fallbacks = kind_of.fallbacks
 

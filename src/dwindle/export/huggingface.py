@@ -30,7 +30,9 @@ from dwindle.distributed.safetensors_stream import file_blocks
 from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.export.card_running import Runtime
+from dwindle.export.gguf_vocabulary import probes_of
 from dwindle.pruning.ledger import Event, vocabulary_in
+from dwindle.sources.huggingface import read_tokenizer
 
 _MAX_FILE_BYTES = 50 * 10**9
 """As in transformers: larger models are several files with an index."""
@@ -169,6 +171,20 @@ def write_beside(model: Any, tokenizer: Any, folder: Path, *, custom_code: bool)
         write_family(table, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+        _check_tokenizer(folder, tokenizer)
+
+
+def _check_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Raise unless the same tokenizer comes back: for some types of models transformers has rules of its own."""
+    again, texts = read_tokenizer(folder, str(folder)), probes_of(tokenizer)
+    assert again is not None
+    same = all(again(text).input_ids == tokenizer(text).input_ids for text in texts)
+    names = ("bos_token_id", "eos_token_id", "chat_template")
+    if not same or any(getattr(again, name) != getattr(tokenizer, name) for name in names):
+        raise UserError(
+            f"tokenizer: {type(tokenizer).__name__} is not the same after it was saved and loaded: save it as a "
+            "tokenizer.json that transformers reads as it is"
+        )
 
 
 def _layer_parameters(config: Any, structure: Structure) -> list[int]:

@@ -55,12 +55,22 @@ class LlamaCppEngine:
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids by llama.cpp's own tokenizer, with the special tokens that it adds and parses."""
-        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-        request = Request(f"{self._server.listening_address}/tokenize", body, headers)
-        with open_here(request, timeout=60) as answer:  # our own server in this process
-            tokens: list[int] = json.load(answer)["tokens"]
+        tokens: list[int] = self._asked("tokenize", {"content": text, "add_special": True, "parse_special": True})[
+            "tokens"
+        ]
         return tokens
+
+    def properties(self) -> dict[str, Any]:
+        """What it read from the file, among it the chat template and the texts of begin and end token."""
+        return self._asked("props")
+
+    def _asked(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of our own server in this process."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        data = None if body is None else json.dumps(body).encode()
+        with open_here(Request(f"{self._server.listening_address}/{what}", data, headers), timeout=60) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def greedy(self, ids: list[int], count: int, top: int = 1) -> list[list[tuple[int, float]]]:
         """The greedy continuation of ``count`` tokens: for each the ``top`` likeliest with their log-probabilities."""

@@ -26,6 +26,7 @@ from dwindle.anatomy.refusals import split_name
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
+from dwindle.export.verification import check_rounded
 
 OPSET = 18
 BLOCK = 32
@@ -299,7 +300,9 @@ class _Decoder:
         if name in self.small:
             return self.small[name]
         packed, scales, _ = rounded_blocks(rows_OI, bits)
-        self.stored[name] = torch.from_numpy(rounded_blocks(self._array(name), bits)[2])  # in the model's own order
+        own = self._array(name)
+        self.stored[name] = torch.from_numpy(rounded_blocks(own, bits)[2])  # in the model's own order
+        check_rounded(name, self.stored[name], torch.from_numpy(own), "Q8_0" if bits == 8 else "Q4_0")
         g = self.graph
         values, factors = g.weight(f"{name}_q{bits}", packed), g.weight(f"{name}_scales", scales.ravel())
         self.small[name] = SmallMatrix(values, factors, rows_OI.shape[0], rows_OI.shape[1], bits)

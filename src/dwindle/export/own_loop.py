@@ -6,7 +6,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dwindle.anatomy.build import is_custom
 from dwindle.export.huggingface import write_model
 from dwindle.export.verification import fixed_prompts, verify_transformers
 from dwindle.pruning.pruner import AttachedPruner
@@ -19,7 +18,7 @@ def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None
     """
     prunable = pruner.pruner.prunable
     smaller: Any = prunable.compacted().eval()
-    prompts = fixed_prompts(tokenizer, smaller.config.vocab_size)
+    prompts = fixed_prompts(tokenizer, smaller.config)
     training = prunable.model.training
     about: Any = {
         "structure": prunable.alive,
@@ -29,7 +28,7 @@ def save(pruner: AttachedPruner, out: str | PathLike[str], tokenizer: Any = None
     }
     with write_model(smaller, tokenizer, out, overwrite=overwrite, **about) as folder:
         try:
-            verify_transformers(folder, prunable.model.eval(), prompts, remote_code=is_custom(smaller.config))
+            verify_transformers(folder, prunable.model.eval(), prompts, written=smaller)
         finally:
             prunable.model.train(training)
     return Path(out)

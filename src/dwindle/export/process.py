@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,44 @@ ENGINES = {
 
 _LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")
 """Time and log level at the start of llama.cpp's log lines."""
+
+
+class CachedEngine:
+    """A runtime whose cache is kept between calls: the greedy continuation, and its time."""
+
+    def reset(self, batch: int = 1) -> None:
+        """Empty the cache."""
+        raise NotImplementedError
+
+    def step(self, rows: Any) -> Any:
+        """Logits [rows, new, vocabulary], as numpy, of token ids [rows, new] that follow the cached ones."""
+        raise NotImplementedError
+
+    def next(self, ids: list[int]) -> int:
+        """The likeliest next token."""
+        return int(self.step([ids])[0, -1].argmax())
+
+    def generate(self, ids: list[int], count: int, end: int | None = None) -> list[int]:
+        """The greedy continuation, at most ``count`` tokens or up to the token ``end``."""
+        self.reset()
+        fresh, found = list(ids), list[int]()
+        while len(found) < count:
+            fresh = [self.next(fresh)]
+            if fresh[0] == end:
+                break
+            found += fresh
+        return found
+
+    def timed(self, ids: list[int], new_tokens: int) -> tuple[float, float]:
+        """Milliseconds for the whole prompt and per generated token."""
+        self.reset()
+        start = time.perf_counter()
+        token = self.next(ids)
+        middle = time.perf_counter()
+        for _ in range(new_tokens):
+            token = self.next([token])
+        end = time.perf_counter()
+        return (middle - start) * 1e3, (end - middle) * 1e3 / new_tokens
 
 
 class RuntimeFailure(Exception):

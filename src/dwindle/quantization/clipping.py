@@ -17,13 +17,8 @@ CLIPS_4 = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 def group_clips(w_OI: Tensor, group: int, importance_I: Tensor | None) -> Tensor:
     """[O, groups]: for each group the factor that minimizes Σ_j E[x_j²]·(w_j − ŵ_j)²; ``importance`` is E[x_j²]."""
-    errors = []
+    errors, weight = [], 1.0 if importance_I is None else importance_I
     for clip in CLIPS_4:
         restored = dequantize(*quantize_groups(w_OI, group, clip))
-        errors.append(grouped(_weighted(restored - w_OI, importance_I), group).sum(-1))
+        errors.append(grouped((restored - w_OI).square() * weight, group).sum(-1))
     return torch.tensor(CLIPS_4, device=w_OI.device)[torch.stack(errors).argmin(0)]
-
-
-def _weighted(difference: Tensor, importance_I: Tensor | None) -> Tensor:
-    squared = difference.square()
-    return squared if importance_I is None else squared * importance_I

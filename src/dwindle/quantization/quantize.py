@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from dwindle.core.config import takes
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.notebook import Shown
-from dwindle.core.progress import track
+from dwindle.core.progress import status, track
 from dwindle.core.reading import read_json
 from dwindle.core.run_directory import QUANTIZATION
 from dwindle.core.sizes import format_bytes
@@ -33,6 +33,7 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
+from dwindle.export.verification import check_same_weights
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
 from dwindle.quantization.config import QuantizeConfig
@@ -47,6 +48,7 @@ from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smoot
 from dwindle.sources import huggingface
 from dwindle.sources.loading import Loaded, needed_tokenizer
 from dwindle.sources.loading import load as load_source
+from dwindle.training.loss import evaluate_loss
 
 FORMAT = 2
 WEIGHTS = "model.safetensors"
@@ -259,15 +261,11 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-@torch.inference_mode()
-def measure_perplexity(model: Any, windows: Tensor, name: str = "model") -> float:
-    """exp of the mean cross-entropy over all tokens of the windows."""
-    total = 0.0
-    device = next(model.parameters()).device
-    for window in track(windows.to(device), f"perplexity, {name}", len(windows)):
-        logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
-        total += float(torch.nn.functional.cross_entropy(logits.float(), window[1:], reduction="mean"))
-    return exp(total / len(windows))
+def measure_perplexity(model: Any, windows: Tensor, name: str) -> float:
+    """exp of the mean cross-entropy over all tokens of the windows; infinite where that would overflow."""
+    with status(f"perplexity, {name}"):
+        loss = evaluate_loss(model, windows, batch=1)
+    return exp(loss) if loss < 700 else inf
 
 
 def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
@@ -286,6 +284,7 @@ def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
         for file in folder.iterdir():
             if file.is_file():
                 file.chmod(0o644)
+        check_same_weights(load(folder).model.state_dict(), model)
 
 
 def _card(result: Quantized, out: Path) -> str:

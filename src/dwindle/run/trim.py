@@ -133,7 +133,7 @@ def trim(
 def _measured(source: Loaded, result: Loaded, data: Sequence[str]) -> Quality:
     """Bits per byte of both on the same documents."""
     texts = list(_beginning(data))
-    scored = EvalData(texts=[TextData("text", "the beginning of each document", texts, texts, "")])
+    scored = EvalData(texts=[TextData("text", "the beginning of each document", texts, texts)])
     before, after = (
         evaluate_model(one.model, one.tokenizer, scored, config=EvalConfig(), name="").texts[0]
         for one in (source, result)

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import PreTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from dwindle.core.errors import UserError, first_line
 
@@ -150,7 +151,7 @@ def _byte_level(
         raise UserError(f"source {path}: the vocabulary has no merges: fetch the file again")
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
     split = split_named(pre)
-    spelling = _byte_spelling()
+    spelling = bytes_to_unicode()
     alphabet = set(spelling.values())
     vocab: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
@@ -182,16 +183,6 @@ def pre_tokenizer_named(pre: str) -> PreTokenizer:
     if pre in DIGITS_FIRST:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     return gpt2
-
-
-def _byte_spelling() -> dict[int, str]:
-    """The printable character of GPT-2 for every byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    spelling = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        if byte not in spelling:
-            spelling[byte] = chr(256 + len(spelling) - len(printable))
-    return spelling
 
 
 def _gguf_sentencepiece(metadata: dict[str, Any], tokens: Sequence[str], types: Sequence[int], path: Path) -> Tokenizer:

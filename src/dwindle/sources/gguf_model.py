@@ -207,7 +207,8 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     hidden_size = file.whole("embedding_length")
     check_sizes({"hidden_size": hidden_size, "num_hidden_layers": file.whole("block_count")}, str(file.path))
     layers = _layer_sizes(file)
-    num_heads, num_kv_heads, ffn = layers[0]
+    attends = next(number for number, (heads, _, _) in enumerate(layers) if heads)
+    num_heads, num_kv_heads, ffn = layers[attends]
     head_dim = file.whole("attention.key_length", max(hidden_size // num_heads, 1))
     values: dict[str, Any] = {
         "hidden_size": hidden_size,
@@ -229,7 +230,7 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
     if architecture.states_head_dim or head_dim * num_heads != hidden_size:
         values["head_dim"] = head_dim
     if architecture.optional_biases:
-        values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        values["attention_bias"] = f"blk.{attends}.attn_q.bias" in file.tensors
     if "blk.0.ffn_up.bias" in file.tensors:
         values["mlp_bias"] = True
     if file.architecture == "deci":
@@ -278,7 +279,7 @@ def _windowed(file: GgufFile, period: int, values: dict[str, Any]) -> dict[str, 
 
 def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple[int, int, int]]) -> PreTrainedConfig:
     model_type = "llama"
-    if values["attention_bias"] and "blk.0.attn_output.bias" not in file.tensors:
+    if values["attention_bias"] and not any(name.endswith(".attn_output.bias") for name in file.tensors):
         model_type = "qwen2"
         del values["attention_bias"]
     # the sizes come from the structure; one head passes the checks of every family until then

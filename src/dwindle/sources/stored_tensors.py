@@ -19,26 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+DTYPES = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64}
 """Dtypes by their names in a safetensors file."""
 
 _BUFFER_BYTES = 2**23
