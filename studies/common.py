@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import training_tables as tables
-from jobs import Outcome, Place, jobs_around, locked, run_jobs
+from jobs import STOPPED, Outcome, Place, jobs_around, locked, run_jobs
 from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, shape_of
 
 import dwindle
@@ -137,6 +137,8 @@ def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str
     print(tables.tasks(study.content))
     if outcome.failed:
         raise SystemExit(f"{outcome.failed} rows failed: see above, and the logs in {args.work / 'logs'}")
+    if outcome.out_of_time:
+        raise SystemExit(STOPPED)
 
 
 class Study:
