@@ -22,12 +22,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from common import Study, arguments
 from jobs import STOPPED, environment
+from ladder import ROWS as LADDER_ROWS
 from peers import METHOD_ROWS, OURS_AT_ONCE
+from peers import ROWS as PEER_ROWS
 
 from dwindle.core.files import write_text_atomic
 
@@ -42,6 +46,7 @@ PYTHON = (
     f'python() {{ {shlex.quote(sys.executable)} "$@" & child=$!; wait $child; }}; '
 )
 """For the shell: this interpreter, whatever it is called, is asked to stop when the shell is."""
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 START_S = 40.0
 """Of every job, however little it trains: loading, compiling, measuring."""
 RESERVE_S = 25.0
@@ -279,6 +284,7 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     return jobs
 
 
+STUDIES = {"ladder": LADDER_ROWS, "peers": PEER_ROWS}
 CAMPAIGNS = {"ladder": ladder, "thirty": thirty, "tuning": tuning, "second-model": second_model, "peers": peers}
 
 
@@ -375,7 +381,9 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="runs, logs, what has ended")
     parser.add_argument("--out", type=Path, required=True, help="JSON files and answers")
-    parser.add_argument("--only", default="", help="names of jobs with commas, and what they need; default all")
+    parser.add_argument(
+        "--only", default="", help="names of jobs with commas, and what they need; default what docs lack"
+    )
     parser.add_argument("--train", type=int, default=3, help="runs that train at the same time")
     parser.add_argument("--ask", type=int, default=2, help="models that answer at the same time")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call; what runs then stops")
@@ -383,7 +391,8 @@ def main() -> None:
     args = parser.parse_args()
     places = Places(args.inputs, args.work, args.out)
     named = {job.name: job for campaign in args.campaigns for job in CAMPAIGNS[campaign](places)}
-    jobs = needed(list(named.values()), args.only)
+    jobs = list(named.values())
+    jobs = needed(jobs, args.only, set() if args.only else published(jobs, RESULTS))
     if args.list:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
@@ -397,10 +406,27 @@ def main() -> None:
     raise SystemExit(STOPPED if left else 0)
 
 
-def needed(jobs: list[Job], only: str) -> list[Job]:
-    """The jobs of these names and, before them, those they need; all without names."""
+def published(jobs: list[Job], results: Path) -> set[str]:
+    """Names of the jobs whose row is in a file of ``results``, with every text."""
+    rows: dict[str, list[Any]] = {name: [] for name in STUDIES}
+    for content in (json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))):
+        if isinstance(content, dict) and content.get("study") in rows:
+            rows[content["study"]] += content["rows"]
+    found = set()
+    for job in jobs:
+        _, script, *words = shlex.split(job.command.partition(" && ")[0])
+        if (name := Path(script).stem) in STUDIES:
+            study = Study(name, arguments("", STUDIES[name], [*words, "--tasks-data", ""]), STUDIES[name])
+            study.content["rows"] = rows[name]
+            if not study.missing([(int(study.args.seeds), study.args.sizes, study.args.rows)]):
+                found.add(job.name)
+    return found
+
+
+def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Job]:
+    """The jobs of these names (default: all that are not known) and, before them, those they need."""
     by_name = {job.name: job for job in jobs}
-    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(by_name)
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or [n for n in by_name if n not in known]
     if unknown := [name for name in wanted if name not in by_name]:
         raise SystemExit(f"error: --only: {', '.join(unknown)}: not among {', '.join(by_name)}")
     found = set(wanted)

@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,8 +80,8 @@ class Row:
     """False for the source itself, which has no target."""
 
 
-def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
-    """The command line options of all training studies."""
+def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line options of all training studies; ``words`` instead of those of this process."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
@@ -103,7 +103,7 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="runs, models and tokens; default beside --out")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call")
     parser.add_argument("--jobs", type=int, default=1, help="rows to make at the same time")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.work = args.work or args.out.with_suffix("")
     return args
 

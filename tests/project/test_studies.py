@@ -368,6 +368,25 @@ def test_a_campaign_ends_with_its_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert progress.ended["slow"] > progress.spent["slow"]
 
 
+def test_a_campaign_leaves_out_what_docs_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with all its texts is not made again, unless another job needs its model or it is asked for by name."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import campaign
+
+    content = json.loads((campaign.RESULTS / "ladder.json").read_text())
+    for row in content["rows"]:
+        if (row["row"], row["size"], row["seed"]) == (campaign.BY_HAND, "30%nonemb", 1):
+            del row["marketing"]
+    (tmp_path / "ladder.json").write_text(json.dumps(content))
+    jobs = campaign.ladder(campaign.Places(Path("in"), Path("work"), Path("out")))
+    known = campaign.published(jobs, tmp_path)
+    names = {f"{row}-{size}-{seed}" for row in ("shot", "muon") for size in (50, 30) for seed in range(3)}
+    assert known == names - {"shot-30-1"}
+    left = [job.name for job in campaign.needed(jobs, "", known | {"adapt-0"})]
+    assert "adapt-0" in left and "shot-50-0" not in left and "shot-30-1" in left
+    assert [job.name for job in campaign.needed(jobs, "shot-50-0", known)] == ["shot-50-0"]
+
+
 def test_inputs_of_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
     """All that its jobs name is made, and only what is missing when it is called again."""
     monkeypatch.syspath_prepend(str(STUDIES))
