@@ -56,6 +56,8 @@ LONGEST_PROMPT = 200
 MOST_TRIES = 20
 """Prompts begun for each that is wanted: a model without a chat template never ends one."""
 BATCH = 1024 if DEVICE == "cuda" else 16
+HOW: dict[str, Any] = {"batch": BATCH, "dtype": DTYPE, "device": DEVICE, "runtime": "transformers"}
+"""How answers are made; on a CPU too in transformers, which needs no package more for a GGUF file."""
 
 
 def main() -> None:
@@ -143,7 +145,7 @@ def ask(args: argparse.Namespace) -> None:
 
 def teach(args: argparse.Namespace) -> None:
     """Greedy answers, as ``dwindle generate`` gives them; a call that was interrupted goes on."""
-    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+    options: dict[str, Any] = {"tokens": args.tokens, **HOW}
     print(json.dumps(dwindle.generate_answers(args.model, args.prompts, args.out, **options).to_json()))
 
 
@@ -215,7 +217,7 @@ def answer(args: argparse.Namespace) -> None:
             lines.append(json.dumps({"id": f"{path.name}:{name}"} | row) + "\n")
     write_text_atomic(asked, "".join(lines))
     answered.unlink(missing_ok=True)  # whole, by a call that ended before it was split
-    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+    options: dict[str, Any] = {"tokens": args.tokens, **HOW}
     made = dwindle.generate_answers(args.model, asked, answered, **options)
     found: dict[Path, list[str]] = {path: [] for path in map(Path, args.to)}
     for row in map(json.loads, answered.read_text(encoding="utf-8").splitlines()):
