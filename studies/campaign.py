@@ -15,19 +15,23 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
+import math
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from jobs import JOBS_VARIABLE
+from common import Study, arguments
+from jobs import STOPPED, environment
+from ladder import ROWS as LADDER_ROWS
 from peers import METHOD_ROWS, OURS_AT_ONCE
+from peers import ROWS as PEER_ROWS
 
 from dwindle.core.files import write_text_atomic
 
@@ -37,8 +41,16 @@ SEEDS = (0, 1, 2)
 PEER_SIZES = ("50%nonemb", "80%nonemb", "60%nonemb")
 VICUNA = "vicuna_bench.question"
 Kind = Literal["train", "ask"]
-PYTHON = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; '
-"""For the shell: this interpreter, whatever it is called."""
+PYTHON = (
+    f"trap 'kill $child; wait $child; exit {STOPPED}' TERM; "
+    f'python() {{ {shlex.quote(sys.executable)} "$@" & child=$!; wait $child; }}; '
+)
+"""For the shell: this interpreter, whatever it is called, is asked to stop when the shell is."""
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+START_S = 40.0
+"""Of every job, however little it trains: loading, compiling, measuring."""
+RESERVE_S = 25.0
+"""Kept back from the budget for running jobs to save themselves."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,12 @@ class Job:
     kind: Kind = "train"
     needs: Path | None = None
     """An input that may arrive later than others."""
+    amount: float = 1.0
+    """How much there is to do, in the unit of jobs like it: millions of tokens, rounds."""
+
+    @property
+    def like(self) -> tuple[str, ...]:
+        return (self.kind, *self.command.split()[1:3])
 
 
 @dataclass(frozen=True)
@@ -95,7 +113,7 @@ def ladder_row(
     model = at.adapted(seed) if adapted else at.source
     words = [*study(at, name, row, tokens, seed, model, at.tokens), "--sizes", size]
     words += ["--tasks-data", str(at.inputs / "eval")] if tasks else []
-    return Job(name, shlex.join(words), (f"adapt-{seed}",) if adapted else ())
+    return Job(name, shlex.join(words), (f"adapt-{seed}",) if adapted else (), amount=float(tokens.removesuffix("M")))
 
 
 def study(
@@ -110,13 +128,15 @@ def study(
     file: str = "ladder",
     settings: tuple[str, ...] = (),
 ) -> list[str]:
-    """The words of a study for one row in a file of its own."""
+    """The words of a study for one row in a file of its own; rows that are pruned at once share what was pruned."""
     words = ["python", f"studies/{file}.py", "--rows", row, "--seeds", str(seed), "--tokens", tokens]
     words += ["--set", *settings, "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
     words += ["--data", *(str(texts / text) for text in TEXTS), "--model", str(model), "--valid"]
     words += [str(texts / "psychology"), "--wikitext", str(texts / "wikitext2"), "--texts"]
     words += [f"{text}={texts / text}" for text in ("marketing", "mixed.test")]
-    return [*words, "--work", str(at.work / name), "--out", str(at.out / f"{name}.json")]
+    shares = (file == "peers" or "one-shot" in row) and not name.startswith("start-")  # those are looked for by name
+    work = at.work / ("at-once" if shares else name)
+    return [*words, "--work", str(work), "--out", str(at.out / f"{name}.json")]
 
 
 def adaptations(at: Places) -> list[Job]:
@@ -130,7 +150,7 @@ def adaptations(at: Places) -> list[Job]:
 
 def linked(job: Job, model: Path, name: Path) -> Job:
     """The job, after which its model (a pattern) has another name."""
-    link = f"mkdir -p {name.parent} && ln -sfn $(realpath {model}) {name}"
+    link = f'mkdir -p {name.parent} && ln -sfn "$(realpath {model})" {name}'
     return replace(job, command=f"{job.command} && {link}")
 
 
@@ -164,7 +184,7 @@ def thirty(at: Places) -> list[Job]:
     }
     for name, (row, settings) in choices.items():
         words = study(at, f"thirty-{name}", row, "7M", 0, at.adapted(0), at.tokens, settings=settings)
-        jobs.append(Job(f"thirty-{name}", shlex.join([*words, "--sizes", "30%nonemb"]), ("adapt-0",)))
+        jobs.append(Job(f"thirty-{name}", shlex.join([*words, "--sizes", "30%nonemb"]), ("adapt-0",), amount=7.0))
     return jobs
 
 
@@ -225,7 +245,8 @@ def second_model(at: Places) -> list[Job]:
 
     def row(name: str, row: str, tokens: str, model: Path, after: tuple[str, ...] = ()) -> Job:
         words = [*study(at, name, row, tokens, 0, model, texts), "--sizes", "50%nonemb"]
-        return Job(name, shlex.join(words), after, needs=at.second)
+        amount = 3 * float(tokens.removesuffix("M"))  # a token costs three times the FLOPs
+        return Job(name, shlex.join(words), after, needs=at.second, amount=amount)
 
     adapt = row("second-adapt", "adapted@2e-4", "1M", at.second)
     return [
@@ -242,77 +263,116 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     """Other papers' methods without training and after the same recovery: half size first, then others, then seeds."""
     jobs = []
 
-    def row(name: str, row: str, sizes: str, seed: int, kind: Kind, after: tuple[str, ...] = ()) -> None:
+    def row(name: str, row: str, size: str, seed: int, kind: Kind, amount: float, after: tuple[str, ...] = ()) -> None:
         settings = ("training.optimizer=muon", "training.lr=2.5e-3")
         words = study(at, name, row, tokens, seed, at.source, at.tokens, file="peers", settings=settings)
-        words[words.index("--work") + 1] = str(at.work / "peers")  # what is trained was pruned before
-        words += ["--sizes", sizes, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
-        jobs.append(Job(name, shlex.join(words), after, kind))
+        words += ["--sizes", size, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
+        jobs.append(Job(name, shlex.join(words), after, kind, amount=amount))
 
-    slowest_first = sorted(METHOD_ROWS, key=lambda name: -METHOD_ROWS[name][2])  # by rounds
-    row("peers-source", "source", "50%nonemb", 0, "ask")
-    for seed in SEEDS:
-        for name in slowest_first:
-            row(f"peers-{name}-{seed}", name, ",".join(PEER_SIZES), seed, "ask")
-    at_once = [name for name in reversed(slowest_first) if name not in (*OURS_AT_ONCE, "ours-plain")]
+    rounds = {name: method[2] for name, method in METHOD_ROWS.items()}
+    ours_first = sorted(rounds, key=lambda name: (not name.startswith("ours"), rounds[name]))
+    at_once = [name for name in ours_first if name not in (*OURS_AT_ONCE, "ours-plain")]
     pruned_by = {name: name for name in at_once} | {"ours-rounds": "ours"}
+    row("peers-source", "source", "50%nonemb", 0, "ask", 1)
     for seed, size in itertools.product(SEEDS, PEER_SIZES):
-        for name in (*OURS_AT_ONCE, "sheared", "ours-kept", "ours-rounds", "ours-zscore-while", *at_once):
-            after = (f"peers-{pruned_by[name]}-{seed}",) if name in pruned_by else ()
-            row(f"peers-{name}-trained-{size[:2]}-{seed}", f"{name}-trained+kd", size, seed, "train", after)
+        where = f"{size[:2]}-{seed}"
+        for name in ours_first:
+            row(f"peers-{name}-{where}", name, size, seed, "ask", rounds[name])
+        for name in ("ours-zscore-while", "ours", "ours-kept", "ours-32", "ours-rounds", *at_once, "sheared"):
+            after = (f"peers-{pruned_by[name]}-{where}",) if name in pruned_by else ()
+            row(f"peers-{name}-trained-{where}", f"{name}-trained+kd", size, seed, "train", 8, after)
     return jobs
 
 
+STUDIES = {"ladder": LADDER_ROWS, "peers": PEER_ROWS}
 CAMPAIGNS = {"ladder": ladder, "thirty": thirty, "tuning": tuning, "second-model": second_model, "peers": peers}
 
 
-def run(jobs: list[Job], work: Path, most: dict[Kind, int]) -> int:
-    """Run all jobs that can be run; the number of those that failed. What ended well before is not run again."""
-    work.mkdir(parents=True, exist_ok=True)
-    (work / "logs").mkdir(exist_ok=True)
-    file = work / "campaign.json"
-    seconds: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
-    failed: set[str] = set()
-    env = {**os.environ, JOBS_VARIABLE: str(most["train"])}
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+class Progress:
+    """What ended, in a file, and what runs, failed or stopped in this call."""
+
+    def __init__(self, work: Path) -> None:
+        (work / "logs").mkdir(parents=True, exist_ok=True)
+        self.file, self.logs = work / "campaign.json", work / "logs"
+        found = json.loads(self.file.read_text(encoding="utf-8")) if self.file.is_file() else {}
+        self.ended: dict[str, float] = found.get("ended", {})
+        """Seconds of jobs that ended well."""
+        self.spent: dict[str, float] = found.get("spent", {})
+        """Seconds of jobs that were stopped."""
+        self.running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self.failed, self.stopped = set[str](), set[str]()
+
+    def waits(self, job: Job) -> bool:
+        """Whether the job could be started."""
+        known = job.name in {*self.ended, *self.failed, *self.stopped, *self.running}
+        return not known and set(job.after) <= set(self.ended) and (job.needs is None or job.needs.is_file())
+
+    def expected(self, job: Job, jobs: list[Job]) -> float:
+        """Seconds that a job still takes, by the one like it that ended and is closest in amount; 0 without any."""
+        alike = [one for one in jobs if one.name in self.ended and one.like == job.like]
+        if not alike:
+            return 0.0
+        near = min(alike, key=lambda one: abs(one.amount - job.amount))
+        taken = START_S + max(0.0, self.ended[near.name] - START_S) * job.amount / near.amount
+        return max(START_S, taken - self.spent.get(job.name, 0.0))
+
+    def start(self, job: Job, env: dict[str, str]) -> None:
+        """Run a job in a session of its own, which Ctrl-C does not reach."""
+        with (self.logs / f"{job.name}.log").open("wb") as log:
+            words = ["bash", "-c", PYTHON + job.command]
+            process = subprocess.Popen(words, stdout=log, stderr=log, env=env, start_new_session=True)
+        self.running[job.name] = process, time.monotonic()
+
+    def collect(self) -> None:
+        """Remember and report the jobs that ended."""
+        for name, (process, started) in list(self.running.items()):
+            if process.poll() is not None:
+                del self.running[name]
+                self.note(name, process.returncode, round(time.monotonic() - started + self.spent.get(name, 0.0), 1))
+
+    def note(self, name: str, code: int, taken: float) -> None:
+        if code == STOPPED:
+            self.stopped.add(name)
+            self.spent[name] = taken
+            print(f"{name}: stopped after {taken:.0f} s", flush=True)
+        elif code:
+            self.failed.add(name)
+            lines = (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            print(f"{name}: failed with {code}", *lines[-6:], sep="\n  ", flush=True)
+        else:
+            self.ended[name] = taken
+            print(f"{name}: {taken:.0f} s", flush=True)
+        write_text_atomic(self.file, json.dumps({"ended": self.ended, "spent": self.spent}, indent=1) + "\n")
+
+    def stop(self) -> None:
+        """Ask what runs to save itself, and wait for it."""
+        for process, _ in self.running.values():
+            process.terminate()
+        for process, _ in self.running.values():
+            process.wait()
+        self.collect()
+
+
+def run(jobs: list[Job], work: Path, most: dict[Kind, int], budget: float = math.inf) -> Progress:
+    """Run all jobs that can be run in so many seconds. What ended well before is not run again."""
+    end = time.monotonic() + budget - RESERVE_S
+    progress, env = Progress(work), environment(most["train"])
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
     try:
-        while True:
-            for name, (_, process, started) in list(running.items()):
-                if process.poll() is not None:
-                    del running[name]
-                    ended(name, process.returncode, time.monotonic() - started, work, seconds, failed)
-                    write_text_atomic(file, json.dumps(seconds, indent=1) + "\n")
-            busy = Counter(job.kind for job, _, _ in running.values())
+        while (left := end - time.monotonic()) > 0:
+            progress.collect()
+            busy = Counter(job.kind for job in jobs if job.name in progress.running)
             for job in jobs:
-                waits = job.name not in {*seconds, *failed, *running} and set(job.after) <= set(seconds)
-                arrived = job.needs is None or job.needs.is_file()
-                if waits and arrived and busy[job.kind] < most[job.kind]:
+                if busy[job.kind] < most[job.kind] and progress.waits(job) and progress.expected(job, jobs) < left:
                     busy[job.kind] += 1
-                    with (work / "logs" / f"{job.name}.log").open("wb") as log:
-                        command = PYTHON + job.command
-                        process = subprocess.Popen(["bash", "-c", command], stdout=log, stderr=log, env=env)
-                    running[job.name] = job, process, time.monotonic()
-            if not running:
-                return len(failed)
+                    progress.start(job, env)
+            if not progress.running:
+                break
             time.sleep(0.2)
     finally:
-        for _, process, _ in running.values():
-            process.terminate()  # a run saves itself and stops
-        for _, process, _ in running.values():
-            process.wait()
+        progress.stop()
         signal.signal(signal.SIGTERM, before)
-
-
-def ended(name: str, code: int, taken: float, work: Path, seconds: dict[str, float], failed: set[str]) -> None:
-    """Remember and report a job that ended."""
-    if not code:
-        seconds[name] = round(taken, 1)
-        print(f"{name}: {taken:.0f} s", flush=True)
-        return
-    failed.add(name)
-    lines = (work / "logs" / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    print(f"{name}: failed with {code}", *lines[-6:], sep="\n  ", flush=True)
+    return progress
 
 
 def main() -> None:
@@ -321,26 +381,52 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="runs, logs, what has ended")
     parser.add_argument("--out", type=Path, required=True, help="JSON files and answers")
-    parser.add_argument("--only", default="", help="names of jobs with commas, and what they need; default all")
+    parser.add_argument(
+        "--only", default="", help="names of jobs with commas, and what they need; default what docs lack"
+    )
     parser.add_argument("--train", type=int, default=3, help="runs that train at the same time")
     parser.add_argument("--ask", type=int, default=2, help="models that answer at the same time")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call; what runs then stops")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     args = parser.parse_args()
     places = Places(args.inputs, args.work, args.out)
     named = {job.name: job for campaign in args.campaigns for job in CAMPAIGNS[campaign](places)}
-    jobs = needed(list(named.values()), args.only)
+    jobs = list(named.values())
+    jobs = needed(jobs, args.only, set() if args.only else published(jobs, RESULTS))
     if args.list:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
     args.out.mkdir(parents=True, exist_ok=True)
-    if failed := run(jobs, args.work, {"train": args.train, "ask": args.ask}):
-        raise SystemExit(f"{failed} jobs failed: see above, and the logs in {args.work / 'logs'}")
+    progress = run(jobs, args.work, {"train": args.train, "ask": args.ask}, args.budget)
+    left = [job.name for job in jobs if job.name not in {*progress.ended, *progress.failed}]
+    if left:
+        print(f"left for another call, or in want of an input: {', '.join(left)}")
+    if progress.failed:
+        raise SystemExit(f"{len(progress.failed)} jobs failed: see above, and the logs in {args.work / 'logs'}")
+    raise SystemExit(STOPPED if left else 0)
 
 
-def needed(jobs: list[Job], only: str) -> list[Job]:
-    """The jobs of these names and, before them, those they need; all without names."""
+def published(jobs: list[Job], results: Path) -> set[str]:
+    """Names of the jobs whose row is in a file of ``results``, with every text."""
+    rows: dict[str, list[Any]] = {name: [] for name in STUDIES}
+    for content in (json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*.json"))):
+        if isinstance(content, dict) and content.get("study") in rows:
+            rows[content["study"]] += content["rows"]
+    found = set()
+    for job in jobs:
+        _, script, *words = shlex.split(job.command.partition(" && ")[0])
+        if (name := Path(script).stem) in STUDIES:
+            study = Study(name, arguments("", STUDIES[name], [*words, "--tasks-data", ""]), STUDIES[name])
+            study.content["rows"] = rows[name]
+            if not study.missing([(int(study.args.seeds), study.args.sizes, study.args.rows)]):
+                found.add(job.name)
+    return found
+
+
+def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Job]:
+    """The jobs of these names (default: all that are not known) and, before them, those they need."""
     by_name = {job.name: job for job in jobs}
-    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(by_name)
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or [n for n in by_name if n not in known]
     if unknown := [name for name in wanted if name not in by_name]:
         raise SystemExit(f"error: --only: {', '.join(unknown)}: not among {', '.join(by_name)}")
     found = set(wanted)

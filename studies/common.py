@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import training_tables as tables
-from jobs import Outcome, Place, jobs_around, locked, run_jobs
+from jobs import STOPPED, Outcome, Place, jobs_around, locked, run_jobs
 from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, shape_of
 
 import dwindle
@@ -80,8 +80,8 @@ class Row:
     """False for the source itself, which has no target."""
 
 
-def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
-    """The command line options of all training studies."""
+def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line options of all training studies; ``words`` instead of those of this process."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
@@ -103,7 +103,7 @@ def arguments(description: str, rows: dict[str, Row]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="runs, models and tokens; default beside --out")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call")
     parser.add_argument("--jobs", type=int, default=1, help="rows to make at the same time")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     args.work = args.work or args.out.with_suffix("")
     return args
 
@@ -137,6 +137,8 @@ def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str
     print(tables.tasks(study.content))
     if outcome.failed:
         raise SystemExit(f"{outcome.failed} rows failed: see above, and the logs in {args.work / 'logs'}")
+    if outcome.out_of_time:
+        raise SystemExit(STOPPED)
 
 
 class Study:

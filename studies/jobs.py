@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 JOBS_VARIABLE = "DWINDLE_STUDY_JOBS"
+STOPPED = 143
+"""Exit code of what was asked to stop, or had no time left: called again, it goes on."""
 Place = tuple[int, str, str]
 """(seed, size, row)"""
 
@@ -50,6 +52,12 @@ def jobs_around() -> int:
     return int(os.environ.get(JOBS_VARIABLE, "1"))
 
 
+def environment(jobs: int) -> dict[str, str]:
+    """That of one of several processes that share the processor."""
+    share = str(max(1, (os.cpu_count() or 1) // jobs))
+    return {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, JOBS_VARIABLE: str(jobs)}
+
+
 def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs: Path) -> Outcome:
     """Start a process for every place, at most ``jobs`` at once, while time is ``left``."""
     logs.mkdir(parents=True, exist_ok=True)
@@ -79,12 +87,14 @@ def start(place: Place, jobs: int, left: float, logs: Path) -> Running:
     """Run the same command for one row; for a repeated option the last value counts."""
     seed, size, row = place
     one = ["--rows", row, "--sizes", size, "--seeds", str(seed), "--budget", f"{left:.0f}", "--jobs", "1"]
-    share = str(max(1, (os.cpu_count() or 1) // jobs))
-    env = {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, JOBS_VARIABLE: str(jobs)}
     log = logs / f"{row}-{size}-{seed}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *sys.argv, *one], stdout=file, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            [sys.executable, *sys.argv, *one],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment(jobs),
+            start_new_session=True,
         )
     return Running(place, process, log)
 
@@ -93,9 +103,11 @@ def report(job: Running, outcome: Outcome) -> None:
     """Print the record of a finished row, or why there is none."""
     lines = job.log.read_text(encoding="utf-8", errors="replace").splitlines()
     code, row = job.process.returncode, " ".join(map(str, reversed(job.place)))
+    if code == STOPPED:
+        outcome.out_of_time = True
+        return
     if code:
         print(f"{row}: failed with {code}", *lines[-12:], sep="\n", flush=True)
         outcome.failed += 1
         return
     print(*[line for line in lines if line.startswith("{")], sep="\n", flush=True)
-    outcome.out_of_time |= any(line.startswith("the budget") for line in lines)

@@ -46,7 +46,7 @@ METHOD_ROWS: dict[str, tuple[str, tuple[str, ...], int]] = {
         ROUNDS,
     ),
     "ours-32": (
-        f"the same in multiples of 32 (ours), {ROUNDS} rounds",
+        f"global mixture in multiples of 32, second order, {ROUNDS} rounds (ours)",
         (*REPAIRED, "prune.round_to=32"),
         ROUNDS,
     ),
@@ -75,7 +75,9 @@ ROWS = {
         (*GLOBAL, *ZSCORE, "prune.horizon=0.1"),
     ),
     "ours-rounds-trained": Row(f"{METHOD_ROWS['ours'][0]}, then training", REPAIRED, from_one_shot=True, rounds=ROUNDS),
-    "ours-32-trained": Row("the same in multiples of 32 (ours)", (*GROUP, "prune.round_to=32")),
+    "ours-32-trained": Row(
+        "global mixture, group saliency, while training, in multiples of 32 (ours)", (*GROUP, "prune.round_to=32")
+    ),
 }
 _TRAINED = [f"{name}-trained+kd" for name in (*METHOD_ROWS, "sheared", "ours-kept", "ours-rounds", "ours-zscore-while")]
 GROUPS = {

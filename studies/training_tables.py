@@ -27,6 +27,7 @@ HEADLINE = {
     ("global-group-muon+kd@1.5e-3", "SmolLM2-135M-adapted-1M"): "**ours, after teacher correction**",
 }
 """(row, model it starts from, if not the source) → name, of the table in the README."""
+HEADLINE_SIZES = ("50%nonemb", "30%nonemb")
 LEVERS = {
     ("one-shot+kd@2e-3", ""): BY_HAND[0],
     ("one-shot-muon+kd@2.5e-3", ""): "optimizer: Muon",
@@ -121,13 +122,14 @@ def same_teacher(data: Any) -> str:
 
 
 def after_16m(data: Any, names: dict[tuple[str, str], str]) -> dict[str, dict[str, list[Any]]]:
-    """Of each size, the named rows of about 16M tokens of the mixture, in the order of the names."""
+    """Of each size, the named rows of about 16M tokens with no unusual settings, in the order of the names."""
+    common = shared_settings(data)
     source = next(row["model"] for row in data["rows"] if row["row"] == "source")
     found: dict[str, dict[str, list[Any]]] = {}
     for seeds in grouped(data):
         first = seeds[0]
         name = names.get((first["row"], "" if first["model"] == source else first["model"]))
-        if name is not None and 14e6 < first["tokens"] < 17e6:
+        if name is not None and 14e6 < first["tokens"] < 17e6 and set(first.get("set", ())) <= common:
             found.setdefault(first["size"], {})[name] = seeds
     return {size: {name: rows[name] for name in names.values() if name in rows} for size, rows in found.items()}
 
@@ -136,6 +138,8 @@ def levers(data: Any) -> str:
     """One lever more in each row: what it gains, and its share of all that is gained at the size."""
     rows = []
     for size, steps in after_16m(data, LEVERS).items():
+        if len(steps) < 2:
+            continue
         first, *_, last = steps.values()
         waiting: list[str] = []
         before: list[Any] = []
@@ -160,6 +164,8 @@ def headline(data: Any) -> str:
     """What a user would do by hand and ours after about 16M tokens of the mixture, and how much better ours is."""
     rows = []
     for size, methods in after_16m(data, HEADLINE).items():
+        if size not in HEADLINE_SIZES or not set(BY_HAND) <= set(methods):
+            continue
         for name, seeds in methods.items():
             cells = [size, name, str(len(seeds))]
             for text in ("marketing", "mixed.test"):

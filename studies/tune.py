@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from common import alarm
-from jobs import locked
+from jobs import STOPPED, locked
 from measures import commit, keep_logs
 
 import dwindle
@@ -56,6 +56,8 @@ LONGEST_PROMPT = 200
 MOST_TRIES = 20
 """Prompts begun for each that is wanted: a model without a chat template never ends one."""
 BATCH = 1024 if DEVICE == "cuda" else 16
+HOW: dict[str, Any] = {"batch": BATCH, "dtype": DTYPE, "device": DEVICE, "runtime": "transformers"}
+"""How answers are made; on a CPU too in transformers, which needs no package more for a GGUF file."""
 
 
 def main() -> None:
@@ -143,7 +145,7 @@ def ask(args: argparse.Namespace) -> None:
 
 def teach(args: argparse.Namespace) -> None:
     """Greedy answers, as ``dwindle generate`` gives them; a call that was interrupted goes on."""
-    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
+    options: dict[str, Any] = {"tokens": args.tokens, **HOW}
     print(json.dumps(dwindle.generate_answers(args.model, args.prompts, args.out, **options).to_json()))
 
 
@@ -197,14 +199,14 @@ def run(args: argparse.Namespace) -> None:
             result = resume(folder) if (folder / "checkpoints").is_dir() else pretrain(recipe, folder, overwrite=True)
         if result.model is None:
             print(f"{name}, seed {args.seed}: stopped at step {result.step:,}, call again")
-            return
+            raise SystemExit(STOPPED)
         save(args, record(name, args.seed, result, time.monotonic() - started))
         write_text_atomic(folder / "done.json", "{}\n")
         shutil.rmtree(folder / "checkpoints")
 
 
 def answer(args: argparse.Namespace) -> None:
-    """Greedy answers, a file for each file of prompts; all of them are asked together."""
+    """Greedy answers, a file for each file of prompts; all of them are asked together. What was interrupted goes on."""
     args.out.mkdir(parents=True, exist_ok=True)
     asked, answered = args.out / "prompts.jsonl", args.out / "answers.jsonl"
     names, lines = dict[str, tuple[Path, Any]](), list[str]()
@@ -214,8 +216,9 @@ def answer(args: argparse.Namespace) -> None:
             names[f"{path.name}:{name}"] = path, name
             lines.append(json.dumps({"id": f"{path.name}:{name}"} | row) + "\n")
     write_text_atomic(asked, "".join(lines))
-    options: dict[str, Any] = {"tokens": args.tokens, "batch": BATCH, "dtype": DTYPE, "device": DEVICE}
-    made = dwindle.generate_answers(args.model, asked, answered, **options, overwrite=True)
+    answered.unlink(missing_ok=True)  # whole, by a call that ended before it was split
+    options: dict[str, Any] = {"tokens": args.tokens, **HOW}
+    made = dwindle.generate_answers(args.model, asked, answered, **options)
     found: dict[Path, list[str]] = {path: [] for path in map(Path, args.to)}
     for row in map(json.loads, answered.read_text(encoding="utf-8").splitlines()):
         path, name = names[row["id"]]

@@ -77,6 +77,20 @@ def test_levers_are_compared_with_the_row_before(tables: ModuleType) -> None:
     assert [cells[5] for cells in found] == ["2.500", "2.400", "2.100"]
 
 
+def test_half_a_study_is_half_a_table(tables: ModuleType) -> None:
+    """A size whose controls are not there yet, and a row with settings of its own, leave the other rows as they are."""
+    rows = [{"row": "source", "model": "m", "tokens": 0, "size": "", "seed": 0}]
+    names = ("one-shot+kd@2e-3", "one-shot-muon+kd@2.5e-3", "global-group-muon+kd@1.5e-3")
+    for size, row in [*(("50%nonemb", name) for name in names), ("30%nonemb", names[1]), ("80%nonemb", names[0])]:
+        losses = dict.fromkeys(("marketing", "mixed.test", "wikitext2"), 4.0 - 0.1 * len(rows))
+        rows.append({"row": row, "model": "m", "tokens": 16_000_000, "size": size, "seed": 0, "set": ["a=1"], **losses})
+    more = rows[3] | {"set": ["b=2", "a=1"], "settings": ["b=2"], "marketing": 9.0}
+    for kind in (tables.training.headline, tables.training.levers):
+        found = kind({"rows": rows})
+        assert kind({"rows": [*rows, more]}) == found
+        assert found.count("| 50%nonemb |") == len(found.splitlines()) - 2 >= 3
+
+
 @pytest.mark.parametrize("size", ["80%nonemb", "50%nonemb", "30%nonemb"])
 def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: str) -> None:
     """What the best row sets, the recipe sets as well, and nothing else about pruning and teaching."""

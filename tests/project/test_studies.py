@@ -171,8 +171,10 @@ def test_a_run_that_does_not_fit_the_budget_goes_on_later(
         return original(self, grad_norm, healthy, clip=clip)
 
     monkeypatch.setattr(Trainer, "update", update)
-    assert [r["row"] for r in study("--rows", "aware-a")] == ["source"]
-    assert "call again" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        study("--rows", "aware-a")
+    assert caught.value.code == 143 and "call again" in capsys.readouterr().out
+    assert [r["row"] for r in json.loads((tmp_path / "o.json").read_text())["rows"]] == ["source"]
     monkeypatch.setattr(Trainer, "update", original)
     rows = study("--rows", "aware-a,adapt")
     assert [r["row"] for r in rows] == ["source", "aware-a", "adapt"]
@@ -291,6 +293,7 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "import json, sys\n"
         "print('progress')\n"
         "print(json.dumps({'words': sys.argv[1:]})) if 'bad' not in sys.argv else sys.exit('no such row')\n"
+        "sys.exit(143 if 'late' in sys.argv else 0)\n"
     )
     monkeypatch.setattr(sys, "argv", [str(script), "--rows", "all", "--set", "a=1"])
     places = [(0, "50%", "bad"), (0, "50%", "good"), (1, "30%", "good")]
@@ -301,6 +304,7 @@ def test_jobs(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert last[4:] == ["--rows", "good", "--sizes", "30%", "--seeds", "1", "--budget", "100", "--jobs", "1"]
     assert jobs.run_jobs(places[1:], 2, lambda: 100.0, tmp_path / "logs") == jobs.Outcome()
     assert jobs.run_jobs(places[1:], 2, lambda: 0.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)
+    assert jobs.run_jobs([(0, "50%", "late")], 1, lambda: 9.0, tmp_path / "logs") == jobs.Outcome(out_of_time=True)
 
 
 def test_a_campaign_runs_what_it_can_and_goes_on(
@@ -319,13 +323,68 @@ def test_a_campaign_runs_what_it_can_and_goes_on(
         campaign.Job("lost", f"echo lost >> {order}", ("bad",)),
     ]
     most: dict[Any, int] = {"train": 1, "ask": 1}
-    assert campaign.run(jobs, tmp_path / "work", most) == 1
+    assert campaign.run(jobs, tmp_path / "work", most).failed == {"bad"}
     assert order.read_text().split() == ["1", "asked", "late"]
     assert "bad: failed with 1\n  no input" in capsys.readouterr().out
     (tmp_path / "there").touch()
-    assert campaign.run(jobs, tmp_path / "work", most) == 0
+    assert campaign.run(jobs, tmp_path / "work", most).failed == set()
     assert order.read_text().split() == ["1", "asked", "late", "lost"]
     assert [job.name for job in campaign.needed(jobs, "late")] == ["late", "early", "asked"]
+
+
+def test_a_campaign_ends_with_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs saves itself and goes on in the next call; what would not end in time, by a job like it, waits."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import campaign
+
+    (tmp_path / "slow.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "saved = pathlib.Path(__file__).with_name('saved')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit((time.sleep(0.5), saved.touch(), 143)[-1]))\n"
+        "saved.with_name('begun').touch()\n"
+        "time.sleep(0 if saved.exists() else 600)\n"
+    )
+    begun = tmp_path / "begun"
+    slow = campaign.Job("slow", f"python {tmp_path}/slow.py one && touch {tmp_path}/after")
+    jobs = [
+        slow,
+        campaign.Job("twice", "python -c '' 2", kind="ask", amount=2),
+        campaign.Job("often", "python -c '' 99", kind="ask", amount=99),
+        campaign.Job("once", "python -c '' 1", kind="ask"),
+    ]
+    work, most = tmp_path / "work", dict[Any, int](train=1, ask=1)
+    work.mkdir()
+    (work / "campaign.json").write_text(json.dumps({"ended": {"once": campaign.START_S + 30}, "spent": {}}))
+    clock = campaign.time.monotonic
+    started = clock()
+    # 500 seconds are left until the slow job runs, and none from then on
+    monkeypatch.setattr(campaign.time, "monotonic", lambda: clock() + (600 if begun.exists() else 0))
+    progress = campaign.run(jobs, work, most, 500.0)
+    assert (progress.stopped, set(progress.ended)) == ({"slow"}, {"once", "twice"}) and clock() < started + 60
+    assert (tmp_path / "saved").exists() and not (tmp_path / "after").exists()
+    monkeypatch.undo()
+    progress = campaign.run(jobs, work, most)
+    assert set(progress.ended) == {"slow", "twice", "often", "once"} and (tmp_path / "after").exists()
+    assert progress.ended["slow"] > progress.spent["slow"]
+
+
+def test_a_campaign_leaves_out_what_docs_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row with all its texts is not made again, unless another job needs its model or it is asked for by name."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    import campaign
+
+    content = json.loads((campaign.RESULTS / "ladder.json").read_text())
+    for row in content["rows"]:
+        if (row["row"], row["size"], row["seed"]) == (campaign.BY_HAND, "30%nonemb", 1):
+            del row["marketing"]
+    (tmp_path / "ladder.json").write_text(json.dumps(content))
+    jobs = campaign.ladder(campaign.Places(Path("in"), Path("work"), Path("out")))
+    known = campaign.published(jobs, tmp_path)
+    names = {f"{row}-{size}-{seed}" for row in ("shot", "muon") for size in (50, 30) for seed in range(3)}
+    assert known == names - {"shot-30-1"}
+    left = [job.name for job in campaign.needed(jobs, "", known | {"adapt-0"})]
+    assert "adapt-0" in left and "shot-50-0" not in left and "shot-30-1" in left
+    assert [job.name for job in campaign.needed(jobs, "shot-50-0", known)] == ["shot-50-0"]
 
 
 def test_inputs_of_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
@@ -362,7 +421,7 @@ def write_xz(path: Path, rows: list[dict[str, str]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["ladder", "tuning", "second-model", "peers"])
+@pytest.mark.parametrize("name", ["ladder", "thirty", "tuning", "second-model", "peers"])
 def test_campaigns_are_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every job has a name of its own, needs only jobs that are there, and its command is one that the study takes."""
     monkeypatch.syspath_prepend(str(STUDIES))
