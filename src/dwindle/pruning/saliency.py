@@ -346,8 +346,9 @@ class ElementScores:
         """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
         heads, channels = ([torch.zeros(0, dtype=torch.float64)] * layers for _ in range(2))
         stem = [torch.zeros(hidden, dtype=torch.float64) for _ in range(2 * layers)]
-        for row, element_OI in _elements(prunable, gradients, fishers, metric):
-            assert row.layer is not None
+        for _, row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+            assert row.layer is not None and fisher is not None
+            element_OI = metric.score(weight, gradient, fisher)
             if row.axes[1] == ("query",):
                 element_OI = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2)
                 stem[row.layer], heads[row.layer] = _row_and_column_sums(element_OI)
@@ -433,15 +434,6 @@ def _row_and_column_sums(element_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_gone(row: Row, group: Group) -> bool:
     return row.layer is not None and any(BLOCKS[place] == row.block for place in group.members[row.layer])
-
-
-def _elements(
-    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
-) -> Iterator[tuple[Row, Tensor]]:
-    """(row, element scores) of every output projection."""
-    for _, row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        assert fisher is not None
-        yield row, metric.score(weight, gradient, fisher)
 
 
 def _operands(
