@@ -15,8 +15,9 @@ from dwindle.run.pretrain import pretrain
 from runs import choices, metrics
 from tiny import tiny_directory
 
+# 168 tokens are those of a step: two ranks have 96 and 72
 OPTIONS: dict[str, dict[str, Any]] = {
-    "taylor": {"second_order": True, "milestones": []},
+    "taylor": {"second_order": True, "gram_tokens": 168, "milestones": []},
     "obc": {"metric": "obc", "second_order": True, "smoothing": 0.0, "milestones": []},
     "sampled inputs": {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": 8, "milestones": []},
 }

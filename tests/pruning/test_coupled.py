@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from bisect import bisect_left
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from dwindle.pruning.saliency import Scores
 from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Choice, Trail
 from dwindle.pruning.strategies.coupled import CoupledStrategy, Selector
+from dwindle.pruning.strategies.global_mixture import GlobalStrategy
+from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Shape, Target, parse_target
 from tiny import shrunk, tiny_model
 
@@ -212,6 +215,26 @@ def test_the_smallest_regular_model_is_one_that_exists() -> None:
         Selector(anatomy, Target(least - 1), config)
 
 
+def test_the_smallest_cluster_model_is_one_that_any_scores_reach(anatomy: Anatomy) -> None:
+    """The two heads that are kept may read two key/value heads."""
+    config = PruneConfig(groups=["attn"], attention="cluster", min_heads=2)
+
+    def accepted(goal: int) -> bool:
+        try:
+            return bool(CoupledStrategy(anatomy, Target(goal), config))
+        except UserError:
+            return False
+
+    full = anatomy.count(anatomy.source).total
+    least = bisect_left(range(full), True, key=accepted)
+    for seed in range(10):
+        scores = random_scores(anatomy.source, seed)
+        chosen = list(
+            CoupledStrategy(anatomy, Target(least), config).choose(scores, anatomy.source, Rounds(0, 0, 1), 1, 0)
+        )
+        assert chosen[-1].num_parameters <= least < full
+
+
 @pytest.mark.parametrize("target", [12_000, 18_000])
 def test_rounded_shapes_fit_and_are_multiples(anatomy: Anatomy, target: int) -> None:
     natural = run(anatomy, Target(target))[-1]
@@ -268,6 +291,21 @@ def test_rounding_finds_whatever_fits(anatomy: Anatomy) -> None:
 def cut_to(structure: Structure, *, hidden: int, heads: int, ffn: int) -> Structure:
     layers = [Layer(la.query_heads[:heads], la.kv_of_query[:heads], la.ffn[:ffn]) for la in structure.layers]
     return Structure(structure.hidden[:hidden], tuple(layers))
+
+
+def test_coupled_rounding_needs_widths_that_are_equally_far_from_multiples(anatomy: Anatomy) -> None:
+    """Coupled groups remove the same number of channels from every layer; the global mixture rounds each width."""
+    prunable = Prunable(tiny_model("llama"))
+    prunable.prune(Group("ffn", ((0, 1, 2), (), ())))
+    uneven = Anatomy.of(prunable.compacted())
+    target = Target(anatomy.count(anatomy.source).total // 2)
+    with pytest.raises(UserError, match="round_to 4: the source's layers have different FFN widths: choose selection"):
+        make_strategy(uneven, target, PruneConfig(selection="coupled", round_to=4))
+    with pytest.raises(UserError, match="round_to 4: the source's layers have different FFN widths: choose 1"):
+        make_strategy(uneven, target, PruneConfig(method="minitron", round_to=4))
+    assert isinstance(make_strategy(uneven, target, PruneConfig(round_to=4)), GlobalStrategy)
+    for config in (PruneConfig(round_to=4, groups=["attn", "stem"], min_heads=2), PruneConfig()):
+        assert isinstance(make_strategy(uneven, target, config), CoupledStrategy)
 
 
 def test_rounding_keeps_the_key_value_heads_of_the_natural_result(anatomy: Anatomy) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
@@ -197,33 +198,46 @@ def value(anatomy: Anatomy, scores: Scores, alive: Structure, group: Group, comp
 
 
 def test_z_scores_are_those_of_the_source_s_groups_with_removed_ones_at_zero() -> None:
-    """In a model that is partly pruned and partly compacted, with key/value heads of their own saliency."""
+    """In a model that is partly pruned and partly compacted."""
     source = Anatomy.of(tiny_model("llama")).source
     compacted = source.without(Group.of_layer("ffn", 0, (0, 1), len(source.layers)))
     scores = drawn_scores(compacted, source, 7)
-    scores.kv = [torch.rand(len(layer.kv_heads), dtype=torch.float64) for layer in compacted.layers]
     gone = Group("ffn", ((2,), (5, 6), *[()] * (len(source.layers) - 2)))
     alive = compacted.without(gone)
     scores.remove(gone)
-    found = scores.standardized(alive, source)
 
-    def expected(values: torch.Tensor, count: int, per_group: int = 1, of: torch.Tensor | None = None) -> torch.Tensor:
-        left = [float(value) for value in (values if of is None else of) if value.isfinite()]
+    def expected(values: torch.Tensor, count: int) -> tuple[float, float]:
+        left = [float(value) for value in values if value.isfinite()]
         whole = torch.tensor([*left, *[0.0] * (count - len(left))], dtype=torch.float64)
-        return (values - per_group * whole.mean()) / whole.std(correction=0)
+        return float(whole.mean()), float(whole.std(correction=0))
 
     for number, layer in enumerate(source.layers):
-        heads = scores.attn[number]
-        torch.testing.assert_close(found.ffn[number], expected(scores.ffn[number], len(layer.ffn)))
-        torch.testing.assert_close(found.attn[number], expected(heads, len(heads)))
-        of_kv = expected(scores.kv[number], len(heads), layer.queries_per_kv[0], heads)
-        torch.testing.assert_close(found.kv[number], of_kv)
-    torch.testing.assert_close(found.stem, expected(scores.stem, len(source.hidden)))
+        found = [scores.moments(unit, number, alive, source) for unit in ("query", "ffn")]
+        assert found[0] == pytest.approx(expected(scores.attn[number], len(layer.query_heads)))
+        assert found[1] == pytest.approx(expected(scores.ffn[number], len(layer.ffn)))
+    assert scores.moments("hidden", None, alive, source) == pytest.approx(expected(scores.stem, len(source.hidden)))
+
+
+@pytest.mark.parametrize("compare", ["mean", "saved", "zscore"])
+def test_a_key_value_head_counts_the_queries_that_it_still_has(compare: str) -> None:
+    """With saliencies of their own (metric group), in a model that is not compacted as in one that is."""
+    anatomy = Anatomy.of(tiny_model("llama"))
+    source = anatomy.source
+    alive = source.without(Group.of_layer("attn", 0, (0, 2, 4, 6), len(source.layers)))
+    scores = drawn_scores(alive, source, 5)
+    scores.kv = [torch.rand(len(layer.kv_heads), dtype=torch.float64) for layer in source.layers]
+    config = mixture(compare=compare, groups=["attn"])
+    goal = anatomy.count(source).total * 17 // 20
+    masked, compacted = (chosen_at_once(anatomy, goal, config, s, alive) for s in (scores, scores.restricted(alive)))
+    assert len(masked) > 2 and [one.group for one in masked] == [one.group for one in compacted]
+    assert [one.saliency["attn"] for one in masked] == pytest.approx([one.saliency["attn"] for one in compacted])
 
 
 def test_equal_saliencies_have_a_z_score() -> None:
-    source = Anatomy.of(tiny_model("llama")).source
-    assert all(bool(values.isfinite().all()) for values in Scores.zero(source).standardized(source, source).ffn)
+    anatomy = Anatomy.of(tiny_model("llama"))
+    scores, goal = Scores.zero(anatomy.source), anatomy.count(anatomy.source).total * 3 // 4
+    chosen = chosen_at_once(anatomy, goal, mixture(compare="zscore"), scores)
+    assert chosen and all(math.isfinite(value) for choice in chosen for value in choice.saliency.values())
 
 
 def test_z_scores_are_refused_where_layers_lose_the_same_or_go_whole() -> None:

@@ -319,6 +319,26 @@ def test_choosing_goes_on_where_it_stopped(metric: str) -> None:
         assert one.saliency == pytest.approx(other.saliency)
 
 
+@pytest.mark.parametrize("metric", ["taylor", "group"])
+def test_blocks_lose_the_saliency_of_what_is_removed_from_them(metric: str) -> None:
+    """Within a step (``remove``) and in what is smoothed over steps (``mask``); squares of sums cannot."""
+    prunable = Prunable(tiny_model("llama"))
+    scores = begin_scores(prunable, _gradients(prunable), None, metric_named(metric), blocks=True)()
+    removed, masked, before = scores.copy(), scores.copy(), scores.blocks
+    rest = prunable.alive
+    for kind in ("attn", "ffn"):
+        removed.remove(group := random_group(kind, rest))
+        rest = rest.without(group)
+    prunable.prune_to(rest)
+    masked.mask(prunable.pruned).mask(prunable.pruned)
+    for after in (removed.blocks, masked.blocks):
+        for number, layer in enumerate(rest.layers):
+            left = [float(scores.attn[number][list(layer.query_heads)].sum())]
+            left.append(float(scores.ffn[number][list(layer.ffn)].sum()))
+            expected = [*left, sum(left)] if metric == "taylor" else before[number].tolist()
+            assert after[number].tolist() == pytest.approx(expected, rel=1e-9)
+
+
 def test_coupled_layers_are_whole_and_updated_element_by_element() -> None:
     prunable = Prunable(tiny_model("lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2))
     anatomy, gradients = prunable.anatomy, _gradients(prunable)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dwindle.pruning.ledger import replay_structure
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.pacing import Stages, stage_shares
 from dwindle.pruning.saliency import Scores
+from dwindle.pruning.strategies import make_strategy
 from dwindle.pruning.strategies.base import Choice
 from dwindle.pruning.strategies.layerwise import AdaptStrategy, UniformStrategy, grown
 from dwindle.pruning.surgery import Prunable
@@ -147,6 +149,29 @@ def test_it_lands_although_heads_become_strong_on_the_way(amplitude: float) -> N
         aim = total - int(share * total)
         alive = chosen(strategy, scores, importance, alive, aim)[-1].rest
         assert aim - channel < anatomy.count(alive).total <= aim
+
+
+@pytest.mark.parametrize("method", ["adapt", "uniform", "flap"])
+@pytest.mark.parametrize(("attention", "min_heads"), [("cluster", 3), ("cluster", 1), ("regular", 3)])
+def test_what_is_accepted_is_reached(method: Any, attention: Any, min_heads: int) -> None:
+    """The least accepted target, whichever key/value heads the salient queries read."""
+    anatomy = Anatomy.of(tiny_model("llama"))
+    config = PruneConfig(method=method, attention=attention, min_heads=min_heads)
+
+    def accepted(goal: int) -> bool:
+        try:
+            return bool(make_strategy(anatomy, Target(goal), config))
+        except UserError:
+            return False
+
+    full = anatomy.count(anatomy.source).total
+    least = bisect_left(range(full), True, key=accepted)
+    assert 0 < least < full
+    for seed in range(20):
+        strategy: Any = make_strategy(anatomy, Target(least), config)
+        strategy.importance = [0.0] * anatomy.num_layers
+        scores = drawn_scores(anatomy.source, anatomy.source, seed)
+        assert strategy.choose_to(scores, anatomy.source, least)[-1].num_parameters <= least
 
 
 def test_unimportant_layers_lose_more() -> None:

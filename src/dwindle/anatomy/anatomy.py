@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
-from dwindle.anatomy.structure import BLOCKS, Block, Layer, Structure, head_dim_of
+from dwindle.anatomy.structure import BLOCKS, Block, Layer, Structure, head_dim_of, lost
 from dwindle.core.errors import UserError, first_line
 from dwindle.core.limits import MAX_CHANNELS
 
@@ -422,29 +422,6 @@ def _value(terms: _Terms, sizes: tuple[int, int, int, int]) -> int:
             factor *= sizes[place]
         total += factor
     return total
-
-
-def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
-    """The indices of ``before`` that are not in ``after``."""
-    if before is after or len(before) == len(after):
-        return []
-    missing = len(before) - len(after)
-    if 32 * missing > len(before):
-        kept = set(after)
-        return [index for index in before if index not in kept]
-    gone: list[int] = []  # few of many, as in an event: binary search for each position where the two tuples diverge
-    low = 0
-    while len(gone) < missing:
-        high = len(after) + len(gone)
-        while low < high:
-            middle = (low + high) // 2
-            if before[middle] == after[middle - len(gone)]:
-                low = middle + 1
-            else:
-                high = middle
-        gone.append(before[low])
-        low += 1
-    return gone
 
 
 def places(indices: Iterable[int], present: tuple[int, ...]) -> list[int]:

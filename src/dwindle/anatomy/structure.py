@@ -100,24 +100,32 @@ def _upto(width: int) -> tuple[int, ...]:
     return cast(tuple[int, ...], range(width))
 
 
-def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
-    """Both sorted. Usually one of thousands is missing; comparing slices is then ten times faster than sets."""
-    missing = len(of) - len(some)
-    if some is of or missing < 0 or 32 * missing > len(of):
-        return some is of or set(some) <= set(of)
-    start = 0
-    for taken in range(missing + 1):  # the stretches between the missing indices must be equal
-        low, high = start, len(some)
+def lost(before: tuple[int, ...], after: tuple[int, ...]) -> list[int]:
+    """The indices of ``before`` that are not in ``after``."""
+    if before is after or len(before) == len(after):
+        return []
+    missing = len(before) - len(after)
+    if 32 * missing > len(before):
+        kept = set(after)
+        return [index for index in before if index not in kept]
+    gone: list[int] = []  # few of many, as in an event: binary search for each position where the two tuples diverge
+    low = 0
+    while len(gone) < missing:
+        high = len(after) + len(gone)
         while low < high:
             middle = (low + high) // 2
-            if of[middle + taken] == some[middle]:
+            if before[middle] == after[middle - len(gone)]:
                 low = middle + 1
             else:
                 high = middle
-        if of[start + taken : low + taken] != some[start:low]:
-            return False
-        start = low
-    return start == len(some)
+        gone.append(before[low])
+        low += 1
+    return gone
+
+
+def _is_part(some: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Both sorted."""
+    return some is of or _drop(of, lost(of, some)) == some
 
 
 def _drop(indices: tuple[int, ...], gone: Collection[int]) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ def unit_scores(prunable: Prunable, units: dict[tuple[int, Kind], Tensor], stem:
     scores = Scores.zero(prunable.physical)
     scores.stem = scores.stem if stem is None else stem
     for (layer, kind), score_U in units.items():
-        (scores.attn if kind == "attn" else scores.ffn)[layer] = score_U.cpu()
+        (scores.attn if kind == "attn" else scores.ffn)[layer] = score_U.detach().cpu()
     return scores.mask(prunable.pruned)
 
 

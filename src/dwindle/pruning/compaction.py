@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dwindle.anatomy.anatomy import lost
-from dwindle.anatomy.structure import Structure
+from dwindle.anatomy.structure import Structure, lost
 
 
 def rounded_up(alive: Structure, physical: Structure, multiple: int) -> Structure:

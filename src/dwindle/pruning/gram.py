@@ -17,14 +17,15 @@ Shapes: T tokens, N inputs of a layer, P removed inputs, R kept inputs, O output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dwindle.distributed.collectives import Exchange
 
+Solve = Callable[[torch.dtype], tuple[Tensor, Tensor]]
+"""A [P, R] and the remaining error of every input P, in this precision; infinite where the solve failed."""
 NOISE_TO_SIGNAL = 2.0
 """Variance of an input that the other inputs do not explain, over the variance that they do: about 2 as measured."""
 
@@ -124,11 +125,6 @@ def regression_from_inputs(x_TN: Tensor, removed_P: Tensor, kept_R: Tensor, damp
     return Regression(solve, h_P)
 
 
-class Solve(Protocol):
-    def __call__(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [P, R] and the remaining error of every input P, in this precision; infinite where the solve failed."""
-
-
 def cholesky(matrix_NN: Tensor, ridge: Tensor) -> tuple[Tensor, Tensor]:
     """The Cholesky factor of ``matrix + ridge·I``, and whether it exists in this precision (a tensor: no sync).
 
@@ -166,24 +162,6 @@ def inverse_diagonal_from_inputs(x_TN: Tensor, alive: Tensor, damping: float) ->
     return ((1 - leverage).clamp(min=torch.finfo(torch.float64).eps) / ridge).to(kernel_TT.dtype)
 
 
-class Inputs(Protocol):
-    """Statistics of a layer's inputs: ``Gram`` or ``Sample``."""
-
-    def add(self, x_TN: Tensor) -> None: ...
-
-    def regression(self, removed_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
-        """The regression A, with the damping adapted to the number of tokens (``damping_for``)."""
-
-    def mean_square(self) -> Tensor:
-        """E[x²] of every input: the diagonal of H."""
-
-    def inverse_diagonal(self, alive: Tensor, damping: float) -> Tensor:
-        """diag((H + λI)⁻¹) of the alive inputs."""
-
-    def at_owner(self, number: int, exchange: Exchange) -> Inputs:
-        """The statistics over the tokens of all ranks, on the owner."""
-
-
 class Gram:
     """H, accumulated over tokens: N² numbers for any number of tokens."""
 
@@ -202,22 +180,26 @@ class Gram:
         return self.total_NN
 
     def regression(self, removed_P: Tensor, kept_R: Tensor, damping: float) -> Regression:
+        """The regression A, with the damping adapted to the number of tokens (``damping_for``)."""
         damping = damping_for(damping, len(removed_P) + len(kept_R), self.num_tokens)
         return regression_from_gram(self.matrix_NN, removed_P, kept_R, damping)
 
     def mean_square(self) -> Tensor:
+        """E[x²] of every input: the diagonal of H."""
         return self.matrix_NN.diagonal() / self.num_tokens
 
     def inverse_diagonal(self, alive: Tensor, damping: float) -> Tensor:
+        """diag((H + λI)⁻¹) of the alive inputs."""
         return inverse_diagonal_from_gram(self.matrix_NN, alive, damping) * self.num_tokens
 
     def at_owner(self, number: int, exchange: Exchange) -> Gram:
+        """The statistics over the tokens of all ranks, on the owner."""
         total = sum(exchange.counts(self.num_tokens, self.matrix_NN.device))
         return Gram(exchange.sum_to_owner(number, self.matrix_NN), total)
 
 
 class Sample:
-    """The inputs themselves: T·N numbers, fewer than N² when T < N, and nothing is computed until needed."""
+    """The inputs themselves, as a ``Gram``: T·N numbers, fewer than N² when T < N; nothing is computed until needed."""
 
     def __init__(self, rows: list[Tensor] | None = None) -> None:
         self._rows = rows or []
@@ -256,6 +238,10 @@ class Sample:
         gram = Gram()
         gram.add(self.inputs_TN)
         return gram
+
+
+Inputs = Gram | Sample
+"""Statistics of a layer's inputs."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

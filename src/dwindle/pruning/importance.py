@@ -16,24 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from dwindle.distributed.shards import is_idle, local, several_processes
 from dwindle.pruning.config import Distance
 
-
-def _cosine(before_ND: Tensor, after_ND: Tensor) -> Tensor:
-    """A layer that only rescales the residual stream (the next norm undoes that) changes nothing."""
-    return -torch.cosine_similarity(before_ND, after_ND, dim=-1)
-
-
-def _euclidean(before_ND: Tensor, after_ND: Tensor) -> Tensor:
-    return (after_ND - before_ND).square().sum(dim=-1).sqrt()
-
-
-def _manhattan(before_ND: Tensor, after_ND: Tensor) -> Tensor:
-    return (after_ND - before_ND).abs().sum(dim=-1)
-
-
 _CHANGE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cosine": _cosine,
-    "euclidean": _euclidean,
-    "manhattan": _manhattan,
+    # a layer that only rescales the residual stream (the next norm undoes that) changes nothing
+    "cosine": lambda before_ND, after_ND: -torch.cosine_similarity(before_ND, after_ND, dim=-1),
+    "euclidean": lambda before_ND, after_ND: (after_ND - before_ND).square().sum(dim=-1).sqrt(),
+    "manhattan": lambda before_ND, after_ND: (after_ND - before_ND).abs().sum(dim=-1),
 }
 
 

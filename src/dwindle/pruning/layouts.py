@@ -208,6 +208,9 @@ def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> Non
     if multiple <= 1 or target.shape is not None:
         return
     source, fix = anatomy.source, "choose a smaller multiple, or 1 for exact sizes"
+    if "ffn" in config.effective_groups and widths_differ(source, multiple):
+        other = "selection global" if config.method == "efficientllm" else "1 for exact sizes"
+        raise UserError(f"round_to {multiple}: the source's layers have different FFN widths: choose {other}")
     most = Shape.of(source)
     hiddens, widths = round_widths(most, config)
     if not hiddens or not widths:
@@ -225,6 +228,11 @@ def check_rounding(anatomy: Anatomy, target: Target, config: PruneConfig) -> Non
             f"round_to {multiple}: the smallest model with such widths has {least:,} parameters, the target "
             f"is {target.num_parameters:,}: {fix}, or a larger target"
         )
+
+
+def widths_differ(source: Structure, multiple: int) -> bool:
+    """Whether the FFN widths cannot all be such multiples if every layer loses the same."""
+    return len({len(layer.ffn) % multiple for layer in source.layers if layer.ffn}) > 1
 
 
 def rounding_floors(config: PruneConfig) -> PruneConfig:

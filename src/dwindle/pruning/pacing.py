@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from abc import abstractmethod
+from dataclasses import dataclass, field
 
 from dwindle.pruning.config import PretrainPruneConfig
 
 
-class Pacing(Protocol):
+class Pacing:
     """Says whether another group is due once ``step`` gradient steps (or rounds) are done."""
 
-    def due(self, step: int, num_parameters: int, num_events: int) -> bool: ...
-
-    def aim(self, step: int) -> int | None:
-        """The parameter count that the removals of this step aim at; None: only the final target."""
-
-    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
-        """The first step from ``step`` on after which a group is due; None: never."""
+    __slots__ = ()
 
     @property
     def last_step(self) -> int | None:
         """The step by which the target is reached for certain; None if only the events decide."""
+        return None
+
+    @abstractmethod
+    def due(self, step: int, num_parameters: int, num_events: int) -> bool: ...
+
+    def aim(self, step: int) -> int | None:
+        """The parameter count that the removals of this step aim at; None: only the final target."""
+        return None
+
+    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
+        """The first step from ``step`` on after which a group is due; None: never."""
+        if self.last_step is not None and not self.due(max(step, self.last_step), num_parameters, num_events):
+            return None
+        while not self.due(step, num_parameters, num_events):
+            step += 1
+        return step
 
 
 @dataclass(frozen=True, slots=True)
-class Horizon:
+class Horizon(Pacing):
     """The parameter count falls linearly from the source's to the target's, over a fraction of the steps.
 
     Groups of different sizes are removed as the line passes them: parameters, not events, are evenly spread.
@@ -35,7 +45,7 @@ class Horizon:
     end_count: int
     first_step: int
     """Steps before the line begins to fall (the warm-up)."""
-    last_step: int
+    last_step: int = field()  # not the property as its default
 
     def planned(self, step: int) -> int:
         """Planned parameters once ``step`` steps are done."""
@@ -45,16 +55,6 @@ class Horizon:
 
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return step > self.first_step and num_parameters > self.planned(step)
-
-    def aim(self, step: int) -> int | None:
-        return None
-
-    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
-        if num_parameters <= self.end_count:
-            return None
-        while not self.due(step, num_parameters, num_events):
-            step += 1
-        return step
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,12 @@ class MaskPhase(Horizon):
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class Ratio(Pacing):
     """``pruning`` groups are removed after every ``gradient`` steps, until the target (the paper's alternation)."""
 
     pruning: int
     gradient: int
     first_step: int
-
-    @property
-    def last_step(self) -> int | None:
-        return None
 
     def events_by(self, step: int) -> int:
         """Groups to have been removed once ``step`` steps are done."""
@@ -84,14 +80,6 @@ class Ratio:
     def due(self, step: int, num_parameters: int, num_events: int) -> bool:
         return num_events < self.events_by(step)
 
-    def aim(self, step: int) -> int | None:
-        return None
-
-    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
-        while not self.due(step, num_parameters, num_events):
-            step += 1
-        return step
-
 
 def stage_shares(num_stages: int) -> list[float]:
     """The fraction of all tokens that each stage trains on: growing linearly, because later cuts hurt more."""
@@ -99,7 +87,7 @@ def stage_shares(num_stages: int) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class Stages(Pacing):
     """Adapt-Accel: prune a few per cent, train, repeat; every stage keeps the same fraction of the parameters.
 
     A stage begins with its pruning, after its first step: its gradients are the calibration.
@@ -149,16 +137,12 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class Rounds(Pacing):
     """Pruning without training: rounds with equal decrements of the parameter count, each rescored."""
 
     start_count: int
     end_count: int
     num_rounds: int
-
-    @property
-    def last_step(self) -> int:
-        return self.num_rounds
 
     def planned(self, step: int) -> int:
         """Parameters after a round."""
@@ -170,9 +154,6 @@ class Rounds:
 
     def aim(self, step: int) -> int | None:
         return None if step >= self.num_rounds else self.planned(step)
-
-    def next_step(self, step: int, num_parameters: int, num_events: int) -> int | None:
-        return step
 
 
 def training_pacing(config: PretrainPruneConfig, *, start: int, end: int, first_step: int, num_steps: int) -> Pacing:

@@ -73,32 +73,16 @@ class Scores:
         stem = change(self.stem, *(scores.stem for scores in others))
         return Scores(self.structure, each("attn"), each("ffn"), stem, each("kv"), each("blocks"))
 
-    def standardized(self, alive: Structure, source: Structure) -> Scores:
-        """z-scores: distances from the mean over the source's heads (channels) of the layer, in standard deviations.
+    def moments(self, unit: str, layer: int | None, alive: Structure, source: Structure) -> tuple[float, float]:
+        """Mean and standard deviation over the source's query heads (FFN channels, hidden channels) of a layer.
 
-        Removed ones count as zero, so mean and deviation hardly change while the least salient ones are removed.
+        Removed ones count as zero, so both hardly change while the least salient ones are removed.
         """
-        here, layers = self.structure, range(len(self.structure.layers))
-
-        def moments(values: Tensor, unit: str, layer: int = 0) -> tuple[float, float]:
-            left, count = alive.unit(unit, layer), max(len(source.unit(unit, layer)), 1)
-            values = values[places(left, here.unit(unit, layer))]
-            mean = float(values.sum()) / count
-            return mean, max(float(values.square().sum()) / count - mean**2, _TINY) ** 0.5
-
-        heads = [moments(self.attn[layer], "query", layer) for layer in layers]
-        channels = [moments(self.ffn[layer], "ffn", layer) for layer in layers]
-        kv = list[Tensor]()
-        for values, layer, (mean, deviation) in zip(self.kv, here.layers if self.kv else (), heads, strict=False):
-            kv.append((values - mean * torch.tensor(layer.queries_per_kv)) / deviation)
-        mean, deviation = moments(self.stem, "hidden")
-        return Scores(
-            here,
-            [(values - mean) / deviation for values, (mean, deviation) in zip(self.attn, heads, strict=True)],
-            [(values - mean) / deviation for values, (mean, deviation) in zip(self.ffn, channels, strict=True)],
-            (self.stem - mean) / deviation,
-            kv,
-        )
+        values = self.stem if layer is None else (self.attn if unit == "query" else self.ffn)[layer]
+        count = max(len(source.unit(unit, layer)), 1)
+        values = values[places(alive.unit(unit, layer), self.structure.unit(unit, layer))]
+        mean = float(values.sum()) / count
+        return mean, max(float(values.square().sum()) / count - mean**2, _TINY) ** 0.5
 
     def of_kv_head(self, layer: int, kv_head: int, queries: Sequence[float]) -> float:
         """The saliency of a key/value head with all its query heads; ``queries`` are theirs."""
@@ -107,7 +91,7 @@ class Scores:
         return float(self.kv[layer][places([kv_head], self.structure.unit("kv", layer))[0]])
 
     def remove(self, group: Group) -> None:
-        """Exclude a group from further choices; the sums of other groups do not change."""
+        """Exclude a group from further choices; only the sums of the block that it is in change."""
         if group.kind == "layer":
             for layer, places_ in enumerate(group.members):
                 for place in places_:
@@ -117,17 +101,26 @@ class Scores:
         if group.kind == "stem":
             self.stem[places(group.members[0], self.structure.hidden)] = float("inf")
             return
-        values, unit = (self.attn, "query") if group.kind == "attn" else (self.ffn, "ffn")
+        place, unit = (0, "query") if group.kind == "attn" else (1, "ffn")
         for layer, members in enumerate(group.members):
             if members:
-                values[layer].numpy()[places(members, self.structure.unit(unit, layer))] = np.inf
+                self._exclude(place, layer, places(members, self.structure.unit(unit, layer)))
 
     def mask(self, pruned: Mapping[Kind, list[Tensor]]) -> Scores:
-        """Set pruned parts to infinity."""
-        for values, flags in ((self.attn, pruned["attn"]), (self.ffn, pruned["ffn"]), ([self.stem], pruned["stem"])):
-            for value, is_pruned in zip(values, flags, strict=True):
-                value.masked_fill_(is_pruned, float("inf"))
+        """Exclude pruned parts."""
+        for place, kind in enumerate(KINDS[:2]):
+            for layer, is_pruned in enumerate(pruned[kind]):
+                self._exclude(place, layer, is_pruned.numpy())
+        self.stem.masked_fill_(pruned["stem"][0], float("inf"))
         return self
+
+    def _exclude(self, place: int, layer: int, where: Any) -> None:
+        """Heads (place 0) or channels (1) get an infinite score; sums over blocks lose theirs."""
+        values = (self.attn, self.ffn)[place][layer].numpy()
+        if self.blocks and not self.kv:
+            gone = values[where]
+            self.blocks[layer][[place, 2]] -= float(gone[np.isfinite(gone)].sum())
+        values[where] = np.inf
 
     def restricted(self, structure: Structure) -> Scores:
         """The scores of a model that was compacted to ``structure``."""
@@ -353,8 +346,9 @@ class ElementScores:
         """Elements of the other output projections: they count for hidden channels only. Removed ones are zero."""
         heads, channels = ([torch.zeros(0, dtype=torch.float64)] * layers for _ in range(2))
         stem = [torch.zeros(hidden, dtype=torch.float64) for _ in range(2 * layers)]
-        for row, element_OI in _elements(prunable, gradients, fishers, metric):
-            assert row.layer is not None
+        for _, row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
+            assert row.layer is not None and fisher is not None
+            element_OI = metric.score(weight, gradient, fisher)
             if row.axes[1] == ("query",):
                 element_OI = element_OI.view(len(element_OI), -1, prunable.anatomy.head_dim).sum(2)
                 stem[row.layer], heads[row.layer] = _row_and_column_sums(element_OI)
@@ -440,15 +434,6 @@ def _row_and_column_sums(element_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_gone(row: Row, group: Group) -> bool:
     return row.layer is not None and any(BLOCKS[place] == row.block for place in group.members[row.layer])
-
-
-def _elements(
-    prunable: Prunable, gradients: Mapping[str, Tensor], fishers: Mapping[str, Tensor], metric: Metric
-) -> Iterator[tuple[Row, Tensor]]:
-    """(row, element scores) of every output projection."""
-    for _, row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        assert fisher is not None
-        yield row, metric.score(weight, gradient, fisher)
 
 
 def _operands(

@@ -208,7 +208,7 @@ class InputWatch:
     """Records the layer inputs of a model in training, one step at a time, across compactions."""
 
     def __init__(self, units: tuple[str, ...], num_tokens: int) -> None:
-        self._units = units
+        self._units, self._num_tokens = units, num_tokens
         self._quota = -(-num_tokens // num_processes())
         self.inputs = InputStatistics(self._quota)
         self._taps: InputTaps | None = None
@@ -222,17 +222,19 @@ class InputWatch:
             self._model = prunable.model
 
     def listen(self, batches: object) -> None:
-        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are needed.
+        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are needed (of
+        all processes, also of one that has more than its share).
 
         If the number of micro-batches is not known, tokens are taken from the first passes.
         """
         assert self._taps is not None
-        num_passes = 1
+        quota, num_passes = self._quota, 1
         if isinstance(batches, BatchStream):
-            sequences = -(-batches.sequences_per_step // batches.world_size)
-            if sequences * batches.seq_len > self._quota:
+            if batches.num_tokens_per_step <= self._num_tokens:
+                quota = batches.num_tokens_per_step
+            elif -(-batches.sequences_per_step // batches.world_size) * batches.seq_len > quota:
                 num_passes = batches.num_micro_batches
-        self._taps.open(self._quota, num_passes)
+        self._taps.open(quota, num_passes)
 
     def forget(self) -> None:
         """Free the recorded inputs after the step."""

@@ -7,6 +7,7 @@ from typing import TypeVar
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.core.errors import UserError
 from dwindle.pruning.config import PruneConfig
+from dwindle.pruning.layouts import widths_differ
 from dwindle.pruning.methods import MethodName
 from dwindle.pruning.metrics import metric_named
 from dwindle.pruning.strategies.base import Strategy, heads_differ
@@ -42,14 +43,16 @@ def is_shallower(target: Target, anatomy: Anatomy) -> bool:
 def settled(config: _Config, anatomy: Anatomy, target: Target) -> _Config:
     """The configuration with the groups that this family has; a target that names layers makes them prunable.
 
-    Without a set selection it is global where the layers' heads differ, because coupled groups cannot remove those.
+    Without a set selection it is global where the layers' heads differ, because coupled groups cannot remove those, or
+    their FFN widths, if these are to be multiples.
     """
     if is_shallower(target, anatomy):
         config = config.with_layers()
     config = config.for_family(anatomy.family)
-    removes_heads = "attn" in config.effective_groups and config.attention == "regular" and target.shape is None
-    if config.method == "efficientllm" and config.selection is None and removes_heads and heads_differ(anatomy):
-        config = config.model_copy(update={"selection": "global"})
+    if config.method == "efficientllm" and config.selection is None and target.shape is None:
+        heads = "attn" in config.effective_groups and config.attention == "regular" and heads_differ(anatomy)
+        if heads or ("ffn" in config.effective_groups and widths_differ(anatomy.source, config.round_to)):
+            config = config.model_copy(update={"selection": "global"})
     if config.has_own_score:
         return config
     scores_inputs = metric_named(config.effective_metric).curvature is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from dwindle.pruning.config import PostTrainingConfig, PretrainPruneConfig, Prun
 from dwindle.pruning.event_bounds import EventRange
 from dwindle.pruning.methods import METHODS, METHODS_OF
 from dwindle.pruning.pacing import Pacing
-from dwindle.pruning.saliency import Scores
+from dwindle.pruning.saliency import ElementScores, Scores
 from dwindle.pruning.surgery import Prunable
 from dwindle.pruning.target import Target
 
@@ -66,16 +66,8 @@ class Choice:
         return self.trail.after(self.number)
 
 
-class GroupScores(Protocol):
-    """Saliencies that are updated by removals: fixed sums (``Scores``) or sums over elements (``ElementScores``)."""
-
-    @property
-    def current(self) -> Scores:
-        """The current saliency of every head and channel; infinite for removed ones."""
-
-    def remove(self, group: Group) -> None: ...
-
-    def copy(self) -> Self: ...
+GroupScores = Scores | ElementScores
+"""Saliencies that are updated by removals: fixed sums, or sums over elements."""
 
 
 def check_heads(anatomy: Anatomy, config: PruneConfig) -> None:

@@ -18,10 +18,10 @@ from dwindle.pruning.event_bounds import EventRange, coupled_events
 from dwindle.pruning.layouts import (
     Rounded,
     check_rounding,
-    fewest_kv,
     fewest_layers,
     final_count,
     layouts,
+    most_kv,
     rounded_shape,
     rounding_floors,
     shallower,
@@ -328,7 +328,7 @@ class Selector:
     def _check_reachable(self) -> None:
         source, floor = shallower(self.anatomy, self.anatomy.source, self.floor.layers), self.floor
         least = min(
-            self.anatomy.count(with_sizes(source, replace(floor, heads=layout.heads), layout.kv_count(fewest_kv))).total
+            self.anatomy.count(with_sizes(source, replace(floor, heads=layout.heads), layout.kv_count(most_kv))).total
             for layout in layouts(source, self.config)
         )
         if least > self.target.num_parameters:

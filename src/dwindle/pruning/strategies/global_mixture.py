@@ -72,10 +72,7 @@ class GlobalStrategy(Strategy):
         the smallest. So the result lands at most one minimal group below the goal.
         """
         goal = self.goal(pacing, step)
-        current = scores.current
-        if self.config.compare == "zscore":
-            current = current.standardized(alive, self.anatomy.source)
-        pool, trail = _Pool(self.anatomy, self.config, current, alive), Trail(alive)
+        pool, trail = _Pool(self.anatomy, self.config, scores.current, alive), Trail(alive)
         alive = alive.sized()
         count, chosen = self.anatomy.count(alive).total, 0
         while count > goal and pacing.due(step, count, num_events + chosen):
@@ -117,11 +114,17 @@ class _Pool:
         self._inputs = anatomy.num_output_columns(alive)
         layers, groups = scores.structure.layers, config.effective_groups
         mean = config.compare in ("mean", "zscore")
+
+        def moments(unit: str, layer: int | None) -> tuple[float, float]:
+            return scores.moments(unit, layer, alive, anatomy.source) if config.compare == "zscore" else (0.0, 1.0)
+
+        self._moments = [moments("query", number) for number in range(len(layers))]
+        """Mean and deviation of the heads of each layer."""
         channels = [
-            _by_score(values, here.ffn, left.ffn)
-            for values, here, left in zip(scores.ffn, layers, alive.layers, strict=True)
+            _by_score(values, here.ffn, left.ffn, *moments("ffn", number))
+            for number, (values, here, left) in enumerate(zip(scores.ffn, layers, alive.layers, strict=True))
         ]
-        hidden = [_by_score(scores.stem, scores.structure.hidden, alive.hidden)]
+        hidden = [_by_score(scores.stem, scores.structure.hidden, alive.hidden, *moments("hidden", None))]
         self._channels = _Blocks(channels if "ffn" in groups else [], config.round_to, config.min_ffn, mean)
         self._stem = _Blocks(hidden if "stem" in groups else [], config.round_to, config.min_hidden, mean)
         self._attention: list[tuple[float, int, tuple[int, ...], float]] = []
@@ -270,7 +273,8 @@ class _Pool:
     def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
         """(saliency, layer, queries, sum) of the heads of a layer to remove together.
 
-        The saliency orders layers: with ``mean`` it is that of a column, with ``saved`` that of a parameter.
+        The saliency orders layers: with ``mean`` it is that of a column, with ``saved`` that of a parameter, with
+        ``zscore`` that of a head, as its z-score.
         """
         if not layer.query_heads:
             return None
@@ -288,12 +292,19 @@ class _Pool:
         ways = [(way, total) for way, total in ways if len(layer.query_heads) - len(way) >= least]
         if not ways:
             return None
-        return min((total / self._size(number, layer, way), number, way, total) for way, total in ways)
+        return min((self._value(number, layer, way, total), number, way, total) for way, total in ways)
+
+    def _value(self, number: int, layer: Layer, queries: tuple[int, ...], total: float) -> float:
+        """The saliency of heads, for the comparison of layers and of ways to remove heads."""
+        if self.config.compare == "zscore":
+            mean, deviation = self._moments[number]
+            return (total / len(queries) - mean) / deviation
+        return total / self._size(number, layer, queries)
 
     def _size(self, number: int, layer: Layer, queries: tuple[int, ...]) -> int:
-        """The divisor of a sum over heads, for the comparison of layers and of ways to remove heads."""
-        if self.config.compare in ("mean", "zscore"):
-            return len(queries) * (self.anatomy.head_dim if self.config.compare == "mean" else 1)
+        """The divisor of a sum over heads."""
+        if self.config.compare == "mean":
+            return len(queries) * self.anatomy.head_dim
         if self.config.compare == "sum":
             return 1
         count = self.anatomy.count_layer
@@ -364,10 +375,10 @@ def _by_layer(removable: list[tuple[int, tuple[int, ...]]]) -> dict[int, list[tu
     return found
 
 
-def _by_score(values: Tensor, names: Sequence[int], alive: Sequence[int]) -> _Ranked:
-    """The alive channels by ascending saliency."""
+def _by_score(values: Tensor, names: Sequence[int], alive: Sequence[int], mean: float, deviation: float) -> _Ranked:
+    """The alive channels by ascending saliency, and how far it is from the mean, in standard deviations."""
     alive_names = np.asarray(alive, dtype=np.int64)
-    scores = values.double().numpy()[np.searchsorted(names, alive_names)]
+    scores = (values.double().numpy()[np.searchsorted(names, alive_names)] - mean) / deviation
     order = scores.argsort(kind="stable")
     return scores[order], alive_names[order]
 

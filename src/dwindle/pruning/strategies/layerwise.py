@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from dwindle.anatomy.anatomy import Anatomy
@@ -158,8 +159,12 @@ class LayerwiseStrategy(Strategy):
         return sum(values) / len(values) / hidden
 
     def _check_reachable(self) -> None:
+        """For the heads that are worst to keep: with cluster attention all of different key/value heads."""
         source = self.anatomy.source
-        plans = self._plans(Scores.zero(source), source)
+        scores = Scores.zero(source)
+        for layer, heads in zip(source.layers, scores.attn, strict=True):
+            heads -= torch.tensor([layer.kv_of_query[:n].count(kv) for n, kv in enumerate(layer.kv_of_query)])
+        plans = self._plans(scores, source)
         least = self._count(plans, source, self._kept_at(plans, [MAX_SPARSITY] * len(plans)))
         if least > self.target.num_parameters:
             units, width = next(plan.floor for number, plan in enumerate(plans) if number not in self.spared)
