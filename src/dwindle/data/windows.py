@@ -30,7 +30,7 @@ def random_windows(stream: TokenStream, num_sequences: int, seq_len: int, seed: 
     available = len(stream) // seq_len
     if available < 1:
         raise UserError(
-            f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or shorter sequences"
+            f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or a smaller seq_len"
         )
     order = Permutation(max(available, num_sequences), f"{seed}/calibration")
     last_start = len(stream) - seq_len
