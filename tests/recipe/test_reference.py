@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from dwindle.pruning.config import PretrainPruneConfig
@@ -36,3 +38,19 @@ def test_a_word_chooses() -> None:
 def test_the_page_is_what_the_code_says() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text.endswith("prints.\n\n" + markdown()), "run `dwindle keys --markdown` and put it under Keys"
+
+
+def test_keys_and_mistyped_ones_do_not_wait_for_torch() -> None:
+    code = """
+import sys
+sys.modules.update(torch=None, transformers=None)
+from dwindle.core.errors import UserError
+from dwindle.recipe.recipe import recipe_from
+from dwindle.recipe.reference import recipe_keys
+assert recipe_keys("training.lr")
+try:
+    recipe_from({}, ["training.lrr=1"], "recipe.toml")
+except UserError as error:
+    assert "did you mean training.lr?" in str(error), error
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -100,7 +100,7 @@ def test_choices_of_the_user_win(place: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UserError, match="to 900M: the source has"):
         new_recipe("model", ["book.txt"], "900M")
     (place / "note.txt").write_text("It was the best.")
-    with pytest.raises(UserError, match=r"texts: only about .* tokens, too few to hold any out: give more text"):
+    with pytest.raises(UserError, match=r"note.txt: only about .* tokens, too few to hold any out: give more text"):
         new_recipe("model", ["note.txt"], "50%")
 
 

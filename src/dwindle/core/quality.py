@@ -33,6 +33,13 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
     return nats / num_bytes / math.log(2)
 
 
+def from_to(source: float | None, result: float | None) -> str:
+    """``2.713 → 2.974 (+0.261)``, the difference being that of the rounded values; empty if either is not measured."""
+    if source is None or result is None:
+        return ""
+    return f"{source:.3f} → {result:.3f} ({round(result, 3) - round(source, 3):+.3f})"
+
+
 @dataclass(slots=True)
 class Sample:
     """The greedy continuations of one prompt."""
@@ -78,18 +85,14 @@ class Quality:
         return self.change is not None and self.change > NEEDS_TRAINING
 
     def losses(self) -> str:
-        """``source 2.71 → 2.97 (+0.26)``; empty if either is not measured."""
-        if self.change is None:
-            return ""
-        loss = f"source {self.source_loss:.2f} → {self.result_loss:.2f} ({self.change:+.2f})"
-        return "; ".join(filter(None, (loss, self.bits())))
+        """``source 2.713 → 2.974 (+0.261)``; empty if either is not measured."""
+        loss = from_to(self.source_loss, self.result_loss)
+        return "; ".join(filter(None, (f"source {loss}", self.bits()))) if loss else ""
 
     def bits(self) -> str:
         """``bits per byte 0.912 → 0.921 (+0.009)``; empty unless the tokenizers differ."""
-        if self.source_bits is None or self.result_bits is None:
-            return ""
-        change = self.result_bits - self.source_bits
-        return f"bits per byte {self.source_bits:.3f} → {self.result_bits:.3f} ({change:+.3f})"
+        bits = from_to(self.source_bits, self.result_bits)
+        return f"bits per byte {bits}" if bits else ""
 
     def measured_on(self) -> str:
         """``4,080 held-out tokens of pydoc``."""

@@ -21,8 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from dwindle.core.errors import UserError, first_line
 from dwindle.data.conversations import Conversation, Message, conversations_in
 from dwindle.data.readers import TextInput
-from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
-from dwindle.sources.common import check_ids
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -31,8 +31,7 @@ from dwindle.core.reading import read_json
 from dwindle.core.sizes import at_least
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.readers import INDEX_NAME, TextInput, expand_inputs, open_input
-from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens
-from dwindle.sources.common import check_ids
+from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece, Tokens, check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

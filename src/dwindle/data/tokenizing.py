@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from dwindle.core.errors import UserError
 from dwindle.data.readers import TextInput
-from dwindle.sources.common import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,6 +104,15 @@ class DocumentEncoder:
         else:
             for text in texts:
                 yield list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_ids(largest: int, num_embeddings: int | None, what: str) -> None:
+    """Raise UserError for a token id that the embedding does not have: an index error, or silently wrong, later."""
+    if num_embeddings is not None and largest >= num_embeddings:
+        raise UserError(
+            f"{what} token {largest:,}, and the model's embedding has {num_embeddings:,} rows: use the tokenizer that "
+            "belongs to the model"
+        )
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int64]:

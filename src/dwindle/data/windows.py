@@ -34,7 +34,7 @@ def random_windows(
     available = len(stream) // seq_len
     if available < 1:
         raise UserError(
-            f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or shorter sequences"
+            f"{option}: only {len(stream)} tokens, a sequence needs {seq_len}: give more text or a smaller seq_len"
         )
     order = Permutation(max(available, num_sequences), f"{seed}/calibration")
     starts = [order(row) * seq_len for row in range(max(min(num_sequences + num_held_out, available), num_sequences))]

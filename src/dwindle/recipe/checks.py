@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import parse_count, parse_size
-from dwindle.pruning.metrics import check_metric
 
 if TYPE_CHECKING:
     from dwindle.recipe.recipe import Recipe
@@ -31,6 +30,8 @@ def check_recipe(recipe: Recipe) -> None:
         "such as the one that was pruned, or set distill.weight = 0",
     )
     if recipe.prune.metric is not None:
+        from dwindle.pruning.metrics import check_metric  # imports torch, which most mistakes need not wait for
+
         check_metric(recipe.prune.metric, "prune.metric: ")
     if recipe.prune.enabled:
         _check_prune(recipe)

@@ -20,6 +20,7 @@ from dwindle.export import gguf_writer, onnx_graph
 from dwindle.export.equivalents import in_common_terms
 from dwindle.sources.common import quiet_transformers
 
+COLUMNS = ("family", "groups", "stock output", "GGUF", "ONNX", "vLLM")
 NONE = "–"
 EXAMPLES: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 32},
@@ -40,8 +41,6 @@ class FamilyRow:
 
     family: str
     groups: str
-    cluster: str
-    """Whether any query head can be removed, not only whole groups."""
     stock: str
     """Sizes at which the result is a stock model, all layers being equal."""
     gguf: str
@@ -59,7 +58,7 @@ def family_rows() -> list[FamilyRow]:
 
 def markdown() -> str:
     """The rows as a Markdown table."""
-    cells = [["family", "groups", "cluster", "stock output", "GGUF", "ONNX", "vLLM contract"], ["---"] * 7]
+    cells = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in family_rows():
         first, *others = asdict(row).values()
         cells.append([f"`{first}`", *others])
@@ -79,7 +78,9 @@ def keys_markdown() -> str:
 
 def render() -> Table:
     """The rows as a table for the terminal."""
-    table = Table("family", "groups", "cluster", "stock output", "GGUF", "ONNX", "vLLM contract")
+    table = Table(*COLUMNS, box=None, padding=(0, 1, 0, 0))
+    for column in (0, 1, 3):  # so that only the longest sizes are wrapped at 80 columns
+        table.columns[column].no_wrap = True
     for row in family_rows():
         table.add_row(*asdict(row).values())
     return table
@@ -90,12 +91,9 @@ def _row(family: str) -> FamilyRow:
     if hasattr(config, "no_rope_layers"):  # by the number of the layer, as a model of this many layers has it
         config.no_rope_layers = CONFIG_MAPPING[family](num_hidden_layers=config.num_hidden_layers).no_rope_layers
     model = random_model(config)
-    groups = FAMILIES[family].groups
-    has_heads = "attn" in groups
     return FamilyRow(
         family=family,
-        groups=", ".join(groups),
-        cluster="yes" if has_heads else NONE,
+        groups=", ".join(FAMILIES[family].groups),
         stock=_stock_sizes(config, Anatomy.of(model).source),
         gguf=_gguf(in_common_terms(model)),
         onnx="yes" if onnx_graph.unsupported(in_common_terms(model)) is None else NONE,

@@ -69,7 +69,8 @@ def new_recipe(
     if valid:
         chosen.pop("data.holdout")
     elif chosen["data.holdout"].value >= 0.5:
-        raise UserError(f"texts: only about {format_count(length)} tokens, too few to hold any out: give more text")
+        few = f"{', '.join(texts)}: only about {format_count(length)} tokens"
+        raise UserError(f"{few}, too few to hold any out: give more text")
     own_sizes = chosen["prune.selection"].value == "global"
     if own_sizes and parse_size(to, "to").kind == "shape":
         chosen["prune.selection"] = Setting("coupled", "the same group from every layer: the target is one shape")

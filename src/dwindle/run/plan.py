@@ -378,7 +378,8 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes:
 
 def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
     """A warning if a run repeats a text too often, else empty; ``epochs`` gives the passes over each text."""
-    often = {name: n for name, n in epochs(recipe.num_steps * recipe.num_sequences_per_step).items() if n > PASSES}
+    passes_over = epochs(recipe.num_steps * recipe.num_sequences_per_step)
+    often = {name: passes for name, passes in passes_over.items() if round(passes) > PASSES}
     if not often:
         return ""
     named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())

@@ -21,7 +21,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
-from dwindle.core.quality import Quality
+from dwindle.core.quality import Quality, from_to
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.core.terminal import right, titled
 from dwindle.data.pydoc_text import DEFAULT_TEXT
@@ -120,7 +120,7 @@ class Pruned(Shown):
         if found is None or found.change is None:
             return []
         advice = "needs training" if found.needs_training else "usable as it is"
-        loss = f"loss {found.source_loss:.2f} → {found.result_loss:.2f} ({found.change:+.2f}): {advice}"
+        loss = f"loss {from_to(found.source_loss, found.result_loss)}: {advice}"
         return [f"{loss}; measured on {found.measured_on()}", *found.sample_lines()]
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:

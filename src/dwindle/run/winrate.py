@@ -101,11 +101,11 @@ class WinRate:
             "",
             table,
             "",
-            f"{judged} pairs: {self.wins} wins, {self.ties} ties, {self.losses} losses; mean length "
+            f"{judged} pairs: wins {self.wins}, ties {self.ties}, losses {self.losses}; mean length "
             f"{self.mean_length[0]:.0f} and {self.mean_length[1]:.0f} characters",
         ]
         if self.num_without_verdict:
-            lines.append(f"{self.num_without_verdict} more pairs without a verdict")
+            lines.append(f"without a verdict: {self.num_without_verdict} more")
         if self.first_share is not None and self.consistency is not None:
             lines.append(
                 f"the answer shown first is preferred in {100 * self.first_share:.0f} % (50 without a position bias); "

@@ -177,15 +177,6 @@ def limit_ids(tokenizer: Any, config: PreTrainedConfig) -> None:
         tokenizer.num_embeddings = getattr(config, "vocab_size", None)
 
 
-def check_ids(largest: int, num_embeddings: int | None, what: str) -> None:
-    """Raise UserError for a token id that the embedding does not have: an index error, or silently wrong, later."""
-    if num_embeddings is not None and largest >= num_embeddings:
-        raise UserError(
-            f"{what} token {largest:,}, and the model's embedding has {num_embeddings:,} rows: use the tokenizer that "
-            "belongs to the model"
-        )
-
-
 def interleaved_to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorder the rows of a query or key projection for transformers' rotary embedding.
 
