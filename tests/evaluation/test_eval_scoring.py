@@ -169,7 +169,7 @@ def test_no_cudnn_attention_while_scoring(allowed: bool, monkeypatch: pytest.Mon
 def test_windows_of_texts() -> None:
     model = tiny_model("llama")
     windows = [([1], text(n, n)) for n in (20, 3, 11)]
-    found = Scorer(model, max_length=128, batch=2).texts(windows)
+    found = [score for [score] in Scorer(model, max_length=128, batch=2).choices([[window] for window in windows])]
     assert found == pytest.approx([brute_force(model, window) for window in windows], abs=TOLERANCE)
 
 

@@ -27,11 +27,8 @@ class Scored(NamedTuple):
 class EvalEngine(Protocol):
     """Scores items that were already checked, so that all engines score the same ones."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def batch(self) -> int: ...
+    name: str
+    batch: int
 
     def score_questions(self, data: TaskData, pairs: Sequence[Sequence[Pair]]) -> Scored: ...
 
@@ -48,23 +45,18 @@ class OwnEngine:
         self, model: nn.Module, *, max_length: int, batch: int = 0, precision: Precision = "fp32", quiet: bool = False
     ) -> None:
         self.scorer = Scorer(model, max_length=max_length, batch=batch, precision=precision)
-        self._quiet = quiet
-
-    @property
-    def batch(self) -> int:
-        return self.scorer.batch
+        self.batch, self._quiet = self.scorer.batch, quiet
 
     def score_questions(self, data: TaskData, pairs: Sequence[Sequence[Pair]]) -> Scored:
-        num_requests = sum(map(len, pairs))
-        with self._bar(data.task.title, num_requests) as bar:
+        with self._bar(data.task.title, sum(map(len, pairs))) as bar:
             scores = self.scorer.choices(pairs, bar)
         return Scored(accuracy([item.question for item in data.items], scores), scores)
 
     def score_texts(self, data: TextData, windows: Sequence[Sequence[Pair]]) -> list[float]:
-        flat = [window for document in windows for window in document]
+        flat = [[window] for document in windows for window in document]
         with self._bar(data.name, len(flat)) as bar:
-            scores = iter(self.scorer.texts(flat, bar))
-        return [sum(next(scores) for _ in document) for document in windows]
+            scores = iter(self.scorer.choices(flat, bar))
+        return [sum(next(scores)[0] for _ in document) for document in windows]
 
     def _bar(self, name: str, total: int) -> AbstractContextManager[Bar | None]:
         return nullcontext() if self._quiet else Bar(name, total)

@@ -127,10 +127,6 @@ class Scorer:
                 owners += [(question, number) for number in range(len(pairs))]
         return rows, owners
 
-    def texts(self, windows: Sequence[Pair], progress: Any = None) -> list[float]:
-        """Log-likelihood of every window of a text."""
-        return [value for (value,) in self.choices([[window] for window in windows], progress)]
-
     def _shareable(self, pairs: Sequence[Pair]) -> bool:
         """Our mask replaces a model's sliding-window mask, so sequences longer than the window are not shared, nor are
         those that the frequencies' switch lies between."""

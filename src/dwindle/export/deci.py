@@ -24,15 +24,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export import configuration_decilm
-from dwindle.export.verification import (
-    HF_TOLERANCE,
-    Verified,
-    as_float32,
-    check,
-    check_same_weights,
-    logits_of,
-    relative_error,
-)
+from dwindle.export.verification import Verified, as_float32, check_logits, check_same_weights
 from dwindle.sources.common import build_model
 
 ARCHITECTURE = "DeciLMForCausalLM"
@@ -106,8 +98,7 @@ def verify(folder: Path, model: Any, prompts: list[list[int]]) -> Verified:
     """Compare with the model that the files alone describe: transformers has no class for the layout."""
     reference, found = as_float32(model), described(folder)
     check_same_weights(found.state_dict(), reference)
-    worst = max(relative_error(logits_of(found, ids), logits_of(reference, ids)) for ids in prompts)
-    return check(Verified("torch, by the layout", worst, HF_TOLERANCE, "largest relative difference of a logit"))
+    return check_logits("torch, by the layout", found, reference, prompts)
 
 
 def described(folder: Path) -> Any:

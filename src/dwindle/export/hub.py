@@ -5,7 +5,6 @@ Only huggingface_hub reads the token; it is never written or printed here.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -31,10 +30,6 @@ class Repository:
     commit: str | None
     names: frozenset[str]
     ours: frozenset[str]
-
-
-def manifest(names: Iterable[str]) -> bytes:
-    return (json.dumps({"format": 1, "files": sorted(names)}, indent=1) + "\n").encode()
 
 
 def check_name(repo: str) -> None:

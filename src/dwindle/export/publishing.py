@@ -107,7 +107,7 @@ def push(
     hub.check_name(repo)
     files, left_out = collect(Path(model), gguf)
     contents: dict[str, Path | bytes] = {**files, **_rewritten(files, repo, with_samples)}
-    contents[hub.MANIFEST] = hub.manifest([*contents, hub.MANIFEST])
+    contents[hub.MANIFEST] = _json({"format": 1, "files": sorted([*contents, hub.MANIFEST])})
     sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
     published = Published(repo, dict(sorted(sizes.items())), private, left_out=left_out)
     there = hub.look(repo, private, endpoint) if dry_run else hub.open_repository(repo, private, endpoint)

@@ -13,6 +13,7 @@ from typing import Any
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
+from dwindle.core.reading import read_json
 from dwindle.export.onnx_graph import write_onnx
 from dwindle.export.onnx_runtime import verify_onnx
 from dwindle.export.verification import Verified, with_tensors
@@ -54,7 +55,9 @@ def write_graphs(model: Any, folder: Path, prompts: list[list[int]], *, threads:
         if threads is not None:
             found.append(verify_onnx(path, with_tensors(model, stored) if stored else model, prompts, threads=threads))
     if in_files:
-        _add_to_config(folder / "config.json", {"transformers.js_config": {"use_external_data_format": in_files}})
+        path = folder / "config.json"
+        settings = {"transformers.js_config": {"use_external_data_format": in_files}}
+        path.write_text(json.dumps(read_json(path) | settings, indent=2) + "\n", encoding="utf-8")
     return max(found, key=lambda verified: verified.max_error, default=None)
 
 
@@ -62,8 +65,3 @@ def _num_bytes(model: Any, bits: int | None) -> float:
     """About the size of the weights; 8 bits are 9 with their scales."""
     count: int = sum(parameter.numel() for parameter in model.parameters())
     return count * (32 if bits is None else 9) / 8
-
-
-def _add_to_config(path: Path, values: dict[str, Any]) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | values, indent=2) + "\n", encoding="utf-8")

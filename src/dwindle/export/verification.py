@@ -120,6 +120,12 @@ def check(verified: Verified, *, doubt_factor: float = 1.0) -> Verified:
     raise Mismatch(f"{problem}: the output was removed")
 
 
+def check_logits(runtime: str, model: Any, reference: Any, prompts: list[list[int]]) -> Verified:
+    """Compare all logits of two models in torch on the prompts."""
+    worst = max(relative_error(logits_of(model, ids), logits_of(reference, ids)) for ids in prompts)
+    return check(Verified(runtime, worst, HF_TOLERANCE, "largest relative difference of a logit"))
+
+
 def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, written: Any = None) -> Verified:
     """Load the directory with transformers; compare all logits on the prompts, and the weights.
 
@@ -134,9 +140,7 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
     with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     check_same_weights(loaded.state_dict(), written)
-    reference = as_float32(model)
-    worst = max(relative_error(logits_of(loaded, ids), logits_of(reference, ids)) for ids in prompts)
-    return check(Verified("transformers", worst, HF_TOLERANCE, "largest relative difference of a logit"))
+    return check_logits("transformers", loaded, as_float32(model), prompts)
 
 
 def verify_cached(
@@ -173,9 +177,7 @@ def check_same_weights(found: Mapping[str, Tensor], model: Any) -> None:
 
 def verify_resized(larger: Any, model: Any, prompts: list[list[int]]) -> Verified:
     """Compare the padded model with its source, both in torch and float32."""
-    larger, model = as_float32(larger), as_float32(model)
-    worst = max(relative_error(logits_of(larger, ids), logits_of(model, ids)) for ids in prompts)
-    return check(Verified("torch", worst, HF_TOLERANCE, "largest relative difference of a logit after padding"))
+    return check_logits("torch, after padding", as_float32(larger), as_float32(model), prompts)
 
 
 def as_float32(model: Any) -> Any:
