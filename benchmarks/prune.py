@@ -153,6 +153,7 @@ def measure_prune(
         ("measure", pruning, "_judge"),
         ("measure", pruning.Judge, "judged"),
         ("calibrate", rounds, "calibrate"),
+        ("scored", rounds, "_scored"),
         ("rounds", pruning, "prune_in_rounds"),
         ("cut", pruning.Prunable, "compacted"),
         ("save", pruning, "save_model"),
@@ -165,6 +166,7 @@ def measure_prune(
         text, out = str(source / "text.txt"), Path(folder) / "result"
         result = pruning.prune(source, to, data=[text], device=device, out=out, **settings)
     seconds, peak = watch.seconds, peak_memory_bytes()
+    calibrated = seconds.get("calibrate", seconds["scored"])  # a method may have a score of its own
     return PruneRow(
         name=name,
         device=torch.cuda.get_device_name() if on_gpu else device,
@@ -173,8 +175,8 @@ def measure_prune(
         events=sum(event["event"] == "prune" for event in result.ledger),
         load_s=seconds["load"],
         measure_s=seconds["measure"],
-        calibrate_s=seconds["calibrate"],
-        select_s=seconds["rounds"] - seconds["calibrate"],
+        calibrate_s=calibrated,
+        select_s=seconds["rounds"] - calibrated,
         cut_s=seconds["cut"],
         save_s=seconds["save"],
         after_load_s=seconds["all"] - seconds["load"],

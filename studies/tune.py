@@ -278,11 +278,17 @@ def judge(args: argparse.Namespace) -> None:
     shifted = [row | {"messages": [row["messages"][0], other]} for row, other in zip(rows, others, strict=True)]
     write_text_atomic(wrong, "".join(json.dumps(row) + "\n" for row in shifted))
     write_text_atomic(verdicts, "".join(json.dumps({"id": row["id"], "verdict": "A"}) + "\n" for row in rows))
-    how: dict[str, Any] = {"judge": args.judge, "dtype": DTYPE, "device": DEVICE}
-    found = [{"calibration": dwindle.win_rate(right, wrong, calibrate=verdicts, **how).to_json(), "commit": commit()}]
-    for a, b in (pair.split(":") for pair in args.pairs):
-        result = dwindle.win_rate(Path(a) / args.questions, Path(b) / args.questions, **how)
-        found.append({"a": Path(a).name, "b": Path(b).name, "win_rate": result.to_json(), "commit": commit()})
+
+    def rate(a: Path, b: Path, **options: Any) -> dict[str, Any]:
+        """As JSON, with names in place of this machine's paths."""
+        result = dwindle.win_rate(a, b, judge=args.judge, dtype=DTYPE, device=DEVICE, **options)
+        return result.to_json() | {"a": a.parent.name, "b": b.parent.name, "judge": Path(args.judge).name}
+
+    found: list[dict[str, Any]] = [{"calibration": rate(right, wrong, calibrate=verdicts), "commit": commit()}]
+    for a, b in (map(Path, pair.split(":")) for pair in args.pairs):
+        folder = args.work / f"{a.name}-{b.name}"  # with which an interrupted call goes on
+        result = rate(a / args.questions, b / args.questions, out=folder)
+        found.append({"a": a.name, "b": b.name, "win_rate": result, "commit": commit()})
         print(found[-1], flush=True)
     write_text_atomic(args.out, json.dumps(found, indent=1) + "\n", option="--out")
 
@@ -292,7 +298,7 @@ def record(name: str, seed: int, result: RunResult, seconds: float) -> dict[str,
     return {
         "row": name,
         "seed": seed,
-        "model": str(result.model),
+        "model": f"{result.run.name}/model",
         "parameters": result.parameters,
         "tokens": result.tokens,
         "loss": result.loss,
@@ -312,7 +318,7 @@ def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
         records = json.loads(args.out.read_text()) if args.out.is_file() else []
         kept = [one for one in records if (one["row"], one["seed"]) != (found["row"], found["seed"])]
         write_text_atomic(args.out, json.dumps([*kept, found], indent=1) + "\n")
-    folder = Path(found["model"]).parent
+    folder = (args.work / found["model"]).parent
     keep_logs(folder, args.out.with_name(f"{args.out.stem}-runs") / folder.name)
     print(f"{found['row']}, seed {found['seed']}: validation {found['valid_before']} → {found['valid']}")
 

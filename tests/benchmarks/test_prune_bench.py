@@ -14,9 +14,12 @@ from dwindle.core.errors import UserError
 def test_rows(tmp_path: Path) -> None:
     small = ["--shape", "tiny", "--to", "60%", "--device", "cpu", "--sequences", "8", "--seq-len", "16"]
     shown: list[str] = []
-    main([*small, "--rows", "coupled,adapt", "--place", str(tmp_path), "--out", str(tmp_path / "rows")], shown.append)
+    main(
+        [*small, "--rows", "coupled,adapt,flap", "--place", str(tmp_path), "--out", str(tmp_path / "rows")],
+        shown.append,
+    )
     rows = [json.loads(line) for line in shown]
-    assert [row["name"] for row in rows] == ["coupled", "adapt"]
+    assert [row["name"] for row in rows] == ["coupled", "adapt", "flap"]
     assert (tmp_path / "rows").read_text().splitlines() == shown and [*tmp_path.iterdir()] == [tmp_path / "rows"]
     whole = 2 * 512 * 64 + 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) + 64
     for row in rows:
