@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -311,8 +312,9 @@ def test_choosing_goes_on_where_it_stopped(metric: str) -> None:
     full, target = anatomy.count(anatomy.source).total, Target(anatomy.count(anatomy.source).total // 2)
     scores = begin_scores(prunable, _gradients(prunable), None, metric_named(metric), blocks=True)()
     strategy = make_strategy(anatomy, target, config)
-    chosen = list(strategy.choose(scores, prunable.alive, Rounds(full, 0, 1), 1, 0))
+    chosen = list(strategy.choose(scores.copy(), prunable.alive, Rounds(full, 0, 1), 1, 0))
     half = next(n for n, choice in enumerate(chosen) if choice.group.kind == "layer" and n)
+    list(islice(strategy.choose(scores, prunable.alive, Rounds(full, 0, 1), 1, 0), half))
     again = list(strategy.choose(scores, chosen[half - 1].rest, Rounds(full, 0, 1), 1, 0))
     assert [choice.group for choice in again] == [choice.group for choice in chosen[half:]]
     for one, other in zip(again, chosen[half:], strict=True):

@@ -196,15 +196,7 @@ def markdown() -> str:
     """The table of methods in the docs."""
     head = ["`method`", "from", "score", "shared out", "repairs", "cannot", "prunes"]
     rows = [
-        [
-            f"`{name}`",
-            one.paper,
-            one.score.replace("|", "\\|"),
-            one.shares,
-            one.repairs,
-            one.cannot,
-            one.when,
-        ]
+        [f"`{name}`", one.paper, one.score.replace("|", "\\|"), one.shares, one.repairs, one.cannot, one.when]
         for name, one in METHODS.items()
     ]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *rows])

@@ -228,7 +228,7 @@ class Pruner(Callback):
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         if self.config.has_own_score:
-            seen = Scores.none(self.prunable.physical)
+            seen = Scores.zero(self.prunable.physical)
             return lambda: seen
         metric = metric_named(self.config.effective_metric, seed=self.seed * 1_000_003 + trainer.step)
         parameters, blocks = self.prunable.parameters, "layer" in self.config.effective_groups

@@ -46,13 +46,8 @@ class Scores:
     """For each layer those of its attention, its FFN and the whole layer, if blocks are prunable."""
 
     @classmethod
-    def none(cls, structure: Structure) -> Scores:
-        """Scores that a strategy computed itself, from what it observed in a model of this structure."""
-        return cls(structure, [], [], torch.zeros(0))
-
-    @classmethod
     def zero(cls, structure: Structure) -> Scores:
-        """All zero: for results that depend on sizes only, or to be filled in."""
+        """All zero: for results that depend on sizes or on what a strategy observed itself, or to be filled in."""
         heads = [torch.zeros(len(la.query_heads), dtype=torch.float64) for la in structure.layers]
         channels = [torch.zeros(len(la.ffn), dtype=torch.float64) for la in structure.layers]
         return cls(structure, heads, channels, torch.zeros(len(structure.hidden), dtype=torch.float64))

@@ -130,15 +130,11 @@ class _Pool:
         self._attention: list[tuple[float, int, tuple[int, ...], float]] = []
         if "attn" in groups:
             self._rank_attention(alive)
-        self._whole = [values.tolist() for values in scores.blocks] if "layer" in groups else []
-        """Saliencies of each layer's attention, FFN and both."""
-        if self._whole and not scores.kv:
-            self._subtract_removed(alive)
-        self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._whole else {}
+        self._has_blocks = "layer" in groups
+        self._removable = _by_layer(anatomy.removable_blocks(alive)) if self._has_blocks else {}
         self._blocks: dict[int, list[_Candidate]] = {}
         self._block_sizes: dict[int, dict[tuple[int, ...], int]] = {}
         """Parameters saved by removing blocks of a layer, as long as nothing changes them."""
-        self._names = [np.asarray(la.ffn, dtype=np.int64) for la in layers] if self._whole else []
         self._compare_blocks(alive, self._removable)
 
     def candidates(self, alive: Structure, room: int) -> list[_Candidate]:
@@ -189,7 +185,8 @@ class _Pool:
         for number in layers:
             found = list[_Candidate]()
             for places in self._removable.get(number, ()):
-                one = _Candidate(self._whole[number][2 if len(places) > 1 else places[0]], "layer", number, places)
+                saliency = float(self._scores.blocks[number][2 if len(places) > 1 else places[0]])
+                one = _Candidate(saliency, "layer", number, places)
                 size = 1
                 if self.config.compare == "mean":
                     size = self.anatomy.layer_columns(number, [BLOCKS[place] for place in places], alive)
@@ -201,7 +198,8 @@ class _Pool:
                 self._blocks[number] = found
 
     def _update_blocks(self, chosen: _Candidate, rest: Structure) -> None:
-        """Update after a removal: sums of elements lose what is removed, squares of sums (metric ``group``) do not."""
+        """Update after a removal."""
+        self._scores.remove(_group(chosen, len(rest.layers)))
         if chosen.kind == "stem":
             self._block_sizes.clear()
         else:
@@ -212,22 +210,7 @@ class _Pool:
             layers = range(len(rest.layers))
         elif chosen.kind != "stem":
             layers = [chosen.layer]
-            lost = 0.0 if self._scores.kv else self._sum_of(chosen)
-            self._whole[chosen.layer][1 if chosen.kind == "ffn" else 0] -= lost
-            self._whole[chosen.layer][2] -= lost
         self._compare_blocks(rest, layers)
-
-    def _subtract_removed(self, alive: Structure) -> None:
-        """Apply what was chosen since the scores were computed, such as by an earlier call in the same step."""
-        values = (self._scores.attn, self._scores.ffn)
-        for number, (here, left) in enumerate(zip(self._scores.structure.layers, alive.layers, strict=True)):
-            names = ((here.query_heads, left.query_heads), (here.ffn, left.ffn))
-            for place, (before, after) in enumerate(names):
-                scores = values[place][number].double().numpy()
-                gone = np.isin(before, after, invert=True) & np.isfinite(scores)
-                lost = float(scores[gone].sum())
-                self._whole[number][place] -= lost
-                self._whole[number][2] -= lost
 
     def _remove_whole(self, chosen: _Candidate, rest: Structure) -> None:
         self._inputs, left = self.anatomy.num_output_columns(rest), rest.layers[chosen.layer]
@@ -254,7 +237,7 @@ class _Pool:
             self._inputs -= len(chosen.members) * self.anatomy.head_dim
             if (found := self._least_salient(chosen.layer, rest.layers[chosen.layer])) is not None:
                 heappush(self._attention, found)
-        if self._whole:
+        if self._has_blocks:
             self._update_blocks(chosen, rest)
 
     def _rank_attention(self, alive: Structure) -> None:
@@ -262,13 +245,6 @@ class _Pool:
         candidates = (self._least_salient(number, layer) for number, layer in enumerate(alive.layers))
         self._attention = [found for found in candidates if found is not None]
         heapify(self._attention)
-
-    def _sum_of(self, chosen: _Candidate) -> float:
-        """The saliency of a layer's heads or channels."""
-        if chosen.kind == "attn":
-            return float(sum(self._heads[chosen.layer][query] for query in chosen.members))
-        places = np.searchsorted(self._names[chosen.layer], chosen.members)
-        return float(self._scores.ffn[chosen.layer].numpy()[places].sum())
 
     def _least_salient(self, number: int, layer: Layer) -> tuple[float, int, tuple[int, ...], float] | None:
         """(saliency, layer, queries, sum) of the heads of a layer to remove together.

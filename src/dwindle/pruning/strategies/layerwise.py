@@ -92,14 +92,8 @@ class LayerwiseStrategy(Strategy):
 
     def notes(self, step: int) -> list[dict[str, Any]]:
         """The sparsity of every layer, and the importance that decided it."""
-        return [
-            {
-                "event": "allocation",
-                "step": step,
-                "importance": list(self.importance),
-                "sparsity": list(self.sparsity),
-            }
-        ]
+        own = {"importance": list(self.importance), "sparsity": list(self.sparsity)}
+        return [{"event": "allocation", "step": step, **own}]
 
     def state_dict(self) -> dict[str, Any]:
         return {"sparsity": self.sparsity}

@@ -62,7 +62,7 @@ class ShortGptStrategy(Strategy):
     def measure(self, prunable: Prunable, windows: Tensor, bar: Bar | None) -> Scores:
         self.listen(prunable.model)
         observe(prunable, windows, [], bar)
-        return Scores.none(prunable.physical)
+        return Scores.zero(prunable.physical)
 
     def choose(
         self, scores: GroupScores, alive: Structure, pacing: Pacing, step: int, num_events: int
