@@ -14,7 +14,6 @@ dwindle.quantize("smaller", scheme="w8a8", out="smaller-w8a8")
 dwindle.export_model("smaller", "gguf", "smaller.gguf")
 dwindle.generate("smaller.gguf", "Once upon a time")
 dwindle.generate_answers("smaller", "prompts.jsonl", "answers.jsonl", tokens=256)
-dwindle.sample_text("smollm2-135m", "books.txt", "more.jsonl", documents=2000)
 dwindle.win_rate("answers.jsonl", "others.jsonl", judge="judge-model")
 dwindle.register_metric("mine", lambda w, g, f: w.abs())
 dwindle.register_family("family.toml")
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from dwindle.pruning.pruner import Pruner
     from dwindle.quantization.quantize import quantize
     from dwindle.recipe.recipe import load_recipe
-    from dwindle.run.answers import generate_answers, sample_text
+    from dwindle.run.answers import generate_answers
     from dwindle.run.family_check import check_family
     from dwindle.run.generation import generate
     from dwindle.run.inspection import inspect
@@ -76,7 +75,6 @@ __all__ = [
     "register_metric",
     "replay",
     "resume",
-    "sample_text",
     "save",
     "trim",
     "tuning_recipe",
@@ -103,7 +101,6 @@ _HOMES = {
     "register_metric": "dwindle.pruning.metrics:register_metric",
     "replay": "dwindle.run.prune:replay",
     "resume": "dwindle.run.pretrain:resume",
-    "sample_text": "dwindle.run.answers:sample_text",
     "save": "dwindle.export.own_loop:save",
     "trim": "dwindle.run.trim:trim",
     "tuning_recipe": "dwindle.run.tune:tuning_recipe",

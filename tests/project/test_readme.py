@@ -63,7 +63,7 @@ def tiny_form(command: str) -> list[str]:
     if words[0] == "pretrain":
         words[1] = shlex.split(command)[2]
         words += SMALL
-    if words[0] in ("generate", "chat", "sample"):
+    if words[0] in ("generate", "chat"):
         words += ["--tokens", "8"]
     if words[0] == "tune":
         words += ["data.seq_len=255", "training.tokens=510", "training.tokens_per_step=255"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,12 @@ import torch
 from dwindle.core.errors import UserError
 from dwindle.data.chat import ChatEncoder
 from dwindle.data.conversations import conversation_of
-from dwindle.data.readers import read_documents
 from dwindle.evaluation import sampling
 from dwindle.evaluation.config import GenerateConfig, SamplingConfig
 from dwindle.evaluation.generation import LlamaCppAnswerer, TransformersAnswerer
-from dwindle.evaluation.prompts import beginnings
-from dwindle.evaluation.sampling import end_tokens, stream, uniforms
+from dwindle.evaluation.sampling import stream, uniforms
 from dwindle.run import answers
-from dwindle.run.answers import generate_answers, sample_text
+from dwindle.run.answers import generate_answers
 from dwindle.run.generation import generate
 from dwindle.sources.loading import load
 from edge_models import greedy, tiny_loaded
@@ -187,46 +185,6 @@ def test_a_killed_file_is_resumed_to_the_byte(
     roles = [[message["role"] for message in row["messages"]] for row in rows]
     assert roles[6] == ["user", "assistant"] * 2 and roles[7] == ["system", "user", "assistant"]
     assert rows[8]["messages"][0]["content"] == "Add.\n\n1 2"
-
-
-TEXT = ["One two three four five six seven eight nine ten.", "", "  A heading", "", "1 2 3 4 5 6 7 8  9"]
-
-
-def test_beginnings_are_spread_over_the_paragraphs(tmp_path: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(TEXT))
-    starts = ["One two three four five six seven eight", "  A heading", "1 2 3 4 5 6 7 8"]
-    for count, places in ((None, [0, 1, 2]), (2, [0, 1]), (1, [0]), (7, [0, 1, 2, 0, 1, 2, 0])):
-        found = beginnings(str(path), count)
-        assert [prompt.text for prompt in found] == [starts[place] for place in places]
-        assert [prompt.id for prompt in found] == list(range(len(places)))
-
-
-def test_text_is_sampled_resumed_and_can_be_trained_on(model: Path, tmp_path: Path) -> None:
-    path, whole, broken = tmp_path / "text.txt", tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    path.write_text("\n".join(TEXT))
-
-    def write(out: Path) -> answers.GenerationSummary:
-        return sample_text(model, str(path), out, documents=7, tokens=10, batch=3, device="cpu")
-
-    def killed() -> None:
-        torch.set_num_threads(1)
-        die_at(answers.Journal, "append", 1)
-        write(broken)
-
-    summary = write(whole)
-    assert summary.render().startswith(f"{whole}: 7 documents\n")
-    assert wait(start(killed), 60) == 9 and write(broken).num_resumed == 3
-    assert broken.read_bytes() == whole.read_bytes()
-    documents, prompts = list(read_documents(str(whole))), beginnings(str(path), 7)
-    loaded = load(str(model))
-    config, ends = SamplingConfig(temperature=1.0), end_tokens(loaded.model, loaded.tokenizer)
-    for number, (document, prompt) in enumerate(zip(documents, prompts, strict=True)):
-        ids = loaded.tokenizer(prompt.text).input_ids
-        written = plain_answer(loaded.model, ids, 10, config, (number, 0))
-        kept = list(takewhile(lambda token: token not in ends, written))
-        assert document == prompt.text + loaded.tokenizer.decode(kept, skip_special_tokens=True)
-    assert len(set(documents)) == 7  # the same beginning goes on in another way
 
 
 def test_other_settings_do_not_continue_a_file(model: Path, prompts: Path, tmp_path: Path) -> None:

@@ -377,8 +377,7 @@ def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> Non
     settings = recipe(model=model, prune={"enabled": False}, tokens=8192, tokens_per_step=1024)
     settings.data = DataConfig(train=[str(tmp_path / "a.txt")], seq_len=128)
     assert make_plan(settings).warnings == [
-        "training.tokens: reads train about 8 times, so it may be memorised: add text (see `dwindle sample`), or train "
-        "on fewer"
+        "training.tokens: reads train about 8 times, so it may be memorised: add text, or watch the validation loss"
     ]
     with pytest.warns(PlanWarning, match=r"training.tokens: reads train 8\.0 times, so it may be memorised"):
         pretrain(settings, tmp_path / "run")

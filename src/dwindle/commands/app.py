@@ -20,7 +20,7 @@ from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 
 _ORDER = (
     *("inspect", "families", "check-family", "demo", "keys"),
-    *("new", "pretrain", "tune", "resume", "prune", "trim", "sample", "tokenize"),
+    *("new", "pretrain", "tune", "resume", "prune", "trim", "tokenize"),
     *("report", "runs", "plot", "eval", "winrate", "table", "compare"),
     *("generate", "chat", "export", "quantize", "bench", "push"),
 )

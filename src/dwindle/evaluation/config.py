@@ -57,14 +57,3 @@ class GenerateConfig(SamplingConfig):
     """dtype of a model that is loaded in transformers. Not set: float32."""
     runtime: Literal["auto", "transformers", "llama.cpp"] = "auto"
     """transformers or llama.cpp; auto: llama.cpp for a .gguf file on a CPU."""
-
-
-class SampleConfig(GenerateConfig):
-    """How a model writes text to be trained on."""
-
-    tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens that a beginning is continued by at most. Not set: 512."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """1: the model's own distribution, which its text teaches; lower: likelier text."""
-    documents: Annotated[int, Field(ge=1)] | None = None
-    """Documents to write. Not set: one for each paragraph of the text."""

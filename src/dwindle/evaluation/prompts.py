@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 from dwindle.core.errors import UserError, first_line
 from dwindle.data.conversations import instruction_text
-from dwindle.data.readers import read_documents
 from dwindle.evaluation.data import json_lines, read_text
 from dwindle.evaluation.tasks import BrokenItem
 
@@ -22,8 +20,6 @@ _TEXTS = ("prompt", "instruction", "question", "text")
 _FORMS = "messages, turns, prompt, instruction (and input), question or text"
 CORRECT = "correct its roles, or pass --no-chat"
 """What to do about a file of prompts that a template refuses."""
-BEGINNING = 8
-"""Words of a paragraph that a model continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +82,6 @@ def make_prompt(row: Any, number: int, where: str, joint: str) -> Prompt:
     if not text.strip():
         raise UserError(f"{where}: has no text to answer: give {_FORMS}")
     return Prompt(name, where, (_user(text),))
-
-
-def beginnings(text: str, count: int | None) -> list[Prompt]:
-    """The first words of a text's paragraphs: of ``count`` spread over all, or where that is more, of all in turns."""
-    lines = [line for document in read_documents(text, option="text") for line in document.splitlines() if line.strip()]
-    count = count or len(lines)
-    places = [number * len(lines) // count if count < len(lines) else number % len(lines) for number in range(count)]
-    found = []
-    for number, place in enumerate(places):
-        start = "".join(re.findall(r"\s*\S+", lines[place])[:BEGINNING])
-        found.append(Prompt(number, f"{text}, paragraph {place + 1}", (_user(start),)))
-    return found
 
 
 def is_id(value: Any) -> bool:

@@ -24,9 +24,9 @@ from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_duration
 from dwindle.core.terminal import plain
 from dwindle.data.chat import input_joint
-from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig, SampleConfig
+from dwindle.evaluation.config import LONG_ANSWER, GenerateConfig
 from dwindle.evaluation.generation import Answer, Answerer, open_answerer, plan_groups, room_for
-from dwindle.evaluation.prompts import Message, Prompt, beginnings, prompt_ids, read_prompts
+from dwindle.evaluation.prompts import Message, Prompt, prompt_ids, read_prompts
 from dwindle.run.journal import Journal
 from dwindle.sources.fingerprint import source_fingerprint
 from dwindle.sources.loading import check_source, chosen_device, load_tokenizer, model_in
@@ -68,14 +68,6 @@ class GenerationSummary:
         )
 
 
-class TextSummary(GenerationSummary):
-    """What a call wrote: documents in place of answers."""
-
-    def render(self) -> str:
-        _, _, speed = super().render().partition("\n")
-        return plain(f"{self.out}: {self.num_answers:,} documents") + f"\n{speed}"
-
-
 @takes(GenerateConfig)
 def generate_answers(
     model: str | PathLike[str],
@@ -97,44 +89,6 @@ def generate_answers(
     target, file = Path(out), Path(prompts)
     refuse_file(target, overwrite=overwrite, sources=[file])
     source, found = _asked(model, file, limit, chat)
-    return _written(source, found, target, config, chat, threads=threads, device=device, overwrite=overwrite)
-
-
-@takes(SampleConfig)
-def sample_text(
-    model: str | PathLike[str],
-    text: str,
-    out: str | PathLike[str],
-    *,
-    config: SampleConfig,
-    threads: int = 1,
-    device: str = "auto",
-    overwrite: bool = False,
-) -> TextSummary:
-    """Documents in the model's own words, to train on: the first words of a text's paragraphs, continued.
-
-    ``out`` has a line with ``text`` for each. Run it again to continue after an interruption.
-    """
-    target, source = Path(out), model_in(model)
-    refuse_file(target, overwrite=overwrite, sources=[Path(text)])
-    check_source(source)
-    found = beginnings(text, config.documents)
-    summary = _written(source, found, target, config, False, threads=threads, device=device, overwrite=overwrite)
-    return TextSummary(**asdict(summary))
-
-
-def _written(
-    source: str,
-    found: list[Prompt],
-    target: Path,
-    config: GenerateConfig,
-    chat: bool,
-    *,
-    threads: int,
-    device: str,
-    overwrite: bool,
-) -> GenerationSummary:
-    """Answer the prompts, or go on with those of an interrupted call, and write the file."""
     header = _header(source, found, config, chat, device)
     journal = Journal(target.with_name(target.name + ".partial"), header, overwrite=overwrite)
     written = {(row["turn"], row["group"]): [Answer(*one) for one in row["answers"]] for row in journal.rows}
@@ -142,8 +96,7 @@ def _written(
         work = _Work(found, answerer, config, chat)
         answerer.reserve(work.longest())
         summary = work.run(journal, written, str(target))
-    rows = work.documents() if isinstance(config, SampleConfig) else work.rows()
-    write_text_atomic(target, "".join(map(json_line, rows)), option="--out")
+    write_text_atomic(target, "".join(map(json_line, work.rows())), option="--out")
     journal.remove()
     return summary
 
@@ -264,8 +217,3 @@ class _Work:
             }
             for prompt, chat, answers in zip(self._prompts, self._chats, self._answers, strict=True)
         ]
-
-    def documents(self) -> list[dict[str, Any]]:
-        """One record per prompt, with its continuation as one text."""
-        whole = zip(self._prompts, self._answers, strict=True)
-        return [{"id": prompt.id, "text": prompt.text + answer.text} for prompt, (answer,) in whole]

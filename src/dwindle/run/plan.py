@@ -383,7 +383,7 @@ def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, abo
     if not often:
         return ""
     named = ", ".join(f"{name} {about}{passes:,.{0 if about else 1}f} times" for name, passes in often.items())
-    return f"training.tokens: reads {named}, so it may be memorised: add text (see `dwindle sample`), or train on fewer"
+    return f"training.tokens: reads {named}, so it may be memorised: add text, or watch the validation loss"
 
 
 def _passes(number: float) -> str:
