@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -254,40 +255,22 @@ def _windows(loaded: Loaded, data: Sequence[str], valid: Sequence[str], config: 
     """Text to calibrate on and text to measure on, never the same windows."""
     length, count = config.num_tokens_per_sequence, config.num_sequences
     held = 0 if valid else max(config.num_valid_tokens // length, 1)
-    all_windows = _sample(loaded, data, count + held, length, config)
-    if not valid:
-        _refuse_overlap(loaded, data, held, config)
-        return all_windows[:count], all_windows[count:]
-    measured = validation_windows(
-        list(valid),
-        loaded.tokenizer,
-        length,
-        config.num_valid_tokens,
-        text_field=config.text_field,
-        option="--valid",
-    )
-    return all_windows, measured
-
-
-def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, config: CompareConfig) -> Tensor:
-    seed, text_field = config.seed, config.text_field
-    windows, _ = calibration_windows(
-        data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
-    )
-    return windows
-
-
-def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, config: CompareConfig) -> None:
-    """Windows of a short text overlap; a window as long as all of them together exists only if they do not."""
-    length, count = config.num_tokens_per_sequence, config.num_sequences
     tokens = (count + held) * length
-    try:
-        _sample(loaded, data, 1, tokens, config)
+    sample = partial(calibration_windows, data, loaded.tokenizer, seed=config.seed, text_field=config.text_field)
+    windows, _ = sample(num_sequences=count + held, seq_len=length)
+    if valid:
+        option, most = "--valid", config.num_valid_tokens
+        return windows, validation_windows(
+            valid, loaded.tokenizer, length, most, text_field=config.text_field, option=option
+        )
+    try:  # windows of a short text overlap; one as long as all of them together exists only if they do not
+        sample(num_sequences=1, seq_len=tokens)
     except UserError:
         raise UserError(
             f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
             "on would overlap: give more text, other text with --valid, or smaller --sequences or --valid-tokens"
         ) from None
+    return windows[:count], windows[count:]
 
 
 @dataclass(slots=True)
