@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -177,15 +178,15 @@ def compare(
     needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, held_out = _windows(loaded, data, valid, config)
     work = _Work(loaded, Prunable(loaded.model), config, device, held_out, questions, list(data), list(valid))
-    found = calibrate(
-        work.base,
-        windows,
-        Metric(_no_score, needs),
-        config.with_layers() if any(is_shallower(target, work.base.anatomy) for target in targets.values()) else config,
-    )
+    layers = any(is_shallower(target, work.base.anatomy) for target in targets.values())
+    found = calibrate(work.base, windows, Metric(_no_score, needs), config.with_layers() if layers else config)
     result = work.untouched(windows.numel())
     try:
-        work.fill(result, found, names, targets, (False, True) if config.second_order else (False,))
+        with Bar("comparing", len(names) * len(targets) * len(work.variants)) as bar:
+            for name, (ratio, target) in product(names, targets.items()):
+                for cell in work.cells(found, name, ratio, target):
+                    result.cells.append(cell)
+                    bar.advance()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*_keep_finished(result, out, overwrite)) from None
     if out is not None:
@@ -298,29 +299,12 @@ class _Work:
             cells=[],
         )
 
-    def fill(
-        self,
-        result: Comparison,
-        found: Calibration,
-        names: list[str],
-        targets: dict[str, Target],
-        variants: tuple[bool, ...],
-    ) -> None:
-        with Bar("comparing", len(names) * len(targets) * len(variants)) as bar:
-            for name in names:
-                for ratio, target in targets.items():
-                    for cell in self.cells(found, name, ratio, target, variants):
-                        result.cells.append(cell)
-                        bar.advance()
+    @property
+    def variants(self) -> tuple[bool, ...]:
+        """Without and with the second-order update."""
+        return (False, True) if self.config.second_order else (False,)
 
-    def cells(
-        self,
-        found: Calibration,
-        name: str,
-        ratio: str,
-        target: Target,
-        variants: tuple[bool, ...],
-    ) -> Iterator[Cell]:
+    def cells(self, found: Calibration, name: str, ratio: str, target: Target) -> Iterator[Cell]:
         """The same groups are removed with and without the second-order update; random metrics restart their seed."""
         base, metric = self.base, metric_named(name, seed=self.config.seed * 1000 + 1)
         if metric.curvature is not None:
@@ -329,7 +313,7 @@ class _Work:
         strategy, pacing = make_strategy(base.anatomy, target, self.config), Rounds(base.num_parameters, 0, 1)
         choices = list(strategy.choose(group_scores(strategy, base, found, metric), base.alive, pacing, 1, 0))
         keep = choices[-1].rest if choices else base.alive
-        for second_order in variants:
+        for second_order in self.variants:
             pruned = Prunable(deepcopy(base.model), base.anatomy)
             if second_order:
                 assert found.inputs is not None
