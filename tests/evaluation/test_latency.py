@@ -138,6 +138,8 @@ def test_what_a_runtime_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 
     for method in ("__init__", "call"):
         with monkeypatch.context() as patch:
+            for name in ("__init__", "close"):  # no process is started
+                patch.setattr(RuntimeProcess, name, lambda *_, **__: None)
             patch.setattr(RuntimeProcess, method, refuse)
             with pytest.raises(UserError, match=r"broken cannot be run .*error loading model vocabulary.*--runtime"):
                 measure_latency([folder], **SHORT)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -98,6 +98,11 @@ class Quality:
         """``4,080 held-out tokens of pydoc``."""
         kind = "held-out tokens" if self.held_out else "tokens (too few to hold any out)"
         return f"{self.tokens:,} {kind} of {', '.join(self.text)}"
+
+    def add_samples(self, which: Literal["source", "result"], texts: Sequence[str]) -> None:
+        """The continuations of one model; of a sharded model there are none."""
+        for sample, text in zip(self.samples, texts, strict=False):
+            setattr(sample, which, text)
 
     def sample_lines(self) -> list[str]:
         """The samples for a terminal: the prompt, then both continuations, each on one line."""

@@ -121,10 +121,8 @@ class RunDirectory:
 
     def signature(self) -> object:
         """A value that changes whenever a report of the run would."""
-        models = (self.path / STRUCTURE, self.model / STRUCTURE)
-        files = (self.metrics, self.ledger, self.recipe, self.quality, *models)
-        results = (self.path / "evaluation", self.model / "evaluation")
-        folders = (self.path, self.model, *results, self.checkpoints, self.milestones)
+        files = (self.metrics, self.ledger, self.recipe, self.quality, self.structure)
+        folders = (self.path, self.model, self.path / "evaluation", self.model / "evaluation")
         return self.status, [_stamp(path) for path in (*files, *folders)]
 
     def read_quality(self) -> Quality | None:

@@ -220,13 +220,8 @@ def open_stream(
 
 def open_chat(paths: Sequence[str], encoder: ChatEncoder, *, cache_dir: Path, option: str = "task.chat") -> ChatStream:
     """All paths as one stream of conversations, rendered with the model's chat template on first use."""
-    parts: list[TokenFiles] = []
-    for name in expand_inputs(list(paths), option):
-        if is_token_files(name):
-            parts.append(open_token_files(name).of_encoder(encoder, option))
-            continue
-        parts.append(cached_token_files(open_input(name, option=option), encoder, cache_dir, "", None))
-    return ChatStream(parts)
+    stream = open_stream(paths, encoder, cache_dir=cache_dir, text_field="", option=option)
+    return ChatStream([part for part in stream.parts if isinstance(part, TokenFiles)])
 
 
 def cached_token_files(

@@ -33,23 +33,20 @@ def vocabulary_of(
     config.check_values(key)
     if config.size is None:
         return None
+    option, source = option or "vocabulary.text", os.fspath(source)
     if config.text:
-        check_inputs(config.text, option or "vocabulary.text")
-    return _chosen(os.fspath(source), parse_count(config.size, key), tuple(config.text), key, option)
-
-
-def _chosen(source: str, wanted: int, texts: Sequence[str], key: str, option: str) -> Vocabulary:
-    tokenizer, config = load_tokenizer(source), load_config(source)
+        check_inputs(config.text, option)
+    tokenizer, model = load_tokenizer(source), load_config(source)
     pieces = Pieces(tokenizer, f"source {source}")
-    if (largest := max(pieces.ids)) >= config.vocab_size:
+    if (largest := max(pieces.ids)) >= model.vocab_size:
         raise UserError(
-            f"source {source}: its tokenizer has ids up to {largest:,}, its embedding only {config.vocab_size:,} rows: "
+            f"source {source}: its tokenizer has ids up to {largest:,}, its embedding only {model.vocab_size:,} rows: "
             "remove the tokens that were added, or resize the embedding first"
         )
-    required = used_elsewhere(tokenizer, config, load_generation(source))
-    size = trimmed_size(pieces, wanted, required, key)
-    counts = token_counts(texts, tokenizer, option or "vocabulary.text") if texts else None
-    return choose_ids(pieces, size, required, config.vocab_size, counts)
+    required = used_elsewhere(tokenizer, model, load_generation(source))
+    size = trimmed_size(pieces, parse_count(config.size, key), required, key)
+    counts = token_counts(config.text, tokenizer, option) if config.text else None
+    return choose_ids(pieces, size, required, model.vocab_size, counts)
 
 
 def token_counts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, option: str) -> dict[int, int]:

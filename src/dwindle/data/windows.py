@@ -41,6 +41,5 @@ def random_windows(
     if available < num_sequences:
         last_start = len(stream) - seq_len
         starts = [order(row) * last_start // (num_sequences - 1) for row in range(num_sequences)]
-    windows = np.stack([stream.read(start, start + seq_len) for start in starts])
-    chosen, held_out = torch.from_numpy(windows).split([num_sequences, len(starts) - num_sequences])
-    return chosen, held_out
+    windows = torch.from_numpy(np.stack([stream.read(start, start + seq_len) for start in starts]))
+    return windows[:num_sequences], windows[num_sequences:]

@@ -13,29 +13,23 @@ from dwindle.report.run import Run
 from dwindle.report.summary import encode, fingerprint, summarise
 
 
-class LiveReport:
-    """The summary of a run, refreshed on request if its files changed; thread-safe."""
-
-    def __init__(self, run: Run, *, published: bool = False) -> None:
-        self._run, self._published = run, published
-        self._lock = threading.Lock()
-        self._seen: object = None
-        self._summary: dict[str, Any] = {}
-
-    def summary(self) -> dict[str, Any]:
-        with self._lock:
-            if (now := self._run.directory.signature()) != self._seen:
-                self._run.refresh()
-                self._seen, self._summary = now, summarise(self._run, published=self._published)
-            return self._summary
-
-
 class ReportServer(LoopbackServer):
     """Serves the report of one run, to this machine only."""
 
     def __init__(self, run: Run, port: int = 0, *, published: bool = False) -> None:
-        self.report = LiveReport(run, published=published)
+        self._run, self._published = run, published
+        self._reading = threading.Lock()
+        self._seen: object = None
+        self._summary: dict[str, Any] = {}
         super().__init__(port, _Handler)
+
+    def summary(self) -> dict[str, Any]:
+        """The page's data, read again if the run's files changed; thread-safe."""
+        with self._reading:
+            if (now := self._run.directory.signature()) != self._seen:
+                self._run.refresh()
+                self._seen, self._summary = now, summarise(self._run, published=self._published)
+            return self._summary
 
 
 class _Handler(LoopbackHandler):
@@ -43,7 +37,7 @@ class _Handler(LoopbackHandler):
 
     def get(self, path: str) -> None:
         if path == "/":
-            page = render_page(self.server.report.summary(), live=True)
+            page = render_page(self.server.summary(), live=True)
             self.answer(HTTPStatus.OK, page.encode(), "text/html; charset=utf-8")
         elif path == "/data.json":
             self._data()
@@ -53,7 +47,7 @@ class _Handler(LoopbackHandler):
             self.not_found()
 
     def _data(self) -> None:
-        body = encode(self.server.report.summary())
+        body = encode(self.server.summary())
         tag = f'"{fingerprint(body)}"'
         if self.headers.get("If-None-Match") == tag:
             self.answer(HTTPStatus.NOT_MODIFIED, b"", "application/json", {"ETag": tag})
@@ -61,7 +55,7 @@ class _Handler(LoopbackHandler):
             self.answer(HTTPStatus.OK, body, "application/json", {"ETag": tag})
 
     def _figure(self, name: str) -> None:
-        summary = self.server.report.summary()
+        summary = self.server.summary()
         known: dict[str, Any] = {figure["id"]: figure for figure in summary["figures"]}
         known |= {key: summary[key] for key in ("architecture", "cost") if summary[key] is not None}
         if name in known:

@@ -167,7 +167,8 @@ class _Work:
                         speed = tokens / (time.perf_counter() - started)
                         bar.advance(len(found), f"answering, {speed:,.0f} tokens/s")
                     for place, answer in zip(group, found, strict=True):
-                        self._take(members[place], answer)
+                        self._answers[members[place]].append(answer)
+                        self._chats[members[place]].append({"role": "assistant", "content": answer.text})
         every = [answer for answers in self._answers for answer in answers]
         return GenerationSummary(
             out=out,
@@ -201,10 +202,6 @@ class _Work:
             rows.append(prompt_ids(self._answerer.tokenizer, chat, prompt.where, chat=self._chat))
             room_for(len(rows[-1]), self._wanted, self._answerer.max_length, prompt.where)
         return members, rows, plan_groups(self._answerer, [len(row) for row in rows], self._wanted)
-
-    def _take(self, index: int, answer: Answer) -> None:
-        self._answers[index].append(answer)
-        self._chats[index].append({"role": "assistant", "content": answer.text})
 
     def rows(self) -> list[dict[str, Any]]:
         """One record per prompt, in their order."""

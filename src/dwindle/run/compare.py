@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import product
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -176,15 +178,15 @@ def compare(
     needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, held_out = _windows(loaded, data, valid, config)
     work = _Work(loaded, Prunable(loaded.model), config, device, held_out, questions, list(data), list(valid))
-    found = calibrate(
-        work.base,
-        windows,
-        Metric(_no_score, needs),
-        config.with_layers() if any(is_shallower(target, work.base.anatomy) for target in targets.values()) else config,
-    )
+    layers = any(is_shallower(target, work.base.anatomy) for target in targets.values())
+    found = calibrate(work.base, windows, Metric(_no_score, needs), config.with_layers() if layers else config)
     result = work.untouched(windows.numel())
     try:
-        work.fill(result, found, names, targets, (False, True) if config.second_order else (False,))
+        with Bar("comparing", len(names) * len(targets) * len(work.variants)) as bar:
+            for name, (ratio, target) in product(names, targets.items()):
+                for cell in work.cells(found, name, ratio, target):
+                    result.cells.append(cell)
+                    bar.advance()
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*_keep_finished(result, out, overwrite)) from None
     if out is not None:
@@ -254,40 +256,22 @@ def _windows(loaded: Loaded, data: Sequence[str], valid: Sequence[str], config: 
     """Text to calibrate on and text to measure on, never the same windows."""
     length, count = config.num_tokens_per_sequence, config.num_sequences
     held = 0 if valid else max(config.num_valid_tokens // length, 1)
-    all_windows = _sample(loaded, data, count + held, length, config)
-    if not valid:
-        _refuse_overlap(loaded, data, held, config)
-        return all_windows[:count], all_windows[count:]
-    measured = validation_windows(
-        list(valid),
-        loaded.tokenizer,
-        length,
-        config.num_valid_tokens,
-        text_field=config.text_field,
-        option="--valid",
-    )
-    return all_windows, measured
-
-
-def _sample(loaded: Loaded, data: Sequence[str], count: int, length: int, config: CompareConfig) -> Tensor:
-    seed, text_field = config.seed, config.text_field
-    windows, _ = calibration_windows(
-        data, loaded.tokenizer, num_sequences=count, seq_len=length, seed=seed, text_field=text_field
-    )
-    return windows
-
-
-def _refuse_overlap(loaded: Loaded, data: Sequence[str], held: int, config: CompareConfig) -> None:
-    """Windows of a short text overlap; a window as long as all of them together exists only if they do not."""
-    length, count = config.num_tokens_per_sequence, config.num_sequences
     tokens = (count + held) * length
-    try:
-        _sample(loaded, data, 1, tokens, config)
+    sample = partial(calibration_windows, data, loaded.tokenizer, seed=config.seed, text_field=config.text_field)
+    windows, _ = sample(num_sequences=count + held, seq_len=length)
+    if valid:
+        option, most = "--valid", config.num_valid_tokens
+        return windows, validation_windows(
+            valid, loaded.tokenizer, length, most, text_field=config.text_field, option=option
+        )
+    try:  # windows of a short text overlap; one as long as all of them together exists only if they do not
+        sample(num_sequences=1, seq_len=tokens)
     except UserError:
         raise UserError(
             f"--data: fewer than {tokens} tokens: {count} sequences of {length} to calibrate on and {held} to measure "
             "on would overlap: give more text, other text with --valid, or smaller --sequences or --valid-tokens"
         ) from None
+    return windows[:count], windows[count:]
 
 
 @dataclass(slots=True)
@@ -315,29 +299,12 @@ class _Work:
             cells=[],
         )
 
-    def fill(
-        self,
-        result: Comparison,
-        found: Calibration,
-        names: list[str],
-        targets: dict[str, Target],
-        variants: tuple[bool, ...],
-    ) -> None:
-        with Bar("comparing", len(names) * len(targets) * len(variants)) as bar:
-            for name in names:
-                for ratio, target in targets.items():
-                    for cell in self.cells(found, name, ratio, target, variants):
-                        result.cells.append(cell)
-                        bar.advance()
+    @property
+    def variants(self) -> tuple[bool, ...]:
+        """Without and with the second-order update."""
+        return (False, True) if self.config.second_order else (False,)
 
-    def cells(
-        self,
-        found: Calibration,
-        name: str,
-        ratio: str,
-        target: Target,
-        variants: tuple[bool, ...],
-    ) -> Iterator[Cell]:
+    def cells(self, found: Calibration, name: str, ratio: str, target: Target) -> Iterator[Cell]:
         """The same groups are removed with and without the second-order update; random metrics restart their seed."""
         base, metric = self.base, metric_named(name, seed=self.config.seed * 1000 + 1)
         if metric.curvature is not None:
@@ -346,7 +313,7 @@ class _Work:
         strategy, pacing = make_strategy(base.anatomy, target, self.config), Rounds(base.num_parameters, 0, 1)
         choices = list(strategy.choose(group_scores(strategy, base, found, metric), base.alive, pacing, 1, 0))
         keep = choices[-1].rest if choices else base.alive
-        for second_order in variants:
+        for second_order in self.variants:
             pruned = Prunable(deepcopy(base.model), base.anatomy)
             if second_order:
                 assert found.inputs is not None

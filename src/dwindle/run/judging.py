@@ -53,8 +53,7 @@ class QualityRecorder(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.step == 0 and trainer.num_steps:
-            for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
-                sample.source = text
+            self.quality.add_samples("source", self._continued(trainer))
             if self._whole is not None and self.validator is not None and trainer.engine.is_main:
                 windows_NT = self.validator.windows_NT
                 self.quality.bytes = num_text_bytes(windows_NT, self.tokenizer)
@@ -69,8 +68,7 @@ class QualityRecorder(Callback):
             nats = self.quality.result_loss * self.quality.tokens
             self.quality.result_bits = finite(bits_per_byte(nats, self.quality.bytes))
         if finished:
-            for sample, text in zip(self.quality.samples, self._continued(trainer), strict=False):
-                sample.result = text
+            self.quality.add_samples("result", self._continued(trainer))
         if (finished or trainer.step == 1) and trainer.engine.is_main:
             self.quality.write(self.path)
 
@@ -122,18 +120,13 @@ class Judge:
     ) -> None:
         self.tokenizer, self.windows_NT = tokenizer, windows_NT
         self.prompts = prompt_tokens(windows_NT, tokenizer)
-        samples = [
-            Sample(as_text(tokenizer, prompt), text)
-            for prompt, text in zip(self.prompts, greedy_samples(source, tokenizer, self.prompts), strict=True)
-        ]
+        samples = [Sample(as_text(tokenizer, prompt)) for prompt in self.prompts]
         loss = finite(evaluate_loss(source, windows_NT))
         self.quality = Quality(text_names(texts), windows_NT[:, 1:].numel(), held_out, loss, samples=samples)
+        self.quality.add_samples("source", greedy_samples(source, tokenizer, self.prompts))
 
     def judged(self, result: Any) -> Quality:
         """The source's measurements with those of the result."""
         self.quality.result_loss = finite(evaluate_loss(result, self.windows_NT))
-        for sample, text in zip(
-            self.quality.samples, greedy_samples(result, self.tokenizer, self.prompts), strict=True
-        ):
-            sample.result = text
+        self.quality.add_samples("result", greedy_samples(result, self.tokenizer, self.prompts))
         return self.quality

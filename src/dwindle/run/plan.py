@@ -70,22 +70,16 @@ def plan_pruning(recipe: Recipe, anatomy: Anatomy, start: Start | None = None) -
     first, num_steps = recipe.num_steps_before_pruning, recipe.num_steps
     pacing = training_pacing(prune, start=before, end=end, first_step=first, num_steps=num_steps)
     events = strategy.event_bounds(pacing)
-    if isinstance(pacing, Ratio):
-        _check_enough_events(pacing, recipe, events)
+    if isinstance(pacing, Ratio) and events.fewest > (available := pacing.events_by(num_steps)):
+        raise UserError(
+            f"prune.ratio: {prune.ratio} gives {available:,} events in {num_steps:,} steps, the target "
+            f"needs at least {events.fewest:,}: {_MORE_EVENTS}"
+        )
     milestones = [(text, parse_target(text, anatomy, "prune.milestones").num_parameters) for text in prune.milestones]
     for text, size in milestones:
         if size <= end:
             raise UserError(f"prune.milestones: {text!r} is not above prune.target = {prune.target}")
     return PruningPlan(target, end, pacing, events, milestones)
-
-
-def _check_enough_events(pacing: Ratio, recipe: Recipe, events: EventRange) -> None:
-    available = pacing.events_by(recipe.num_steps)
-    if events.fewest > available:
-        raise UserError(
-            f"prune.ratio: {recipe.prune.ratio} gives {available:,} events in {recipe.num_steps:,} steps, the target "
-            f"needs at least {events.fewest:,}: {_MORE_EVENTS}"
-        )
 
 
 def device_of(recipe: Recipe) -> str:

@@ -244,7 +244,9 @@ class Simulation:
 
     def run(self) -> WorldPlan:
         """Count the parts of a run, one after the other."""
-        keep = self.smaller()
+        keep = None  # what is left at about the target
+        if self.pruner is not None:
+            keep = cut_evenly(self.anatomy, self.anatomy.source, self.pruner.end_count)
         with weightless(self.tally):
             one = self.step(1)  # makes the moments
             two = self.step(min(self.micro_batches, 2), keep)
@@ -254,8 +256,9 @@ class Simulation:
             if keep is not None:
                 parts["event"] = self.event
             parts["checkpoint"], written = self.checkpoint()  # of the whole model, which is the largest
-            if keep is not None:
-                parts["compaction"] = self.compaction(keep)
+            if self.pruner is not None and keep is not None:
+                self.pruner.compact(self.trainer, keep)
+                parts["compaction"] = self.tally.lap()
         return self._plan(parts, state_bytes, written, keep)
 
     def step(self, num_micro_batches: int, keep: Structure | None = None) -> Traffic:
@@ -276,18 +279,6 @@ class Simulation:
             self.pruner.prunable.prune_to(keep, trainer.optimizer)
             self.event = self.event.plus(self.tally.lap())
         return before.plus(after)
-
-    def smaller(self) -> Structure | None:
-        """What is left at about the target; None without pruning."""
-        if self.pruner is None:
-            return None
-        return cut_evenly(self.anatomy, self.anatomy.source, self.pruner.end_count)
-
-    def compaction(self, keep: Structure) -> Traffic:
-        """Rebuild the model at the shapes of ``keep``."""
-        assert self.pruner is not None
-        self.pruner.compact(self.trainer, keep)
-        return self.tally.lap()
 
     def checkpoint(self) -> tuple[Traffic, int]:
         """Collect what this rank writes (with its bytes), and wait for the others."""

@@ -67,12 +67,9 @@ class Trimmed(Shown):
         sizes = (self.vocabulary.num_rows, len(self.vocabulary.kept))
         for name, tokens, count in zip(("before", "after"), sizes, (self.before, self.after), strict=True):
             table.add_row(name, f"{tokens:,}", f"{count.total:,}", f"{count.embedding:,}")
-        cost = [] if self.quality is None else [f"{self.quality.bits()} ({self._measured_on()})"]
-        return Group(titled(title, table), *cost)
-
-    def _measured_on(self) -> str:
-        assert self.quality is not None
-        return f"on {self.quality.bytes:,} bytes of {', '.join(self.quality.text)}"
+        found = self.quality
+        cost = "" if found is None else f"{found.bits()} (on {found.bytes:,} bytes of {', '.join(found.text)})"
+        return Group(titled(title, table), *filter(None, [cost]))
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the model directory."""

@@ -55,7 +55,8 @@ def tuning_recipe(
     data.check(task)
     found = estimate(data, task, lambda: load_tokenizer(source), packed=can_be_packed(config))
     is_chosen = not data.valid and "holdout" not in given["data"]
-    holdout = _share_to_hold_out(found.tokens.get("chat", math.inf)) if is_chosen else 0.0
+    share = min(max(_HELD_OUT / found.tokens.get("chat", math.inf), _LEAST_HELD_OUT), _MOST_HELD_OUT)
+    holdout = two_digits(share) if is_chosen else 0.0
     wanted = training["tokens"] if "tokens" in training else _amount(found, data.seq_len, 1 - holdout)
     amount = parse_count(wanted, "training.tokens")
     if not amount:
@@ -76,10 +77,6 @@ def tuning_recipe(
         "validation": {"every": max(amount // per_step // 5, 1) if holdout or data.validated_on(task) else 0},
     }
     return recipe_from(tables, overrides, "tune")
-
-
-def _share_to_hold_out(num_tokens: float) -> float:
-    return two_digits(min(max(_HELD_OUT / num_tokens, _LEAST_HELD_OUT), _MOST_HELD_OUT))
 
 
 def _amount(found: Estimate, seq_len: int, trained: float) -> int:

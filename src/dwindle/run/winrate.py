@@ -196,29 +196,26 @@ def _answers(
     overwrite: bool,
     common: dict[str, Any],
 ) -> Chats:
-    """The chats of a file of answers; a model answers the prompts first."""
+    """The chats of a file of answers; a model answers the prompts first.
+
+    Its existing answers are kept if the same model, prompts and settings produced them, and refused otherwise.
+    """
     path = Path(source)
-    if path.suffix != ".jsonl":
-        assert prompts is not None and folder is not None
-        path = folder / f"{side}.answers.jsonl"
-        _answer_once(source, prompts, path, overwrite, common)
-    return read_chats(path)
-
-
-def _answer_once(
-    model: str | PathLike[str], prompts: str | PathLike[str], path: Path, overwrite: bool, common: dict[str, Any]
-) -> None:
-    """Existing answers are kept if the same model, prompts and settings produced them, and refused otherwise."""
+    if path.suffix == ".jsonl":
+        return read_chats(path)
+    assert prompts is not None and folder is not None
+    path = folder / f"{side}.answers.jsonl"
     beside = path.with_name(f"{path.name}.header")
-    header = answers_header(model, prompts, common["config"], limit=common["limit"], device=common["device"])
+    header = answers_header(source, prompts, common["config"], limit=common["limit"], device=common["device"])
     if path.is_file() and not overwrite:
         if not beside.is_file():
             raise UserError(f"--out {path}: {beside.name} is missing, which says what gave it: pass --overwrite")
         check_header(beside.read_bytes(), header, path)
-        return
-    path.unlink(missing_ok=True)  # before its header changes: old answers never stand beside a new one
-    write_text_atomic(beside, json_line(header), option="--out")
-    generate_answers(model, prompts, path, overwrite=overwrite, **common)
+    else:
+        path.unlink(missing_ok=True)  # before its header changes: old answers never stand beside a new one
+        write_text_atomic(beside, json_line(header), option="--out")
+        generate_answers(source, prompts, path, overwrite=overwrite, **common)
+    return read_chats(path)
 
 
 def make_pairs(first: Chats, second: Chats, *, names: tuple[str, str], limit: int | None = None) -> list[Pair]:
@@ -268,18 +265,13 @@ def judge_pairs(judge: Judge, pairs: Sequence[Pair], journal: Journal | None = N
             found = known.get(pair.id)
             if found is None:
                 a_first = judge.judge(pair, a_first=True)
-                found = Verdict(pair.id, a_first, _other_order(judge, pair, a_first))
+                other = None if a_first is None else 1 - a_first
+                found = Verdict(pair.id, a_first, judge.judge(pair, a_first=False) if judge.sees_order else other)
                 if journal is not None:
                     journal.append(asdict(found))
             verdicts.append(found)
             bar.advance()
     return verdicts
-
-
-def _other_order(judge: Judge, pair: Pair, a_first: float | None) -> float | None:
-    if judge.sees_order:
-        return judge.judge(pair, a_first=False)
-    return None if a_first is None else 1 - a_first
 
 
 def summarise(
