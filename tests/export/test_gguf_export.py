@@ -442,8 +442,8 @@ def test_what_runtimes_read_besides_weights_is_compared(
 
 def test_of_several_chat_templates_that_of_ordinary_chats_is_written(tmp_path: Path) -> None:
     loaded = tiny_loaded()
-    assert loaded.tokenizer is not None
-    loaded.tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}  # type: ignore[assignment]
+    tokenizer: Any = loaded.tokenizer
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
     out = export(loaded, "gguf", tmp_path / "m.gguf").out
     again = load(out).tokenizer
     assert again is not None and again.chat_template == "{{ 1 }}"

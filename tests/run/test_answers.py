@@ -112,6 +112,15 @@ def test_batches_equal_a_plain_loop(family: str, settings: dict[str, Any]) -> No
     assert [token for token, _ in streamed] == plain_answer(model, rows[0], 12, config, (0, 0))
 
 
+def test_the_lowest_of_equally_likely_tokens_are_kept() -> None:
+    """Also where ``top_k`` ends between them, whatever the number of rows."""
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).round()
+    for top_k in (1, 2, 7, 49):
+        values, order = sampling._likeliest_first(logits, top_k)
+        expected = logits.sort(dim=-1, descending=True, stable=True)
+        assert torch.equal(values, expected.values[:, :top_k]) and torch.equal(order, expected.indices[:, :top_k])
+
+
 def test_answers_do_not_choose_the_frequencies_of_others() -> None:
     """Phi's longer rows would switch those of a shorter one, too."""
     model, tokenizer = tiny_model("Phi-4-mini", vocab_size=257), tiny_tokenizer()  # switches at 16 positions

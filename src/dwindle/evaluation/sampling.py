@@ -61,7 +61,12 @@ def _likeliest_first(logits_BV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if not 0 < top_k < logits_BV.shape[-1]:
         sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
         return sorted_BV, order_BV
-    likely_BK = logits_BV.topk(top_k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    last_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
+    above_BV, equal_BV = logits_BV > last_B1, logits_BV == last_B1
+    room_B1 = top_k - above_BV.sum(dim=-1, keepdim=True)  # topk itself takes any of equal ones, on a GPU by the batch
+    kept_BV = above_BV | (equal_BV & (equal_BV.cumsum(dim=-1) <= room_B1))
+    from_end_V = torch.arange(logits_BV.shape[-1], 0, -1, device=logits_BV.device)
+    likely_BK = (kept_BV * from_end_V).topk(top_k, dim=-1).indices
     sorted_BK, place_BK = logits_BV.gather(-1, likely_BK).sort(dim=-1, descending=True, stable=True)
     return sorted_BK, likely_BK.gather(-1, place_BK)
 
