@@ -1,13 +1,16 @@
 """Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
 
-    python studies/campaign.py tuning second-model ladder peers --inputs inputs --work work --out results
-    python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
+    python studies/campaign.py thirty peers --inputs inputs --work work --out new --list     # only print the commands
+    python studies/campaign.py thirty peers --inputs inputs --work work --out new --budget 1400
 
-``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. At most ``--train`` jobs
-train and ``--ask`` answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and
-measured. Jobs of campaigns that are named first begin first, and one that several have runs once. Inputs of the second
-model may arrive later: its jobs wait for them. Called again, it goes on: jobs that ended well are not repeated, and a
-study resumes its own run. What fails is printed, and the jobs that need it are left out.
+``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. Rows that docs/results has
+are left out, unless another job needs their model. At most ``--train`` jobs train and ``--ask`` answer at the same
+time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that are named
+first begin first, and one that several have runs once. Inputs of the second model may arrive later: its jobs wait for
+them. With ``--budget`` no job begins that would take longer than what is left, by the jobs like it that ended; when
+the time is up, or on SIGTERM, running ones save themselves. Called again, it goes on: jobs that ended well are not
+repeated, and a study resumes its own run. What fails is printed, and the jobs that need it are left out. Exits with 1
+if a job failed, with 143 if some are left. From zero to a table: docs/results.md.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Any, Literal
 from common import Study, arguments
 from jobs import STOPPED, environment
 from ladder import ROWS as LADDER_ROWS
+from measures import commit
 from peers import METHOD_ROWS, OURS_AT_ONCE
 from peers import ROWS as PEER_ROWS
 
@@ -150,7 +154,7 @@ def adaptations(at: Places) -> list[Job]:
 
 def linked(job: Job, model: Path, name: Path) -> Job:
     """The job, after which its model (a pattern) has another name."""
-    link = f'mkdir -p {name.parent} && ln -sfn "$(realpath {model})" {name}'
+    link = f'mkdir -p {name.parent} && ln -sfnr "$(realpath {model})" {name}'
     return replace(job, command=f"{job.command} && {link}")
 
 
@@ -396,11 +400,16 @@ def main() -> None:
     if args.list:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
+    if not commit():
+        raise SystemExit("error: no commit is known here: set DWINDLE_STUDY_COMMIT, rows are recorded with it")
     args.out.mkdir(parents=True, exist_ok=True)
     progress = run(jobs, args.work, {"train": args.train, "ask": args.ask}, args.budget)
     left = [job.name for job in jobs if job.name not in {*progress.ended, *progress.failed}]
     if left:
-        print(f"left for another call, or in want of an input: {', '.join(left)}")
+        print(
+            f"{len(left)} jobs are left for another call, or lack an input: {', '.join(left[:8])}"
+            + ", …" * (len(left) > 8)
+        )
     if progress.failed:
         raise SystemExit(f"{len(progress.failed)} jobs failed: see above, and the logs in {args.work / 'logs'}")
     raise SystemExit(STOPPED if left else 0)
