@@ -6,11 +6,12 @@
 ``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. Rows that docs/results has
 are left out, unless another job needs their model. At most ``--train`` jobs train and ``--ask`` answer at the same
 time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that are named
-first begin first, and one that several have runs once. Inputs of the second model may arrive later: its jobs wait for
-them. With ``--budget`` no job begins that would take longer than what is left, by the jobs like it that ended; when
-the time is up, or on SIGTERM, running ones save themselves. Called again, it goes on: jobs that ended well are not
-repeated, and a study resumes its own run. What fails is printed, and the jobs that need it are left out. Exits with 1
-if a job failed, with 143 if some are left. From zero to a table: docs/results.md.
+first begin first (of the peers those of half size with seed 0; the rest after all others), and one that several have
+runs once. Inputs of the second model may arrive later: its jobs wait for them. With ``--budget`` no job begins that
+would take longer than what is left, by the jobs like it that ended; when the time is up, or on SIGTERM, running ones
+save themselves. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
+fails is printed, and the jobs that need it are left out. Exits with 1 if a job failed, with 143 if some are left. From
+zero to a table: docs/results.md.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Job:
     """An input that may arrive later than others."""
     amount: float = 1.0
     """How much there is to do, in the unit of jobs like it: millions of tokens, rounds."""
+    rank: int = 0
+    """Jobs of a lower rank begin first, whatever their campaign."""
 
     @property
     def like(self) -> tuple[str, ...]:
@@ -267,24 +270,26 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     """Other papers' methods without training and after the same recovery: half size first, then others, then seeds."""
     jobs = []
 
-    def row(name: str, row: str, size: str, seed: int, kind: Kind, amount: float, after: tuple[str, ...] = ()) -> None:
+    def row(
+        name: str, row: str, size: str, seed: int, kind: Kind, amount: float, after: tuple[str, ...] = (), rank: int = 0
+    ) -> None:
         settings = ("training.optimizer=muon", "training.lr=2.5e-3")
         words = study(at, name, row, tokens, seed, at.source, at.tokens, file="peers", settings=settings)
         words += ["--sizes", size, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
-        jobs.append(Job(name, shlex.join(words), after, kind, amount=amount))
+        jobs.append(Job(name, shlex.join(words), after, kind, amount=amount, rank=rank))
 
     rounds = {name: method[2] for name, method in METHOD_ROWS.items()}
     ours_first = sorted(rounds, key=lambda name: (not name.startswith("ours"), rounds[name]))
     at_once = [name for name in ours_first if name not in (*OURS_AT_ONCE, "ours-plain")]
     pruned_by = {name: name for name in at_once} | {"ours-rounds": "ours"}
     row("peers-source", "source", "50%nonemb", 0, "ask", 1)
-    for seed, size in itertools.product(SEEDS, PEER_SIZES):
+    for rank, (seed, size) in enumerate(itertools.product(SEEDS, PEER_SIZES)):
         where = f"{size[:2]}-{seed}"
         for name in ours_first:
-            row(f"peers-{name}-{where}", name, size, seed, "ask", rounds[name])
+            row(f"peers-{name}-{where}", name, size, seed, "ask", rounds[name], rank=rank)
         for name in ("ours-zscore-while", "ours", "ours-kept", "ours-32", "ours-rounds", *at_once, "sheared"):
             after = (f"peers-{pruned_by[name]}-{where}",) if name in pruned_by else ()
-            row(f"peers-{name}-trained-{where}", f"{name}-trained+kd", size, seed, "train", 8, after)
+            row(f"peers-{name}-trained-{where}", f"{name}-trained+kd", size, seed, "train", 8, after, rank)
     return jobs
 
 
@@ -441,7 +446,7 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
     found = set(wanted)
     while more := {name for one in found for name in by_name[one].after} - found:
         found |= more
-    return [job for job in jobs if job.name in found]
+    return sorted((job for job in jobs if job.name in found), key=lambda job: job.rank)
 
 
 if __name__ == "__main__":
