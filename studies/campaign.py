@@ -170,9 +170,10 @@ def ladder(at: Places) -> list[Job]:
                 where = f"{name}-{size}-{seed}"
                 jobs.append(ladder_row(at, where, row, tokens, seed, size=f"{size}%nonemb", tasks=seed == 0))
     jobs.append(ladder_row(at, "muon-adapted-8M", MUON, "7M", 0, adapted=True))
+    jobs.append(ladder_row(at, "muon-8M", MUON, "8M", 0))
     for row in ("global", "global-group", "rounds", "aware-b", "adapt"):
         jobs.append(ladder_row(at, f"{row}-8M", f"{row}+kd@2e-3", "8M", 0))
-    jobs += [ladder_row(at, "muon-8M", MUON, "8M", 0), ladder_row(at, "untaught-8M", "one-shot@2e-3", "8M", 0)]
+    jobs.append(ladder_row(at, "untaught-8M", "one-shot@2e-3", "8M", 0))
     for name, row, tokens in (("ours", OURS, "15M"), ("shot", BY_HAND, "16M"), ("muon", MUON, "16M")):
         jobs.append(ladder_row(at, f"{name}-80-0", row, tokens, 0, size="80%nonemb"))
     return jobs
