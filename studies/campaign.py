@@ -1,13 +1,17 @@
 """Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
 
-    python studies/campaign.py tuning second-model ladder peers --inputs inputs --work work --out results
-    python studies/campaign.py tuning --inputs inputs --work work --out results --list     # only print the commands
+    python studies/campaign.py thirty peers --inputs inputs --work work --out new --list     # only print the commands
+    python studies/campaign.py thirty peers --inputs inputs --work work --out new --budget 1400
 
-``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. At most ``--train`` jobs
-train and ``--ask`` answer at the same time: a small model leaves the GPU idle while it is compiled, pruned and
-measured. Jobs of campaigns that are named first begin first, and one that several have runs once. Inputs of the second
-model may arrive later: its jobs wait for them. Called again, it goes on: jobs that ended well are not repeated, and a
-study resumes its own run. What fails is printed, and the jobs that need it are left out.
+``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. Rows that docs/results has
+are left out, unless another job needs their model. At most ``--train`` jobs train and ``--ask`` answer at the same
+time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that are named
+first begin first (of the peers those of half size with seed 0; the rest after all others), and one that several have
+runs once. Inputs of the second model may arrive later: its jobs wait for them. With ``--budget`` no job begins that
+would take longer than what is left, by the jobs like it that ended; when the time is up, or on SIGTERM, running ones
+save themselves. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
+fails is printed, and the jobs that need it are left out. Exits with 1 if a job failed, with 143 if some are left. From
+zero to a table: docs/results.md.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from typing import Any, Literal
 from common import Study, arguments
 from jobs import STOPPED, environment
 from ladder import ROWS as LADDER_ROWS
+from measures import commit
 from peers import METHOD_ROWS, OURS_AT_ONCE
 from peers import ROWS as PEER_ROWS
 
@@ -64,6 +69,8 @@ class Job:
     """An input that may arrive later than others."""
     amount: float = 1.0
     """How much there is to do, in the unit of jobs like it: millions of tokens, rounds."""
+    rank: int = 0
+    """Jobs of a lower rank begin first, whatever their campaign."""
 
     @property
     def like(self) -> tuple[str, ...]:
@@ -150,7 +157,7 @@ def adaptations(at: Places) -> list[Job]:
 
 def linked(job: Job, model: Path, name: Path) -> Job:
     """The job, after which its model (a pattern) has another name."""
-    link = f'mkdir -p {name.parent} && ln -sfn "$(realpath {model})" {name}'
+    link = f'mkdir -p {name.parent} && ln -sfnr "$(realpath {model})" {name}'
     return replace(job, command=f"{job.command} && {link}")
 
 
@@ -163,9 +170,10 @@ def ladder(at: Places) -> list[Job]:
                 where = f"{name}-{size}-{seed}"
                 jobs.append(ladder_row(at, where, row, tokens, seed, size=f"{size}%nonemb", tasks=seed == 0))
     jobs.append(ladder_row(at, "muon-adapted-8M", MUON, "7M", 0, adapted=True))
+    jobs.append(ladder_row(at, "muon-8M", MUON, "8M", 0))
     for row in ("global", "global-group", "rounds", "aware-b", "adapt"):
         jobs.append(ladder_row(at, f"{row}-8M", f"{row}+kd@2e-3", "8M", 0))
-    jobs += [ladder_row(at, "muon-8M", MUON, "8M", 0), ladder_row(at, "untaught-8M", "one-shot@2e-3", "8M", 0)]
+    jobs.append(ladder_row(at, "untaught-8M", "one-shot@2e-3", "8M", 0))
     for name, row, tokens in (("ours", OURS, "15M"), ("shot", BY_HAND, "16M"), ("muon", MUON, "16M")):
         jobs.append(ladder_row(at, f"{name}-80-0", row, tokens, 0, size="80%nonemb"))
     return jobs
@@ -263,24 +271,26 @@ def peers(at: Places, tokens: str = "8M") -> list[Job]:
     """Other papers' methods without training and after the same recovery: half size first, then others, then seeds."""
     jobs = []
 
-    def row(name: str, row: str, size: str, seed: int, kind: Kind, amount: float, after: tuple[str, ...] = ()) -> None:
+    def row(
+        name: str, row: str, size: str, seed: int, kind: Kind, amount: float, after: tuple[str, ...] = (), rank: int = 0
+    ) -> None:
         settings = ("training.optimizer=muon", "training.lr=2.5e-3")
         words = study(at, name, row, tokens, seed, at.source, at.tokens, file="peers", settings=settings)
         words += ["--sizes", size, "--tasks-data", str(at.inputs / "eval"), "--limit", "500"]
-        jobs.append(Job(name, shlex.join(words), after, kind, amount=amount))
+        jobs.append(Job(name, shlex.join(words), after, kind, amount=amount, rank=rank))
 
     rounds = {name: method[2] for name, method in METHOD_ROWS.items()}
     ours_first = sorted(rounds, key=lambda name: (not name.startswith("ours"), rounds[name]))
     at_once = [name for name in ours_first if name not in (*OURS_AT_ONCE, "ours-plain")]
     pruned_by = {name: name for name in at_once} | {"ours-rounds": "ours"}
     row("peers-source", "source", "50%nonemb", 0, "ask", 1)
-    for seed, size in itertools.product(SEEDS, PEER_SIZES):
+    for rank, (seed, size) in enumerate(itertools.product(SEEDS, PEER_SIZES)):
         where = f"{size[:2]}-{seed}"
         for name in ours_first:
-            row(f"peers-{name}-{where}", name, size, seed, "ask", rounds[name])
+            row(f"peers-{name}-{where}", name, size, seed, "ask", rounds[name], rank=rank)
         for name in ("ours-zscore-while", "ours", "ours-kept", "ours-32", "ours-rounds", *at_once, "sheared"):
             after = (f"peers-{pruned_by[name]}-{where}",) if name in pruned_by else ()
-            row(f"peers-{name}-trained-{where}", f"{name}-trained+kd", size, seed, "train", 8, after)
+            row(f"peers-{name}-trained-{where}", f"{name}-trained+kd", size, seed, "train", 8, after, rank)
     return jobs
 
 
@@ -396,11 +406,16 @@ def main() -> None:
     if args.list:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
+    if not commit():
+        raise SystemExit("error: no commit is known here: set DWINDLE_STUDY_COMMIT, rows are recorded with it")
     args.out.mkdir(parents=True, exist_ok=True)
     progress = run(jobs, args.work, {"train": args.train, "ask": args.ask}, args.budget)
     left = [job.name for job in jobs if job.name not in {*progress.ended, *progress.failed}]
     if left:
-        print(f"left for another call, or in want of an input: {', '.join(left)}")
+        print(
+            f"{len(left)} jobs are left for another call, or lack an input: {', '.join(left[:8])}"
+            + ", …" * (len(left) > 8)
+        )
     if progress.failed:
         raise SystemExit(f"{len(progress.failed)} jobs failed: see above, and the logs in {args.work / 'logs'}")
     raise SystemExit(STOPPED if left else 0)
@@ -432,7 +447,7 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
     found = set(wanted)
     while more := {name for one in found for name in by_name[one].after} - found:
         found |= more
-    return [job for job in jobs if job.name in found]
+    return sorted((job for job in jobs if job.name in found), key=lambda job: job.rank)
 
 
 if __name__ == "__main__":

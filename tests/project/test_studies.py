@@ -385,6 +385,11 @@ def test_a_campaign_leaves_out_what_docs_have(tmp_path: Path, monkeypatch: pytes
     left = [job.name for job in campaign.needed(jobs, "", known | {"adapt-0"})]
     assert "adapt-0" in left and "shot-50-0" not in left and "shot-30-1" in left
     assert [job.name for job in campaign.needed(jobs, "shot-50-0", known)] == ["shot-50-0"]
+    ranked = [
+        job.name for job in campaign.needed([*campaign.peers(campaign.Places(tmp_path, tmp_path, tmp_path)), *jobs], "")
+    ]
+    order = ["peers-ours-zscore-while-trained-50-0", "adapt-0", "peers-flap-80-0", "peers-flap-50-1"]
+    assert sorted(order, key=ranked.index) == order
 
 
 def test_inputs_of_a_campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_data: Path) -> None:
