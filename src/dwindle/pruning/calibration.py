@@ -71,7 +71,7 @@ def calibrate(
     if needs_inputs:
         num_tokens = min(config.num_gram_tokens or windows.numel(), windows.numel())
         found.inputs = InputStatistics(num_tokens)
-        units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
+        units = units_to_watch(metric, config.effective_groups, config.second_order)
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units, prunable.physical), found.inputs.add)
     try:
         with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:

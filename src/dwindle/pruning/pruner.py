@@ -77,11 +77,9 @@ class Pruner(Callback):
         self._smoothed: Scores | None = None
         self._rounded: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
-        metric = None if config.has_own_score else metric_named(config.effective_metric)
+        self._metric = metric = None if config.has_own_score else metric_named(config.effective_metric)
         self._scores_inputs = metric is not None and "inputs" in metric.needs
-        units: tuple[str, ...] = ()
-        if metric is not None:
-            units = units_to_watch(metric, config.effective_groups, second_order=config.second_order)
+        units = () if metric is None else units_to_watch(metric, config.effective_groups, config.second_order)
         self._watch = InputWatch(units, config.num_gram_tokens or DEFAULT_GRAM_TOKENS)
         self._strategy = make_strategy(prunable.anatomy, target, config)
 
@@ -223,8 +221,7 @@ class Pruner(Callback):
     @property
     def scored_rows(self) -> list[Row]:
         """The tensors whose gradients the scores are made of."""
-        metric = None if self.config.has_own_score else metric_named(self.config.effective_metric)
-        return rows_with_gradients(self.prunable, metric, blocks="layer" in self.config.effective_groups)
+        return rows_with_gradients(self.prunable, self._metric, blocks="layer" in self.config.effective_groups)
 
     def _begin_score(self, trainer: Trainer) -> Callable[[], Scores]:
         if self.config.has_own_score:

@@ -34,7 +34,7 @@ from dwindle.pruning.surgery import Prunable
 Sink = Callable[[str, Tensor], None]
 
 
-def units_to_watch(metric: Metric, groups: Iterable[Kind], *, second_order: bool) -> tuple[str, ...]:
+def units_to_watch(metric: Metric, groups: Iterable[Kind], second_order: bool) -> tuple[str, ...]:
     """The kinds of columns whose inputs are needed: the prunable ones, and those that the metric scores."""
     units = [UNIT_OF[kind] for kind in groups if kind in UNIT_OF] if second_order else []
     return tuple(dict.fromkeys([*(("query", "ffn") if "inputs" in metric.needs else ()), *units]))
