@@ -107,6 +107,11 @@ class RunDirectory:
         found = [p for p in self.checkpoints.glob(f"{_STEP}*") if p.is_dir() and _STEP_NAME.fullmatch(p.name)]
         return sorted(found, key=checkpoint_step)
 
+    @property
+    def history(self) -> Path:
+        """The ledger; of a run that does not prune, which has none, that of its final model."""
+        return self.ledger if self.ledger.is_file() or not self.is_finished else self.model / LEDGER
+
     def structure_files(self) -> Iterator[Path]:
         """Structures of models on the way, the final one first; also that of a single model directory."""
         yield self.path / STRUCTURE

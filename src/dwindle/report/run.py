@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.names import public_name
 from dwindle.core.quality import Quality
 from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, STRUCTURE, RunDirectory, Status
@@ -24,7 +25,7 @@ class Run:
         self.folder = folder
         self.directory = RunDirectory(folder)
         self.metrics = MetricsLog(self.directory.metrics)
-        self.ledger = LedgerLog(self.directory.ledger)
+        self.ledger = LedgerLog(self.directory.history)
         self.architecture: ArchitectureView | None = None
         self.recipe_text: str | None = None
         self.recipe: dict[str, Any] = {}
@@ -37,6 +38,8 @@ class Run:
 
     def refresh(self) -> None:
         self.metrics.refresh()
+        if self.ledger.lines.path != self.directory.history:
+            self.ledger = LedgerLog(self.directory.history)
         self.ledger.refresh()
         self.architecture = find_architecture(self.directory, self.ledger)
         self.recipe_text = recipe_text(self.directory)
@@ -48,7 +51,12 @@ class Run:
     def source_name(self) -> str:
         """Name of the source model; a path is shortened to its last part."""
         named = self.ledger.source_name or setting(self.recipe, "source", "model")
-        return short_name(str(named)) if named else ""
+        return public_name(str(named)) if named else ""
+
+    @property
+    def prunes(self) -> bool | None:
+        """What the recipe says; None if it says nothing."""
+        return setting(self.recipe, "prune", "enabled")
 
     @property
     def target(self) -> str:
@@ -88,7 +96,7 @@ class Run:
         for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
             name, found = log.lines.path.name, log.lines
             if not found.exists:
-                if not (name == METRICS and self.status in MODELS):
+                if not (self.status in MODELS if name == METRICS else self.prunes is False):
                     lines.append(f"{name} is missing: {what} cannot be shown.")
                 continue
             if found.num_bad:
@@ -101,7 +109,7 @@ class Run:
                 lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
         if self.ledger.lines.exists and not self.ledger.source:
             lines.append(f"{LEDGER} has no source event: shares of the source cannot be shown.")
-        if self.ledger.lines.exists and self.architecture is None:
+        if self.ledger.lines.exists and self.architecture is None and self.prunes is not False:
             lines.append(f"No {STRUCTURE} or checkpoint fits the ledger yet: the architecture cannot be shown.")
         if self.recipe_text is None and self.status not in MODELS:
             lines.append(f"{RECIPE} is missing: the recipe cannot be shown.")
@@ -139,13 +147,6 @@ def parse_recipe(text: str | None) -> dict[str, Any]:
 def setting(recipe: dict[str, Any], section: str, key: str) -> Any:
     table = recipe.get(section)
     return table.get(key) if isinstance(table, dict) else None
-
-
-def short_name(source: str) -> str:
-    """The last part of a local path; hub ids and aliases unchanged."""
-    if source.startswith(("/", ".", "~")) or "\\" in source:
-        return source.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
-    return source
 
 
 def recipe_text(run: RunDirectory) -> str | None:
