@@ -54,9 +54,9 @@ class Run:
         return public_name(str(named)) if named else ""
 
     @property
-    def prunes(self) -> bool | None:
-        """What the recipe says; None if it says nothing."""
-        return setting(self.recipe, "prune", "enabled")
+    def never_prunes(self) -> bool:
+        """Whether the recipe turns pruning off, so that there is no ledger while the run trains."""
+        return setting(self.recipe, "prune", "enabled") is False
 
     @property
     def target(self) -> str:
@@ -96,7 +96,7 @@ class Run:
         for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
             name, found = log.lines.path.name, log.lines
             if not found.exists:
-                if not (self.status in MODELS if name == METRICS else self.prunes is False):
+                if not (self.status in MODELS if name == METRICS else self.never_prunes):
                     lines.append(f"{name} is missing: {what} cannot be shown.")
                 continue
             if found.num_bad:
@@ -109,7 +109,7 @@ class Run:
                 lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
         if self.ledger.lines.exists and not self.ledger.source:
             lines.append(f"{LEDGER} has no source event: shares of the source cannot be shown.")
-        if self.ledger.lines.exists and self.architecture is None and self.prunes is not False:
+        if self.ledger.lines.exists and self.architecture is None and not self.never_prunes:
             lines.append(f"No {STRUCTURE} or checkpoint fits the ledger yet: the architecture cannot be shown.")
         if self.recipe_text is None and self.status not in MODELS:
             lines.append(f"{RECIPE} is missing: the recipe cannot be shown.")
