@@ -10,11 +10,13 @@ import pytest
 from made_runs import make_run, write_lines
 
 from dwindle.core.errors import UserError
+from dwindle.core.names import public_name
 from dwindle.report import verdict
 from dwindle.report.architecture import architecture_of
 from dwindle.report.jsonlines import GrowingJsonLines
 from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
-from dwindle.report.run import open_run, short_name
+from dwindle.report.run import open_run
+from dwindle.report.runs import list_runs
 from dwindle.report.summary import summarise
 
 
@@ -230,5 +232,24 @@ def test_empty_files_and_empty_runs(tmp_path: Path) -> None:
 
 
 def test_names_of_sources() -> None:
-    assert short_name("/home/someone/models/small/") == "small"
-    assert short_name("org/name") == "org/name" and short_name("smollm2-135m") == "smollm2-135m"
+    assert public_name("/home/someone/models/small/") == "small"
+    assert public_name("org/name") == "org/name" and public_name("smollm2-135m") == "smollm2-135m"
+
+
+def test_a_run_that_does_not_prune_misses_nothing(tmp_path: Path) -> None:
+    first, run = tmp_path / "first", tmp_path / "tuned"
+    (first / "model").mkdir(parents=True)
+    (first / "recipe.toml").touch()
+    (run / "model").mkdir(parents=True)
+    (run / "recipe.toml").write_text(f"[source]\nmodel = '{first / 'model'}'\n[prune]\nenabled = false\n")
+    write_lines(run / "metrics.jsonl", [{"step": 1, "tokens": 64, "loss": 2.0, "learned_tokens": 30}])
+    found = summarise(open_run(run))
+    assert found["missing"] == [] and found["verdict"] == "A run of first."
+    write_lines(run / "model" / "ledger.jsonl", [{"event": "source", "source": "first", "parameters": 1000}])
+    (run / "model" / "config.json").write_text("{}")
+    found = summarise(open_run(run))
+    assert found["verdict"] == "first with 1k parameters, not pruned."
+    assert found["missing"] == [] and found["architecture"] is None
+    assert [figure["id"] for figure in found["figures"]] == ["loss"]
+    (row,) = list_runs(run)
+    assert (row.source, row.source_parameters, row.parameters) == ("first", 1000, 1000)

@@ -7,18 +7,23 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from dwindle.core.run_directory import RunDirectory
+
 _LOCAL = re.compile(r"[/\\.~]|[A-Za-z]:[/\\]")
 
 
 def public_name(source: str | os.PathLike[str]) -> str:
-    """The name of a model in files that are published: the last part of a local path, hub ids and aliases as they are.
+    """The name of a model in files that are published: the last part of a local path, hub ids and aliases as they are;
+    the model of a run is named after the run.
 
     A path reveals who made a model, and on which machine.
     """
     name = os.fspath(source)
     if not (_LOCAL.match(name) or name.count("/") > 1 or os.path.exists(name)):
         return name
-    return re.split(r"[/\\]", os.path.abspath(os.path.expanduser(name)))[-1] or name
+    path = os.path.abspath(os.path.expanduser(name))
+    run = RunDirectory.of_model(Path(path))
+    return re.split(r"[/\\]", path if run is None else str(run.path))[-1] or name
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

@@ -108,6 +108,11 @@ class RunDirectory:
         return sorted(found, key=checkpoint_step)
 
     @property
+    def history(self) -> Path:
+        """The ledger; of a run that does not prune, which has none, that of its final model."""
+        return self.ledger if self.ledger.is_file() or not self.is_finished else self.model / LEDGER
+
+    @property
     def structure(self) -> Path:
         """The structure of a single model directory, or of a run's final model."""
         own = self.path / STRUCTURE

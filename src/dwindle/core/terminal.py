@@ -53,10 +53,10 @@ def titled(title: str, table: Table) -> Group:
 
 
 class PlainConsole(Console):
-    """A rich console for which every text is only text: no markup, no emoji codes, no control characters."""
+    """A rich console for which text is only text: no markup, emoji codes, colours of numbers or control characters."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+        super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """All strings pass here: cells, titles and captions of tables as well as lines."""

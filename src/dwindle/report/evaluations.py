@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
+from dwindle.core.names import public_name
 from dwindle.report.jsonlines import number
-from dwindle.report.run import Run, short_name
+from dwindle.report.run import Run
 from dwindle.report.tables import Table
 
 SOURCE, RESULT = "source", "result"
@@ -58,7 +59,7 @@ def evaluation_tables(run: Run, found: Sequence[tuple[str, Record]]) -> list[Tab
 
 
 def _measured(run: Run, place: str, value: Record) -> Measured:
-    parts = (short_name(str(value["model"])), value.get("engine"), value.get("dtype"))
+    parts = (public_name(str(value["model"])), value.get("engine"), value.get("dtype"))
     limit = value.get("limit")
     return Measured(
         label=_label(run, value),
@@ -72,7 +73,7 @@ def _measured(run: Run, place: str, value: Record) -> Measured:
 
 def _label(run: Run, value: Record) -> str:
     """``source``, ``result``, or the name of another model, by its size and by its name."""
-    size, name = number(value.get("parameters")), short_name(str(value["model"]))
+    size, name = number(value.get("parameters")), public_name(str(value["model"]))
     if run.parameters_before != run.parameters_after and size is not None and size == run.parameters_before:
         return SOURCE
     if name == run.source_name:

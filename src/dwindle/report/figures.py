@@ -164,7 +164,8 @@ def _loss(run: Run) -> Figure | None:
     if len(taught):  # its own axis: it is far below the loss
         distance = _smoothed("distillation", "stem", tokens[taught.rows], taught.values)
         panels.append(Panel("distillation, nats per token", "number", distance, zero=True, height=0.8))
-    caption = "Ticks mark prune events, dashed lines compactions, which rebuild the model without its pruned parts."
+    marks = "Ticks mark prune events, dashed lines compactions, which rebuild the model without its pruned parts."
+    caption = marks if len(run.ledger.prunes) else ""
     if len(taught):
         caption += " Distillation: KL divergence from the teacher."
     if run.source_loss is not None:
@@ -272,7 +273,7 @@ def _tasks(run: Run) -> Figure | None:
     """Other metrics that callbacks wrote during training, such as task accuracies."""
     metrics, tokens = run.metrics, run.metrics.tokens
     known = {"step", "tokens", "loss", "grad_norm", "lr", "skipped", "parameters", "events", "valid_loss"}
-    known |= {"flops_per_token", "distill_loss", "source_valid_loss"}
+    known |= {"flops_per_token", "distill_loss", "source_valid_loss", "learned_tokens"}
     names = [n for n in metrics.names if n not in known and not n.startswith(("time.", "compacted."))]
     shares, others = Panel("accuracy", "percent", []), Panel("other metrics", "number", [])
     for place, name in enumerate(names[:MAX_TASKS]):
@@ -317,7 +318,7 @@ def _throughput(run: Run) -> Figure | None:
     return Figure(
         "throughput",
         "Speed",
-        f"Dashed lines mark compactions.{stops} {about}".strip(),
+        f"{'Dashed lines mark compactions.' if run.ledger.compactions else ''}{stops} {about}".strip(),
         "running time",
         "seconds",
         panels,

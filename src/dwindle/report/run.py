@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dwindle.core.errors import UserError
+from dwindle.core.names import public_name
 from dwindle.core.quality import Quality
 from dwindle.core.reading import MAX_TOML_BYTES, open_regular, parse_toml
 from dwindle.core.run_directory import LEDGER, METRICS, MODELS, RECIPE, RunDirectory, Status
@@ -24,7 +25,7 @@ class Run:
         self.folder = folder
         self.directory = RunDirectory(folder)
         self.metrics = MetricsLog(self.directory.metrics)
-        self.ledger = LedgerLog(self.directory.ledger)
+        self.ledger = LedgerLog(self.directory.history)
         self.structure: Record = {}
         """That of the result; empty until it is written."""
         self.architecture: ArchitectureView | None = None
@@ -39,6 +40,8 @@ class Run:
 
     def refresh(self) -> None:
         self.metrics.refresh()
+        if self.ledger.lines.path != self.directory.history:
+            self.ledger = LedgerLog(self.directory.history)
         self.ledger.refresh()
         self.structure = read_structure(self.directory)
         self.architecture = architecture_of(self.ledger, self.structure)
@@ -51,7 +54,12 @@ class Run:
     def source_name(self) -> str:
         """Name of the source model; a path is shortened to its last part."""
         named = self.ledger.source_name or setting(self.recipe, "source", "model")
-        return short_name(str(named)) if named else ""
+        return public_name(str(named)) if named else ""
+
+    @property
+    def never_prunes(self) -> bool:
+        """Whether the recipe turns pruning off, so that there is no ledger while the run trains."""
+        return setting(self.recipe, "prune", "enabled") is False
 
     @property
     def target(self) -> str:
@@ -91,7 +99,7 @@ class Run:
         for log, what in ((self.metrics, "loss and speed"), (self.ledger, "saliency and events")):
             name, found = log.lines.path.name, log.lines
             if not found.exists:
-                if not (name == METRICS and self.status in MODELS):
+                if not (self.status in MODELS if name == METRICS else self.never_prunes):
                     lines.append(f"{name} is missing: {what} cannot be shown.")
                 continue
             if found.num_bad:
@@ -102,7 +110,7 @@ class Run:
                 )
             if found.unfinished:
                 lines.append(f"{name} ends with an incomplete line: it is still being written, or was truncated.")
-        if self.ledger.lines.exists and self.architecture is None:
+        if self.ledger.lines.exists and self.architecture is None and not self.never_prunes:
             lines.append(f"{LEDGER} does not begin with the source's sizes: the architecture cannot be shown.")
         if self.recipe_text is None and self.status not in MODELS:
             lines.append(f"{RECIPE} is missing: the recipe cannot be shown.")
@@ -140,13 +148,6 @@ def parse_recipe(text: str | None) -> dict[str, Any]:
 def setting(recipe: dict[str, Any], section: str, key: str) -> Any:
     table = recipe.get(section)
     return table.get(key) if isinstance(table, dict) else None
-
-
-def short_name(source: str) -> str:
-    """The last part of a local path; hub ids and aliases unchanged."""
-    if source.startswith(("/", ".", "~")) or "\\" in source:
-        return source.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
-    return source
 
 
 def recipe_text(run: RunDirectory) -> str | None:

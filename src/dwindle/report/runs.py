@@ -12,11 +12,12 @@ from rich.console import Group
 from rich.table import Table
 
 from dwindle.core.errors import UserError
+from dwindle.core.names import public_name
 from dwindle.core.reading import open_regular, parse_json
 from dwindle.core.run_directory import FOLDERS, RunDirectory
 from dwindle.core.sizes import format_count
 from dwindle.report.jsonlines import Record, number
-from dwindle.report.run import parse_recipe, read_structure, recipe_text, setting, short_name
+from dwindle.report.run import parse_recipe, read_structure, recipe_text, setting
 from dwindle.report.settings import Settings, different_settings, settings_of, short_settings
 from dwindle.report.target import target_missed
 
@@ -83,8 +84,8 @@ def _find(folder: Path, depth: int) -> Iterator[Path]:
 def _row(path: Path, root: Path) -> RunRow:
     run = RunDirectory(path)
     recipe = parse_recipe(recipe_text(run))
-    first = _first_record(run.ledger)
-    prunes = _last_records(run.ledger, lambda record: record.get("event") in ("prune", "rotate"))
+    first = _first_record(run.history)
+    prunes = _last_records(run.history, lambda record: record.get("event") in ("prune", "rotate"))
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid, source_valid = (_last(steps, name) for name in ("valid_loss", "source_valid_loss"))
@@ -96,7 +97,7 @@ def _row(path: Path, root: Path) -> RunRow:
     return RunRow(
         run=path.relative_to(root).as_posix() if path != root else path.resolve().name,
         status=status,
-        source=short_name(str(source)),
+        source=public_name(str(source)),
         target=str(setting(recipe, "prune", "target") or ""),
         parameters=_whole(left),
         source_parameters=_whole(first.get("parameters")),
@@ -139,7 +140,8 @@ def _table(rows: list[tuple[RunRow, Settings]]) -> Table:
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     first = rows[0][0]
     table = Table(box=SIMPLE_HEAD, padding=0, title_justify="left")
-    table.title = f"{first.source}, {_count(first.source_parameters)} parameters"
+    size = f", {_count(first.source_parameters)} parameters" if first.source_parameters else ""
+    table.title = first.source + size
     for name in shown:
         if name in ("run", "differs in"):
             table.add_column(name, overflow="fold", min_width=12)

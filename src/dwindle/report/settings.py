@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dwindle.core.names import public_name
 from dwindle.report.jsonlines import Record
-from dwindle.report.run import short_name
 
 Settings = dict[str, Any]
 """Values by dotted name, such as ``prune.method``."""
@@ -81,4 +81,4 @@ def _words(key: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else short_name(str(value))
+    return f"{value:g}" if isinstance(value, float) else public_name(str(value))

@@ -37,7 +37,7 @@ def summarise(run: Run, *, published: bool = False) -> dict[str, Any]:
         "removed": removed(run),
         "missing": run.missing(),
         "figures": [asdict(figure) for figure in build_figures(run)],
-        "architecture": None if view is None else _architecture(view),
+        "architecture": None if view is None or run.never_prunes else _architecture(view),
         "tables": [asdict(table) for table in result_tables(run)],
         "cost": None if cost is None else asdict(cost),
         "recipe": run.recipe_text,

@@ -114,7 +114,7 @@ def _hub_reason(error: Exception) -> str:
     if any_is(errors.LocalEntryNotFoundError, ConnectionError, TimeoutError) or any(
         kind.__name__ in silent for item in chain for kind in type(item).__mro__
     ):
-        return "the hub cannot be reached and it is not in the local cache: check the network"
+        return "no such directory, not in the local cache, and the hub cannot be reached: check the path or the network"
     return f"the download failed ({first_line(error)}): try again"
 
 

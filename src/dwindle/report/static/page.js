@@ -110,7 +110,7 @@ function build(data) {
       ...take("saliency", "share", "layers")]),
     ...partOf("How it was trained", "", [...take("throughput", "optimizer"), data.cost ? tableOf(data.cost) : null,
       data.recipe == null ? null : recipeOf(data.recipe, open)]),
-    el("footer", {}, `Made with dwindle ${data.version} from ledger.jsonl, metrics.jsonl and structure.json. ` +
+    el("footer", {}, `Made with dwindle ${data.version} from the logs of the run. ` +
       "Long series are thinned; their minima and maxima are kept."),
   ].filter((part) => part));
   draw();
