@@ -377,6 +377,11 @@ def test_ledgers_of_layer_groups_are_checked() -> None:
 
     found = verified_structure(anatomy, ledger({1: (0, 1)}, {2: (1,)}), "ledger")
     assert [layer.absent for layer in found.layers] == [(), BLOCKS, ("mlp",)]
+    first, *rest = ledger({1: (0, 1)}, {2: (1,)})
+    known = {key: first[key] for key in ("event", "format", "source", "parameters", "options")}
+    assert verified_structure(anatomy, [known, *rest], "ledger") == found  # of before it had the sizes
+    with pytest.raises(UserError, match="hidden is not that of the source"):
+        verified_structure(anatomy, [first | {"hidden": 1}, *rest], "ledger")
     for removed, reason in (
         (({1: (0,)}, {1: (0, 1)}), "index 0 of layer is not there or was removed before"),
         (({0: (0, 1), 1: (0, 1), 2: (0, 1)},), "would be left"),
