@@ -48,7 +48,7 @@ def test_five_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert next_command(err) == "dwindle pretrain model-to-50pct.toml"
 
     out, err = run(next_command(err))
-    assert re.search(r"^validation: source \d+\.\d\d → \d+\.\d\d \([+-]\d+\.\d\d\)", out, re.MULTILINE)
+    assert re.search(r"^validation: source \d+\.\d{3} → \d+\.\d{3} \([+-]\d+\.\d{3}\)", out, re.MULTILINE)
     assert out.count("  source: ") == out.count("  result: ") == 2
     assert next_command(err) == "dwindle report runs/model-to-50pct"
 

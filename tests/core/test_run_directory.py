@@ -83,6 +83,8 @@ def test_checkpoints_are_listed_by_step(run: RunDirectory) -> None:
 
 def test_the_run_of_a_model(run: RunDirectory, tmp_path: Path) -> None:
     finish(run)
+    assert RunDirectory.of_model(run.model) is None  # a recipe beside a model is not a run
+    run.metrics.touch()
     found = RunDirectory.of_model(run.model)
     assert found is not None and found.path == run.path
     assert RunDirectory.of_model(run.path) is None and RunDirectory.of_model(tmp_path / "model") is None

@@ -333,7 +333,8 @@ def test_a_table_of_texts_alone(dwindle: Command) -> None:
 def test_a_run_that_missed_its_target_is_told_from_others(dwindle: Command, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     Path("run/recipe.toml").write_text('[prune]\ntarget = "100"\n')
-    Path("run/ledger.jsonl").write_text('{"event": "source", "parameters": 9000, "options": {}}\n')
+    source = {"event": "source", "parameters": 9000, "options": {"pacing": {"end_count": 100}}}
+    Path("run/ledger.jsonl").write_text(json.dumps(source) + "\n")
     code, out, err = dwindle("table", "run", "--tasks", "piqa", "--data", "sets")
     assert code == 0 and "\nrun: target missed.\n" in out
     assert err.startswith("run is a run: using its model, run/model\n")

@@ -239,7 +239,8 @@ def test_names_of_sources() -> None:
 def test_a_run_that_does_not_prune_misses_nothing(tmp_path: Path) -> None:
     first, run = tmp_path / "first", tmp_path / "tuned"
     (first / "model").mkdir(parents=True)
-    (first / "recipe.toml").touch()
+    for name in ("recipe.toml", "metrics.jsonl"):
+        (first / name).touch()
     (run / "model").mkdir(parents=True)
     (run / "recipe.toml").write_text(f"[source]\nmodel = '{first / 'model'}'\n[prune]\nenabled = false\n")
     write_lines(run / "metrics.jsonl", [{"step": 1, "tokens": 64, "loss": 2.0, "learned_tokens": 30}])

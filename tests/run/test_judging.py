@@ -71,7 +71,8 @@ def test_a_run_knows_its_source(place: Path) -> None:
     shown = io.StringIO()
     Console(file=shown, width=160).print(render_runs([row]))
     assert "to source" in shown.getvalue() and f"{quality.change:+.4f}" in shown.getvalue()
-    assert quality.losses() == f"source {quality.source_loss:.2f} → {quality.result_loss:.2f} ({quality.change:+.2f})"
+    before, after = round(quality.source_loss, 3), round(quality.result_loss, 3)
+    assert quality.losses() == f"source {before:.3f} → {after:.3f} ({after - before:+.3f})"
 
 
 class StopAt3(Callback):

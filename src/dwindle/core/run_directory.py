@@ -82,7 +82,8 @@ class RunDirectory:
     def of_model(cls, model: Path) -> RunDirectory | None:
         """The run whose final model this directory is; None for any other directory."""
         run = cls(model.parent)
-        return run if model == run.model and run.recipe.is_file() and not (model / RECIPE).is_file() else None
+        is_run = run.recipe.is_file() and run.metrics.is_file()  # a recipe may lie beside any model
+        return run if model == run.model and is_run and not (model / RECIPE).is_file() else None
 
     # Places ------------------------------------------------------------------------------------------------
 
