@@ -207,6 +207,7 @@ def test_a_run_stands_for_its_model(tmp_path: Path) -> None:
 
     export(tiny_loaded(), "hf", tmp_path / "run" / "model")
     (tmp_path / "run" / "recipe.toml").write_text("[distill]\nweight = 0.5\n")
+    (tmp_path / "run" / "metrics.jsonl").touch()
     run, out = str(tmp_path / "run"), tmp_path / "out"
     done = CliRunner().invoke(app, ["export", run, "--to", "hf", "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
