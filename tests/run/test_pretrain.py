@@ -22,10 +22,15 @@ from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.core import files
 from dwindle.core.errors import UserError
+from dwindle.data.batches import BatchStream
+from dwindle.data.training_data import open_training_data
 from dwindle.pruning.ledger import read_ledger, replay_structure
 from dwindle.recipe.recipe import Recipe, load_recipe
+from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain, resume
+from dwindle.training.callbacks import Callback
 from dwindle.training.config import TrainingConfig
+from dwindle.training.loop import Trainer
 from runs import COMPACT_OFTEN, assert_same_run, die_at, events, go_on, kill, metrics, start, tiny_recipe, wait
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -220,8 +225,6 @@ def test_without_pruning_it_is_a_plain_loop(place: Path) -> None:
     settings = recipe(place, prune={"enabled": False}, micro_batch=4)
     pretrain(settings, run)
     model, tokenizer = dwindle.load(place / "model")
-    from dwindle.data.batches import BatchStream
-    from dwindle.data.training_data import open_training_data
     from dwindle.training.optim import LRSchedule
 
     data = open_training_data(settings.data, tokenizer, seed=0, cache_dir=place / "cache")
@@ -268,6 +271,35 @@ def fatal_places() -> list[tuple[str, Callable[[], None]]]:
         ("right after a checkpoint", lambda: die_at(callbacks, "write_checkpoint", 2)),
         ("while the model is written", lambda: die_at(files, "_put_in_place", 2, before=True)),
     ]
+
+
+class StopAtThree(Callback):
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == 3:
+            trainer.stop.request()
+
+
+def test_a_second_run_reads_on_where_the_first_ended(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in teacher correction: adapt on the first tokens, then prune on those after them; also when resumed."""
+    seen: list[list[int]] = []
+
+    class Recorded(BatchStream):
+        def next_step(self) -> list[torch.Tensor]:
+            batches = super().next_step()
+            seen.extend(torch.cat(batches).tolist())
+            return batches
+
+    monkeypatch.setattr("dwindle.run.pretrain.BatchStream", Recorded)
+    first = tiny_recipe(place, steps=4, prune={"enabled": False})
+    pretrain(first, place / "adapted")
+    skipped = first.num_tokens + 23  # not a whole sequence of 24 more
+    adapted = {"model": str(place / "adapted" / "model"), "device": "cpu"}
+    second = tiny_recipe(place, steps=6, source=adapted, data={"skip": skipped}, prune={"target": "80%"})
+    assert pretrain(second, place / "half", callbacks=[StopAtThree()]).status == "stopped"
+    resume(place / "half", callbacks=[StopAtThree()])
+    data = open_training_data(first.data, dwindle.load(place / "model").tokenizer, seed=0, cache_dir=place / "cache")
+    assert seen == [data.mixture.sample(g).tolist() for g in range(8 * (4 + 6))]
+    assert make_plan(second).text_passes["train"] == pytest.approx(80 / data.mixture.sources[0].num_windows, rel=0.05)
 
 
 def test_killed_while_it_begins(place: Path) -> None:

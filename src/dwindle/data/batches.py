@@ -31,6 +31,7 @@ class BatchStream:
         micro_batch: int,
         rank: int = 0,
         world_size: int = 1,
+        first_sample: int = 0,
     ) -> None:
         assert 0 <= rank < world_size
         self.mixture = mixture
@@ -38,7 +39,7 @@ class BatchStream:
         self.sequences_per_step = tokens_per_step // self.seq_len
         self.rank = rank
         self.world_size = world_size
-        self.next_sample = 0
+        self.next_sample = first_sample
         self.num_predictions = 0
         """Tokens that are learned in the step that ``next_step`` returned last, over all ranks."""
         at_least(1, **{"training.micro_batch": micro_batch})

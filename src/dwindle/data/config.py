@@ -70,6 +70,9 @@ class DataConfig(Config):
     """Field of JSON lines, or column of Parquet, that holds the text."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
     """Seed of the sample order; not set takes ``training.seed``."""
+    skip: int | str = 0
+    """Tokens at the start of the sample order that are not read, such as those of an earlier run with the same text,
+    seed and ``seq_len``; rounded down to whole sequences."""
     cache_dir: str | None = None
     """Where tokenized text is cached; not set puts it into the run directory."""
     valid_tokens: int | str = "256k"
@@ -106,6 +109,7 @@ class DataConfig(Config):
                 parse_count(source.max_tokens, f"data.sources.{name}.max_tokens")
         if self.valid and self.holdout:
             raise UserError("data.holdout: cannot be combined with data.valid: remove one of them")
+        parse_count(self.skip, "data.skip")
         trained = task.chat or self.trained_on()
         for path in self.valid:
             if path in trained:

@@ -90,6 +90,16 @@ class Recipe(Config):
         return self.num_steps * self.num_tokens_per_step
 
     @property
+    def first_sample(self) -> int:
+        """The first sequence that is read (``data.skip``)."""
+        return parse_count(self.data.skip, "data.skip") // self.data.seq_len
+
+    @property
+    def last_sample(self) -> int:
+        """One past the last sequence that is read."""
+        return self.first_sample + self.num_steps * self.num_sequences_per_step
+
+    @property
     def num_warmup_steps(self) -> int:
         return self.training.warmup_steps(self.num_steps)
 

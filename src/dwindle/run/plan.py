@@ -229,7 +229,7 @@ class Plan(Shown):
     text_tokens: dict[str, float]
     """Estimated tokens of each source that is not streamed."""
     text_passes: dict[str, float]
-    """How often the run reads each of them."""
+    """How often each of them is read by the end, what ``data.skip`` leaves out included."""
     milestones: dict[str, int]
     teacher: str | None
     network: list[str]
@@ -350,7 +350,7 @@ def make_plan(recipe: Recipe, start: Start | None = None) -> Plan:
         file=recipe.prune.target if plan is not None and plan.target.file is not None else None,
         memory_bytes_estimate=footprint_of(recipe, device, config).total(micro_batch * recipe.data.seq_len),
         text_tokens=found.tokens,
-        text_passes=found.epochs(recipe.num_steps * recipe.num_sequences_per_step),
+        text_passes=found.epochs(recipe.last_sample),
         milestones={} if plan is None else dict(plan.milestones),
         teacher=teacher_of(recipe, config),
         network=streamed_inputs(recipe.data, recipe.task),
@@ -372,7 +372,7 @@ def _shape_target(anatomy: Anatomy, target: Target) -> Sizes:
 
 def repetition(epochs: Callable[[int], Mapping[str, float]], recipe: Recipe, about: str = "") -> str:
     """A warning if a run repeats a text too often, else empty; ``epochs`` gives the passes over each text."""
-    passes_over = epochs(recipe.num_steps * recipe.num_sequences_per_step)
+    passes_over = epochs(recipe.last_sample)
     often = {name: passes for name, passes in passes_over.items() if round(passes) > PASSES}
     if not often:
         return ""

@@ -277,6 +277,7 @@ class Job:
             micro_batch=self.recipe.training.micro_batch,
             rank=self.world.rank,
             world_size=self.world.size,
+            first_sample=self.recipe.first_sample,
         )
         return data, batches
 
