@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dwindle.anatomy.positions import can_be_packed
 from dwindle.core.sizes import format_duration
 from dwindle.data.batches import BatchStream
 from dwindle.data.training_data import TrainingData, open_training_data
+from dwindle.distributed.precision import cpu_multiplies_bf16
 from dwindle.recipe.recipe import Recipe
 from dwindle.run import rehearsal
 from dwindle.run.rehearsal import Cost, Rehearsed, _predict, _Rehearsal, cut_evenly, planned
@@ -100,6 +102,45 @@ def test_a_plan_says_when_one_thread_is_much_faster(place: Path, monkeypatch: py
         assert torch.get_num_threads() == seen[-1] == 1
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_plan_says_when_bf16_is_faster(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step more, in bf16; only where the recipe leaves the precision open, and the CPU's instructions work."""
+    seen: list[str] = []
+    run = _Rehearsal._run
+
+    def timed(self: _Rehearsal, steps: int) -> float:
+        seen.append(self.trainer.precision)
+        run(self, steps)
+        return 0.5
+
+    monkeypatch.setattr(_Rehearsal, "_run", timed)
+    monkeypatch.setattr(rehearsal, "_QUICK_S", 0.0)
+    monkeypatch.setattr(rehearsal, "_FASTER", 0.0)
+    monkeypatch.setattr(rehearsal, "cpu_multiplies_bf16", lambda: True)
+    assert "bf16 trains 0." in planned(recipe(place)).warnings[-1] and seen[-1] == "bf16"
+    chosen = recipe(place)
+    chosen.training.precision = "fp32"
+    assert not planned(chosen).warnings and seen[-1] == "fp32"
+    monkeypatch.setattr(rehearsal, "cpu_multiplies_bf16", lambda: False)
+    assert not planned(recipe(place)).warnings and seen[-1] == "fp32"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@pytest.mark.parametrize("code", [0, -4])  # SIGILL
+def test_instructions_that_a_cpu_announces_are_tried_by_another_process(
+    announced: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[list[str]] = []
+
+    def answer(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        tried.append(words)
+        return subprocess.CompletedProcess(words, code)
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": announced}, raising=False)
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert cpu_multiplies_bf16() is (announced and code == 0)
+    assert len(tried) == announced
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -31,3 +33,15 @@ def autocast_for(
     if is_bf16(precision):
         return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, cache_enabled=keep_copies)
     return nullcontext()
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 products, and they work.
+
+    Some virtual machines announce instructions that end a process by a signal, so another process tries them.
+    """
+    announced = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not any(announced.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16")):
+        return False
+    product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
+    return subprocess.run([sys.executable, "-c", product], capture_output=True, check=False).returncode == 0

@@ -31,6 +31,7 @@ from dwindle.data.pydoc_text import pydoc_documents
 from dwindle.data.token_stream import MemoryTokens, TokenStream
 from dwindle.data.tokenizing import DocumentEncoder, EncodedPiece
 from dwindle.data.training_data import TrainingData
+from dwindle.distributed.precision import cpu_multiplies_bf16
 from dwindle.export.process import peak_memory_bytes
 from dwindle.pruning.pacing import Horizon, Ratio, Stages
 from dwindle.pruning.pruner import Pruner
@@ -64,7 +65,8 @@ _SAMPLES = 2
 _DISK_PROBE_BYTES = 1 << 25
 _QUICK_S = 0.25
 """A step that takes longer is that of a model for which threads are worth their waiting: it is not tried with one."""
-_MUCH_FASTER = 2.0
+_MUCH_FASTER, _FASTER = 2.0, 1.3
+"""From where on one thread, and bf16, are recommended: the first depends on what else runs, the second does not."""
 
 
 @dataclass(slots=True)
@@ -100,8 +102,8 @@ class Rehearsed:
     """Only one step was run at the first size: its memory is without the optimizer's moments, which follow it."""
     run_s: float = 0.0
     """The whole run, without tokenizing the text."""
-    gain_of_one_thread: float = 1.0
-    """How much faster a step is with a single thread; 1 where that was not tried."""
+    advice: tuple[str, ...] = ()
+    """Settings that trained much faster than the recipe's."""
 
 
 def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None) -> Plan:
@@ -116,11 +118,7 @@ def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None)
         least = plan.memory_bytes_estimate if found.is_one_step else 0
         plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600
-        if found.gain_of_one_thread >= _MUCH_FASTER:
-            plan.warnings.append(
-                f"one thread trains {found.gain_of_one_thread:.1f} times as fast as {torch.get_num_threads()} here: "
-                "other programs may be using this CPU: set OMP_NUM_THREADS=1"
-            )
+        plan.warnings += found.advice
     return plan
 
 
@@ -137,6 +135,7 @@ def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
     recipe = resolve_recipe(recipe)
     device = device_of(recipe)
     config = start.config()
+    chooses_precision = recipe.training.precision == "auto"
     recipe.training.precision = precision_of(recipe, device)
     recipe.training.micro_batch = micro_batch_of(recipe, device, config)
     if device == "cuda":
@@ -154,9 +153,9 @@ def rehearse(recipe: Recipe, start: Start) -> Rehearsed:
         is_one_step = job.trainer.step == _WARM
         memory = torch.cuda.max_memory_reserved() if device == "cuda" else peak_memory_bytes()
         end = job.measure() if job.shrink() else first
-        gain = 1.0 if device == "cuda" or end.step_s(1) > _QUICK_S else job.gain_of_one_thread()
+        advice = job.advice(end.step_s(1), chooses_precision) if device == "cpu" else ()
         disk = _disk_bytes_per_s(Path(folder))
-    found = Rehearsed(begin_s, first, end, disk, memory, is_one_step, gain_of_one_thread=gain)
+    found = Rehearsed(begin_s, first, end, disk, memory, is_one_step, advice=advice)
     found.run_s = _predict(recipe, found, Anatomy.of_config(config), start)
     return found
 
@@ -275,6 +274,26 @@ class _Rehearsal(Job):
         self.trainer.num_steps = self.trainer.step + steps
         self.trainer.run()
         return time.perf_counter() - started
+
+    def advice(self, step_s: float, chooses_precision: bool) -> tuple[str, ...]:
+        """What would train much faster on this CPU: one thread for a tiny model, bf16 for a larger one."""
+        if step_s <= _QUICK_S:
+            threads, gain = torch.get_num_threads(), self.gain_of_one_thread()
+            text = f"one thread trains {gain:.1f} times as fast as {threads} here: other programs may be using this "
+            return (text + "CPU: set OMP_NUM_THREADS=1",) if gain >= _MUCH_FASTER else ()
+        if not chooses_precision or self.precision != "fp32" or not cpu_multiplies_bf16():
+            return ()
+        gain = step_s / self.step_in_bf16_s()
+        text = f"bf16 trains {gain:.1f} times as fast as fp32 on this CPU: set training.precision=bf16"
+        return (text,) if gain >= _FASTER else ()
+
+    def step_in_bf16_s(self) -> float:
+        """Seconds of one more step, first use included, so that a gain is not exaggerated."""
+        self.trainer.precision = "bf16"
+        try:
+            return self._run(1)
+        finally:
+            self.trainer.precision = self.precision
 
     def gain_of_one_thread(self) -> float:
         """How much faster a few steps are with one thread than with those that this process has."""
