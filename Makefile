@@ -10,7 +10,7 @@ BASE ?= HEAD
 MINUTES ?= 60
 INPUTS ?= 0
 
-.PHONY: demo check test suite parity settings golden fuzz faults lint types install clean
+.PHONY: demo check test suite parity settings golden fuzz faults readers lint types install clean
 
 demo: $(VENV)/.installed  ## prune a real model, before and after in one table
 	$(BIN)/dwindle demo --overwrite
@@ -40,6 +40,15 @@ fuzz: $(VENV)/.installed  ## hostile inputs for an hour: make fuzz MINUTES=5
 
 faults: $(VENV)/.installed  ## kills, full disks, power cuts, clock jumps and slow disks over all kinds of runs
 	$(BIN)/python tests/faults/fault_campaign.py
+
+readers: build/readers/.installed  ## other programs that read our directories, for tests/export/test_other_readers.py
+
+build/readers/.installed: $(VENV)/.installed
+	$(PIP) install -q --no-deps --upgrade --target build/readers/transformers4 \
+		transformers==4.57.6 tokenizers==0.22.1 huggingface_hub==0.36.0
+	$(PYTHON) -m venv build/readers/mlx
+	build/readers/mlx/bin/python -m pip install -q -c constraints.txt mlx-lm 'mlx[cpu]'
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCach
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import dwindle
-from dwindle.anatomy import modeling_dwindle
+from dwindle.anatomy import configuration_dwindle
 from dwindle.anatomy.structure import Structure
 from dwindle.export.huggingface import save_model
 from tiny import shrunk, tokens
@@ -161,7 +161,7 @@ def test_an_older_transformers_is_told_in_one_line(version: str, monkeypatch: py
     if version.startswith("4."):
         monkeypatch.setitem(sys.modules, "transformers.integrations.heterogeneity.configuration_utils", None)
     with pytest.raises(ImportError, match=f"needs transformers 5.15 or newer, and this is {version}: pip install"):
-        runpy.run_path(str(modeling_dwindle.__file__))
+        runpy.run_path(str(configuration_dwindle.__file__))
 
 
 @pytest.mark.parametrize("kind", ["unequal", "cluster"])

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.configuration_dwindle import queries_per_kv
 from dwindle.anatomy.family import Family
-from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.refusals import LAYER_PREFIX, family_for, split_name
 from dwindle.anatomy.structure import BLOCKS, Block, Layer, Structure, head_dim_of, lost
 from dwindle.core.errors import UserError, first_line

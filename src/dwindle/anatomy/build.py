@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from dwindle.anatomy.configuration_dwindle import per_layer
 from dwindle.anatomy.families import family_of
 from dwindle.anatomy.family import CUSTOM_PREFIX
-from dwindle.anatomy.modeling_dwindle import backbone_for, classes_for, per_layer
+from dwindle.anatomy.modeling_dwindle import backbone_for, classes_for
 from dwindle.anatomy.structure import Structure, head_dim_of
 
 _DROP = {"architectures", "auto_map", "transformers_version", "_name_or_path", "model_type"}
@@ -132,15 +133,20 @@ def _custom_config(family: str, values: dict[str, Any], structure: Structure) ->
         }
         for la in structure.present
     ]
-    config_class, model_class = classes_for(CUSTOM_PREFIX + family)
-    config = config_class(**values, per_layer_config=per_layer(shapes, table.ffn_key))
+    config = classes_for(CUSTOM_PREFIX + family)[0](**values, per_layer_config=per_layer(shapes, table.ffn_key))
+    name_code(config)
+    return config
+
+
+def name_code(config: Any) -> None:
+    """Name the files that hold the classes of a custom configuration; directories of earlier versions had only one."""
+    config_class, model_class = classes_for(config.model_type)
     config.auto_map = {
-        "AutoConfig": f"modeling_dwindle.{config_class.__name__}",
-        "AutoModel": f"modeling_dwindle.{backbone_for(CUSTOM_PREFIX + family).__name__}",
+        "AutoConfig": f"configuration_dwindle.{config_class.__name__}",
+        "AutoModel": f"modeling_dwindle.{backbone_for(config.model_type).__name__}",
         "AutoModelForCausalLM": f"modeling_dwindle.{model_class.__name__}",
     }
     config.architectures = [model_class.__name__]
-    return config
 
 
 def with_output_bias(model: Any, structure: Structure) -> Any:

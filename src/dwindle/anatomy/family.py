@@ -26,6 +26,8 @@ from dwindle.anatomy.structure import ALL_KINDS, UNIT_OF, Block, Kind
 from dwindle.core.config import Config
 
 CUSTOM_PREFIX = "dwindle_"
+CODE_FILES = ("configuration_dwindle.py", "modeling_dwindle.py")
+"""Saved with the weights of models that no stock class can express."""
 """Prefix of the model types that dwindle writes: ``dwindle_llama`` has the tensors of ``llama``."""
 UNITS = ("vocab", "hidden", "query", "kv", "head", "ffn", "dim")
 _NOT_SET_BY_TABLES = (

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import config_for
-from dwindle.anatomy.family import CUSTOM_PREFIX
+from dwindle.anatomy.family import CODE_FILES, CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
@@ -76,7 +76,8 @@ def write_config(model: Any, folder: Path) -> None:
         "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
     }
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    (folder / "modeling_dwindle.py").unlink(missing_ok=True)
+    for file in CODE_FILES:
+        (folder / file).unlink(missing_ok=True)
     shutil.copyfile(str(configuration_decilm.__file__), folder / "configuration_decilm.py")
 
 

@@ -19,6 +19,7 @@ from dwindle.anatomy import modeling_dwindle
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom
 from dwindle.anatomy.families import outside_family
+from dwindle.anatomy.family import CODE_FILES
 from dwindle.anatomy.family_files import write_family
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError, first_line
@@ -31,6 +32,7 @@ from dwindle.export import card_figure, deci
 from dwindle.export.card import Card, model_card
 from dwindle.export.card_running import Runtime
 from dwindle.export.gguf_vocabulary import probes_of
+from dwindle.export.other_readers import add_for_other_readers
 from dwindle.pruning.ledger import Event, vocabulary_in
 from dwindle.sources.huggingface import read_tokenizer
 
@@ -164,13 +166,16 @@ def _write_files(
 
 
 def write_beside(model: Any, tokenizer: Any, folder: Path, *, custom_code: bool) -> None:
-    """What loading needs beside weights and configuration: our modelling file, a family's table, the tokenizer."""
+    """What loading needs beside weights and configuration: modelling files, a family's table, the tokenizer."""
     if custom_code:
-        shutil.copyfile(str(modeling_dwindle.__file__), folder / "modeling_dwindle.py")
+        for file in CODE_FILES:
+            shutil.copyfile(Path(str(modeling_dwindle.__file__)).with_name(file), folder / file)
     if (table := outside_family(model.config.model_type)) is not None:
         write_family(table, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    add_for_other_readers(folder)
+    if tokenizer is not None:
         _check_tokenizer(folder, tokenizer)
 
 

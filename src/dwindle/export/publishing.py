@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from os import PathLike
@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from dwindle.anatomy.family import CODE_FILES
 from dwindle.core.errors import UserError
 from dwindle.core.names import public_name
 from dwindle.core.notebook import Shown
@@ -26,6 +27,7 @@ from dwindle.core.sizes import format_bytes
 from dwindle.export import card_figure, hub, ollama
 from dwindle.export.card import without_samples
 from dwindle.export.card_running import as_published
+from dwindle.export.other_readers import MLX_FILE
 from dwindle.sources.loading import model_of_run
 
 CARD = "README.md"
@@ -38,7 +40,7 @@ ALLOWED = (
     *WEIGHTS,
     *(CARD, LEDGER, STRUCTURE, QUANTIZATION, QUALITY, card_figure.NAME, "LICENSE*", "NOTICE*"),
     *("config.json", "generation_config.json", "family.toml", "family.json"),
-    *("modeling_dwindle.py", "configuration_decilm.py"),
+    *(*CODE_FILES, "configuration_decilm.py", MLX_FILE),
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", GGUF),
     *("onnx/*.onnx", "onnx/*.onnx_data"),
@@ -197,17 +199,19 @@ def _refuse_incomplete(folder: Path, files: dict[str, Path]) -> None:
         wanted[INDEX] = shard
     for name in ("config.json", "tokenizer_config.json"):
         if name in files:
-            wanted |= dict.fromkeys(_own_code(read_json(files[name]).get("auto_map")), name)
+            wanted |= dict.fromkeys(_own_code(read_json(files[name])), name)
     for name, why in wanted.items():
         if name not in files:
             raise UserError(f"{folder / name}: is missing, and {why} names it: export the model again")
 
 
-def _own_code(auto_map: Any) -> list[str]:
-    """The Python files beside the weights that ``auto_map`` names; ``repo--module.Class`` are elsewhere."""
+def _own_code(config: Mapping[str, Any]) -> list[str]:
+    """The Python files beside the weights that a configuration names; ``repo--module.Class`` are elsewhere."""
+    auto_map, model_file = config.get("auto_map"), config.get("model_file")
     values = auto_map.values() if isinstance(auto_map, dict) else []
     classes = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return [f"{one.partition('.')[0]}.py" for one in classes if isinstance(one, str) and "--" not in one]
+    own = [f"{one.partition('.')[0]}.py" for one in classes if isinstance(one, str) and "--" not in one]
+    return own + ([model_file] if isinstance(model_file, str) else [])
 
 
 def _refuse_mixture(there: hub.Repository, contents: Iterable[str], deleted: Iterable[str]) -> None:

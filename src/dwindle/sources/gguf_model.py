@@ -21,8 +21,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig
 
 from dwindle.anatomy.build import config_for
+from dwindle.anatomy.configuration_dwindle import queries_per_kv
 from dwindle.anatomy.families import family_of
-from dwindle.anatomy.modeling_dwindle import queries_per_kv
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.limits import MAX_WIDTH, check_sizes

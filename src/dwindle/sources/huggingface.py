@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from dwindle.anatomy.build import name_code
 from dwindle.anatomy.families import register_beside
 from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.family_files import NAMES
@@ -38,6 +39,8 @@ from dwindle.sources.text_tower import read_text_tower, text_config, text_name
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ANSWERS_WITHIN_S = 8.0
+_IN_JSON = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes, new and old, of tokenizers that ``tokenizer.json`` describes."""
 _MAX_TOKENIZER_BYTES = 1 << 28
 _DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 _CONFIG_FILES = ["config.json", "generation_config.json", *NAMES]
@@ -141,6 +144,7 @@ def _read_config(folder: Path, where: str) -> PreTrainedConfig:
         try:
             if raw["model_type"].startswith(CUSTOM_PREFIX):  # the installed code: none of the directory is executed
                 config: PreTrainedConfig = classes_for(raw["model_type"])[0].from_pretrained(folder)
+                name_code(config)  # what is written from it has today's files
                 return config
             return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except UserError:
@@ -188,7 +192,7 @@ def _is_all_in_json(folder: Path) -> bool:
         found = read_json(config)
     except UserError:  # AutoTokenizer says why
         return False
-    return isinstance(found, dict) and found.get("tokenizer_class") == "TokenizersBackend" and "auto_map" not in found
+    return isinstance(found, dict) and found.get("tokenizer_class") in _IN_JSON and "auto_map" not in found
 
 
 def _is_readable(file: Path) -> bool:
