@@ -11,7 +11,7 @@ runs once. Inputs of the second model may arrive later: its jobs wait for them. 
 would take longer than what is left, by the jobs like it that ended; when the time is up, or on SIGTERM, running ones
 save themselves. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
 fails is printed, and the jobs that need it are left out. Exits with 1 if a job failed, with 143 if some are left. From
-zero to a table: docs/results.md.
+zero to a table: docs/reproduce.md.
 """
 
 from __future__ import annotations

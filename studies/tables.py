@@ -23,8 +23,13 @@ import training_tables as training
 from training_tables import markdown, spread
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if MARKED.search(page.read_text(encoding="utf-8"))
+]
+"""Every page with a marked table."""
 
 
 def first_comparison(rows: Any) -> str:
