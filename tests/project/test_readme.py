@@ -151,6 +151,13 @@ def test_figures_of_the_readme_are_results() -> None:
     assert set(re.findall(r"\d+\.\d+", prose)) <= measured
 
 
+def test_the_table_of_the_log_has_every_entry() -> None:
+    text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d): (.*)$", text, re.MULTILINE)
+    listed = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.*)\]\(#.*\) \| \S.* \|$", text, re.MULTILINE)
+    assert listed == entries
+
+
 def test_the_index_names_every_page_and_existing_files() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert all(f"]({page.name})" in text for page in PAGES if page.name != "index.md")
