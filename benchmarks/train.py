@@ -41,6 +41,7 @@ from benchmarks.train_parts import (
 )
 from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.structure import KINDS, Kind, Structure
+from dwindle.commands.main import run_command
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.distributed.precision import autocast_for
@@ -421,13 +422,8 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure and print; mistakes are one line and exit code 2."""
-    try:
-        bench, out, as_json = parse_arguments()
-        found = measure_training(bench, out, lambda line: print(line, file=sys.stderr, flush=True))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    bench, out, as_json = parse_arguments()
+    found = measure_training(bench, out, lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
         print(json.dumps({"rows": [asdict(row) for row in found]}))
     else:
@@ -435,4 +431,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shapes import SHAPES
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
@@ -33,26 +34,6 @@ from dwindle.training.loop import Trainer
 from dwindle.training.moments import Moments
 from dwindle.training.optim import LRSchedule, build_optimizer
 
-SHAPES: dict[str, dict[str, Any]] = {
-    name: {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": name != "llama-7b",
-    }
-    for name, vocab, layers, hidden, heads, kv_heads, ffn in (
-        ("llama-7b", 32000, 32, 4096, 32, 32, 11008),
-        ("smollm-1.7b", 49152, 24, 2048, 32, 32, 8192),
-        ("smollm2-360m", 49152, 32, 960, 15, 5, 2560),
-        ("smollm2-135m", 49152, 30, 576, 9, 3, 1536),
-        ("tiny", 512, 3, 64, 4, 4, 192),
-    )
-}
-"""Llama shapes by name."""
 UNEQUAL = ("unequal-ffn", "unequal-heads", "unequal-groups")
 """Rows whose layers differ in FFN width, in numbers of heads as well, and in irregular groups of query heads."""
 ROWS = ("baseline", "off", "pruning", "compacted", *KINDS, *UNEQUAL)

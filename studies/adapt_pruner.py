@@ -23,6 +23,7 @@ from common import DEVICE
 from measures import commit
 
 import dwindle
+from dwindle.commands.main import run_command
 from dwindle.core.files import write_text_atomic
 from dwindle.data.text_windows import validation_windows
 from dwindle.training.loss import evaluate_loss
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -38,6 +38,8 @@ from measures import commit
 from peers import METHOD_ROWS, OURS_AT_ONCE
 from peers import ROWS as PEER_ROWS
 
+from dwindle.commands.main import run_command
+from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 
 TEXTS = ("wikipedia", "textbooks", "elife", "standardebooks", "mdn")
@@ -407,7 +409,7 @@ def main() -> None:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
     if not commit():
-        raise SystemExit("error: no commit is known here: set DWINDLE_STUDY_COMMIT, rows are recorded with it")
+        raise UserError("no commit is known here: set DWINDLE_STUDY_COMMIT, which rows are recorded with")
     args.out.mkdir(parents=True, exist_ok=True)
     progress = run(jobs, args.work, {"train": args.train, "ask": args.ask}, args.budget)
     left = [job.name for job in jobs if job.name not in {*progress.ended, *progress.failed}]
@@ -443,7 +445,7 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
     by_name = {job.name: job for job in jobs}
     wanted = [name.strip() for name in only.split(",") if name.strip()] or [n for n in by_name if n not in known]
     if unknown := [name for name in wanted if name not in by_name]:
-        raise SystemExit(f"error: --only: {', '.join(unknown)}: not among {', '.join(by_name)}")
+        raise UserError(f"--only: {', '.join(unknown)}: not among {', '.join(by_name)}")
     found = set(wanted)
     while more := {name for one in found for name in by_name[one].after} - found:
         found |= more
@@ -451,4 +453,4 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, 
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.commands.main import run_command
 from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
@@ -111,11 +111,7 @@ def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | Non
 def run_study(name: str, description: str | None, rows: dict[str, Row], groups: dict[str, list[str]]) -> None:
     """Make all missing rows that fit the budget, then print the tables. ``groups`` name several rows at once."""
     args = arguments(description or "", rows)
-    try:
-        make_rows(Study(name, args, rows), args, groups)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command(lambda: make_rows(Study(name, args, rows), args, groups))
 
 
 def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str]]) -> None:

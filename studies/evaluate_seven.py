@@ -23,6 +23,7 @@ from agreement import Scores, agreement
 from rich.console import Console
 from rich.table import Table
 
+from dwindle.commands.main import run_command
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data
@@ -173,4 +174,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -22,6 +22,8 @@ from typing import Any
 import training_tables as training
 from training_tables import markdown, spread
 
+from dwindle.commands.main import run_command
+
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 PAGES = [
@@ -306,4 +308,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

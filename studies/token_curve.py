@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dwindle.commands.main import run_command
 from dwindle.core.drawing import write_figure
 from dwindle.core.figure import Figure, Panel, Series
 
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -34,6 +34,7 @@ from jobs import STOPPED, locked
 from measures import commit, keep_logs
 
 import dwindle
+from dwindle.commands.main import run_command
 from dwindle.core.files import write_text_atomic
 from dwindle.data.readers import open_input
 from dwindle.data.token_files import write_token_files
@@ -324,4 +325,4 @@ def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

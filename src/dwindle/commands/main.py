@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
@@ -25,8 +26,13 @@ def main() -> None:
     _quiet_libraries()
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
+    run_command(_run)
+
+
+def run_command(command: Callable[[], object]) -> None:
+    """Call it; what its user can mend is one line and exit code 2. Scripts beside the package run in it, too."""
     try:
-        _run()
+        command()
     except UserError as error:
         if said_before(str(error)):
             sys.exit(2)
