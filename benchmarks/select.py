@@ -2,8 +2,8 @@
 
     python -m benchmarks.select --shape llama-7b --to 5B --rows coupled,global,adapt --out OUT
 
-Saliencies are random. Times are CPU seconds: of the strategy with the structure that is left, and of the lines of the
-ledger; the digest is of those lines, so that two commits can be compared.
+Saliencies are random. Times are CPU seconds of the choice and of the ledger's lines. The digest is of those lines, so
+that two commits can be compared.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _rounds(
 
 
 class _Importance:
-    """In place of a watch on a model: what layers change, at random."""
+    """Random layer importances, in place of those measured on a model."""
 
     def __init__(self, num_layers: int) -> None:
         self._values = (-torch.rand(num_layers, generator=torch.Generator().manual_seed(1))).tolist()

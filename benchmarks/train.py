@@ -184,7 +184,7 @@ def pruning_and_compaction(bench: TrainBench) -> Iterator[TrainRow]:
 
 
 def rounded(bench: TrainBench) -> Iterator[TrainRow]:
-    """A target whose widths are round themselves (``prune.round_to``): the nearest multiples, nothing dead in them."""
+    """A target whose own widths are the nearest multiples (``prune.round_to``), so no padding."""
     with tempfile.TemporaryDirectory() as folder:
         trainer, pruner, clock = pruned_run(bench, Path(folder))
         exact = smaller(pruner.prunable.alive, COMPACTED.get(bench.shape))
@@ -245,7 +245,7 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
 def compacted(
     bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int, name: str = "compacted"
 ) -> Iterator[TrainRow]:
-    """Straight to the end of a long run: what would be pruned by then is dead, and is compacted away.
+    """The end of a long run: what would be pruned by then is zeroed, then compacted away.
 
     One row for every batch size.
     """
@@ -323,7 +323,7 @@ def different(structure: Structure, name: str) -> Structure:
 
 
 def smaller(structure: Structure, wanted: tuple[int, int, int] | None) -> Structure:
-    """The first channels and heads of each; which ones does not matter to speed."""
+    """Keeps the first channels and heads of each layer; which ones does not matter for speed."""
     first = structure.layers[0]
     sizes = wanted or tuple(n * 3 // 5 for n in (len(structure.hidden), len(first.query_heads), len(first.ffn)))
     hidden, heads, ffn = sizes

@@ -37,12 +37,12 @@ from dwindle.training.optim import LRSchedule, build_optimizer
 UNEQUAL = ("unequal-ffn", "unequal-heads", "unequal-groups")
 """Rows whose layers differ in FFN width, in numbers of heads as well, and in irregular groups of query heads."""
 ROWS = ("baseline", "off", "pruning", "compacted", *KINDS, *UNEQUAL)
-"""Those named after a type of group are the second-order update, one event every nine steps."""
+"""Rows named after a type of group measure the second-order update, with one event every nine steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBench:
-    """What to measure, and the levers."""
+    """What to measure, and with which settings."""
 
     shape: str = "smollm-1.7b"
     rows: Sequence[str] = ROWS
@@ -155,7 +155,7 @@ class RandomTokens:
 
 
 class Clock(Callback):
-    """Seconds of every step, the device waited for."""
+    """Seconds of every step, with the device synchronised."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -195,7 +195,7 @@ def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def predicted_bytes(bench: TrainBench, config: Any) -> int:
-    """The peak that the plan of such a run says."""
+    """The peak that the plan of such a run predicts."""
     tokens = min(bench.micro_batch or bench.batch, bench.batch) * bench.seq_len
     return footprint(config, bench.training, bench.precision).total(tokens)
 
@@ -236,7 +236,7 @@ def make_pruner(
     groups: tuple[Kind, ...] = KINDS,
     second_order: bool = False,
 ) -> Pruner:
-    """Towards the smallest model there is, which no benchmark reaches; never compacts by itself."""
+    """Prunes towards the smallest possible model, which no benchmark reaches; never compacts by itself."""
     anatomy = prunable.anatomy
     config = PretrainPruneConfig(
         selection="coupled",
@@ -273,7 +273,7 @@ def make_row(
     loss: float,
     batch: int | None = None,
 ) -> TrainRow:
-    """``seconds`` of all steps, the warm-up's first."""
+    """``seconds`` are of all steps, beginning with the warm-up."""
     per_step = median(seconds[bench.warmup :])
     tokens_per_s = (batch or bench.batch) * bench.seq_len / per_step
     peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0

@@ -3,8 +3,8 @@
     python studies/tables.py            # rewrites the text between the markers
     python studies/tables.py --check    # reports whether it would
 
-A table is between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, with the path relative to the
-page (several with commas: rows of all) and the names of ``TABLES``. Tables of the training studies are in
+A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``. NAME is one of ``TABLES``;
+the path is relative to the page; several files with commas give the rows of all. Tables of the training studies are in
 ``training_tables.py``, the others here.
 """
 
@@ -100,7 +100,7 @@ fifty times.
 
 
 def unmet_masks(row: Any) -> str:
-    """Of learned masks: the kinds whose expected open share at the cut was not the shape's."""
+    """For learned masks: the kinds whose expected open share at the cut missed the shape's."""
     names = {"attn": "heads", "ffn": "FFN", "stem": "hidden"}
     missed = [
         f"{names[kind]} {one['expected']:.2f} (shape {one['shape']:.2f})"
