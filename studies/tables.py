@@ -171,8 +171,9 @@ def seven_tasks(data: Any) -> str:
         found = [run["tasks"][place] for run in runs.values()]
         scores = [f"{100 * one[k]:.2f} ±{100 * one[f'{k}_stderr']:.2f}" for one in found for k in ("acc", "acc_norm")]
         rows.append([task["title"], str(task["num_items"]), *scores])
-    average = [f"{100 * run['average'][k]:.2f}" for run in runs.values() for k in ("acc", "acc_norm")]
-    rows.append(["average", "", *average])
+    averages = [run["average"][k] for run in runs.values() for k in ("acc", "acc_norm")]
+    if None not in averages:  # all seven tasks were scored
+        rows.append(["average", "", *(f"{100 * average:.2f}" for average in averages)])
     rows.append(["seconds", "", *(cell for run in runs.values() for cell in (f"{run['seconds']:.1f}", ""))])
     names = [run.removeprefix("dwindle ") for run in runs]
     return markdown(["task", "items", *(f"{kind}, {name}" for name in names for kind in ("acc", "acc_norm"))], rows)
