@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from benchmarks.train_parts import (
     make_pruner,
     make_row,
     make_trainer,
-    median,
     predicted_bytes,
     prepare,
     reset_peak,
@@ -213,7 +213,7 @@ def pruning_row(bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Cloc
     off = [s for step, s in steps if step > bench.warmup and not pacing.measured(step)]
     assert trainer.last is not None
     row = make_row("pruning", bench, anatomy, anatomy.source, clock.seconds[: bench.warmup] + on, trainer.last.loss)
-    row.details = {"events": pruner.num_events, "slower_than_off_in_turns": median(on) / median(off) - 1}
+    row.details = {"events": pruner.num_events, "slower_than_off_in_turns": median_high(on) / median_high(off) - 1}
     return row
 
 
@@ -236,9 +236,9 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
     events = seconds[CYCLE - 1 :: CYCLE]
     plain = [s for number, s in enumerate(seconds, 1) if number % CYCLE]
     row = make_row(kind, bench, anatomy, anatomy.source, clock.seconds[: bench.warmup] + plain, trainer.last.loss)
-    extra = sum(events) / len(events) - median(plain)
+    extra = sum(events) / len(events) - median_high(plain)
     row.details = {"events": pruner.num_events, "extra_ms_of_an_event": 1000 * extra, "gram_tokens": bench.gram_tokens}
-    row.details["slower_at_1_to_9"] = extra / (CYCLE * median(plain))
+    row.details["slower_at_1_to_9"] = extra / (CYCLE * median_high(plain))
     return row
 
 
@@ -270,7 +270,7 @@ def compacted(
         )
         row.details = {"shape": sizes, "batch": batch}
         if number == 0:
-            first, usual = clock.seconds[0], median(clock.seconds[bench.warmup :])
+            first, usual = clock.seconds[0], median_high(clock.seconds[bench.warmup :])
             row.details |= {"compaction_s": rebuilt, "compaction_and_recompile_s": rebuilt + first - usual}
         yield row
 
@@ -295,7 +295,7 @@ def unequal(bench: TrainBench, name: str) -> TrainRow:
         started = time.perf_counter()
         validator.measure(trainer)
         passes.append(time.perf_counter() - started)
-    training = sum(clock.seconds) - len(clock.seconds) * median(clock.seconds[bench.warmup :])
+    training = sum(clock.seconds) - len(clock.seconds) * median_high(clock.seconds[bench.warmup :])
     row.details = {
         "all_compiling_s": training + passes[0] - passes[1],
         "of_training_s": training,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any, Literal
 
 import torch
@@ -274,7 +275,7 @@ def make_row(
     batch: int | None = None,
 ) -> TrainRow:
     """``seconds`` are of all steps, beginning with the warm-up."""
-    per_step = median(seconds[bench.warmup :])
+    per_step = median_high(seconds[bench.warmup :])
     tokens_per_s = (batch or bench.batch) * bench.seq_len / per_step
     peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
     return TrainRow(
@@ -287,11 +288,6 @@ def make_row(
         compile_s=seconds[0],
         loss=loss,
     )
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def synchronize(device: str) -> None:
