@@ -92,10 +92,10 @@ def layer_adaptive(data: Any) -> str:
 
 MASKS_MISS = 0.02
 PEER_NOTES = """
-"non-emb." leaves out embedding and head: a smaller hidden size shrinks them, SliceGPT has two. One optimizer and rate
-for all, no method has its own; the ladder says what was tried. "pruning, s" is on the H200 beside two to six other
-processes, so only its order of magnitude can be compared; ours, LLM-Pruner and Minitron score eight times, Adapt-Pruner
-fifty times.
+"non-emb." excludes embedding and head: a smaller hidden size shrinks them, and SliceGPT unties them. All trained rows
+have one optimizer and rate; no method was tuned on its own (the ladder says what was tried). "pruning, s" was measured
+on the H200 beside two to six other processes, so only its order of magnitude can be compared. Ours, LLM-Pruner and
+Minitron score eight times, Adapt-Pruner fifty times.
 """
 
 
@@ -135,7 +135,7 @@ def peers(data: Any) -> str:
         found.append(f"{max(peaks) / 2**30:.2f}" if peaks else "")
         rows.append(found)
     head = ["size", "method", "tokens", "seeds", "parameters", "non-emb.", *texts, "six tasks, %", "decode ×"]
-    return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows)) + PEER_NOTES
+    return markdown(*training.filled([*head, "pruning, s", "pruning memory, GiB"], rows)) + PEER_NOTES
 
 
 def recovery(data: Any) -> str:

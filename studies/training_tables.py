@@ -232,7 +232,7 @@ def margins(data: Any, control: str = "one-shot") -> str:
         ]
         numbers = f"{len(seeds)} and {len(others)}"
         rows.append([seeds[0]["size"], title(seeds[0], common), f"{seeds[0]['tokens']:,}", numbers, *cells])
-    return markdown(["size", "method", "tokens", "runs, and of the control", "textbooks", "WikiText-2"], rows)
+    return markdown(["size", "method", "tokens", "runs and control runs", "textbooks", "WikiText-2"], rows)
 
 
 def margins_distilled(data: Any) -> str:

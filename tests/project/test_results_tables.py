@@ -259,7 +259,7 @@ def test_the_peers_table_and_figure() -> None:
         {k: v for k, v in row("ours", 0, 0.0, valid="psychology").items() if k != "textbooks"} | {"refused": "no"},
     ]
     lines = script("tables").TABLES["peers"]({"rows": rows}).splitlines()
-    shown = ["non-emb.", "psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "its memory, GiB |"]
+    shown = ["non-emb.", "psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "pruning memory, GiB |"]
     assert lines[0].split(" | ")[5:] == shown
     cells = [
         "| 50%",
