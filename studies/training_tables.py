@@ -394,10 +394,15 @@ def percent(found: Sequence[Any]) -> str:
 
 
 def commands(data: Any) -> str:
-    """The command of each row, and its commit."""
-    rows = [
-        [f"{seeds[0]['row']} {seeds[0]['size']}".strip(), row["commit"], f"`{row['command']}`"]
-        for seeds in grouped(data)
-        for row in seeds
-    ]
-    return markdown(["row", "commit", "command"], rows)
+    """The commands of each row with their commits; one for all seeds that were run alike."""
+    rows = []
+    for seeds in grouped(data):
+        alike: dict[str, list[Any]] = {}
+        for row in seeds:
+            alike.setdefault(re.sub(r"--seeds \S+", "--seeds SEEDS", row["command"]), []).append(row)
+        for command, runs in alike.items():
+            numbers = ",".join(dict.fromkeys(str(row["seed"]) for row in runs))
+            commits = ", ".join(dict.fromkeys(row["commit"] for row in runs))
+            name = f"{runs[0]['row']} {runs[0]['size']}".strip()
+            rows.append([name, seed_numbers(runs), commits, f"`{command.replace('SEEDS', numbers)}`"])
+    return markdown(["row", "seeds", "commit", "command"], rows)

@@ -161,7 +161,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
     found = tables.training.losses({"rows": other})
     assert "| one |" in found and "| one [c.d=2] |" in found
-    assert "| two 50% | abc | `run two` |" in tables.training.commands({"rows": rows})
+    assert "| two 50% | 0 ×2, 1 | abc | `run two` |" in tables.training.commands({"rows": rows})
 
 
 def test_margins_over_one_shot(tables: ModuleType) -> None:
@@ -181,6 +181,16 @@ def test_margins_over_one_shot(tables: ModuleType) -> None:
     taught = [row("one-shot+kd", 0, 3.0), row("aware+kd", 0, 2.9), *rows]
     assert tables.training.margins_distilled({"rows": taught}).splitlines()[2:] == [
         "| 50% | aware+kd | 1,000 | 1 and 1 | 0.100 |  |"
+    ]
+
+
+def test_seeds_that_were_run_alike_share_a_command(tables: ModuleType) -> None:
+    """Another option is another command; commits are those of the runs."""
+    rows = [row("one", seed, 3.0, command=f"run --rows one --seeds {seed}", commit=f"c{seed}") for seed in range(3)]
+    rows.append(row("one", 0, 3.1, command="run --rows one --seeds 0 --tasks-data sets", commit="d"))
+    assert tables.training.commands({"rows": rows}).splitlines()[2:] == [
+        "| one 50% | 0, 1, 2 | c0, c1, c2 | `run --rows one --seeds 0,1,2` |",
+        "| one 50% | 0 | d | `run --rows one --seeds 0 --tasks-data sets` |",
     ]
 
 
