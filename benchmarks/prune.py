@@ -26,8 +26,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from benchmarks.select import ROWS, SHAPES
+from benchmarks.select import ROWS
+from benchmarks.shapes import SHAPES
 from dwindle.anatomy.build import build_on_meta
+from dwindle.commands.main import run_command
 from dwindle.core.errors import UserError
 from dwindle.distributed.safetensors_stream import file_blocks
 from dwindle.export.process import peak_memory_bytes
@@ -95,7 +97,7 @@ class Stopwatch:
 
 def make_source(shape: str, folder: Path, device: str) -> int:
     """A directory with random bf16 weights in shards, a tokenizer of words and a text of them; bytes of the weights."""
-    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False, dtype="bfloat16")
+    config = LlamaConfig(**SHAPES[shape], dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     shards = list(_shards({name: tuple(p.shape) for name, p in build_on_meta(config).named_parameters()}))
@@ -224,4 +226,4 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

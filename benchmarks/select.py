@@ -2,8 +2,8 @@
 
     python -m benchmarks.select --shape llama-7b --to 5B --rows coupled,global,adapt --out OUT
 
-Saliencies are random. Times are CPU seconds: of the strategy with the structure that is left, and of the lines of the
-ledger; the digest is of those lines, so that two commits can be compared.
+Saliencies are random. Times are CPU seconds of the choice and of the ledger's lines. The digest is of those lines, so
+that two commits can be compared.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig
 
+from benchmarks.shapes import SHAPES
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
+from dwindle.commands.main import run_command
 from dwindle.core.errors import UserError
 from dwindle.core.jsonl import json_line
 from dwindle.pruning.config import PostTrainingConfig
@@ -38,14 +40,6 @@ from dwindle.pruning.saliency import ElementScores, Scores
 from dwindle.pruning.strategies import make_strategy, settled
 from dwindle.pruning.strategies.base import GroupScores
 from dwindle.pruning.target import Target, parse_target
-
-_LLAMA = {"vocab_size": 32000, "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"vocab_size": 512, "num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8}
-    | {"intermediate_size": 192, "num_key_value_heads": 4},
-    "llama-7b": _LLAMA | {"intermediate_size": 11008, "num_key_value_heads": 32},
-    "llama3-8b": _LLAMA | {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
-}
 
 ROWS: dict[str, dict[str, Any]] = {
     "coupled": {"selection": "coupled"},
@@ -85,7 +79,7 @@ class SelectRow:
 
 def measure_selection(shape: str, to: str, name: str) -> SelectRow:
     """Choose all groups of one row, round after round."""
-    anatomy = Anatomy.of_config(LlamaConfig(**SHAPES[shape], tie_word_embeddings=False))
+    anatomy = Anatomy.of_config(LlamaConfig(**SHAPES[shape]))
     target = parse_target(to, anatomy)
     config = settled(PostTrainingConfig(**ROWS[name]), anatomy, target)
     lines, left, choose_s, ledger_s, num_groups = hashlib.sha256(), anatomy.source, 0.0, 0.0, 0
@@ -122,7 +116,7 @@ def _rounds(
 
 
 class _Importance:
-    """In place of a watch on a model: what layers change, at random."""
+    """Random layer importances, in place of those measured on a model."""
 
     def __init__(self, num_layers: int) -> None:
         self._values = (-torch.rand(num_layers, generator=torch.Generator().manual_seed(1))).tolist()
@@ -218,4 +212,4 @@ def main(arguments: list[str] | None = None, show: Callable[[Any], None] | None 
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from benchmarks.train_parts import (
     make_pruner,
     make_row,
     make_trainer,
-    median,
     predicted_bytes,
     prepare,
     reset_peak,
@@ -41,6 +41,7 @@ from benchmarks.train_parts import (
 )
 from dwindle.anatomy.anatomy import Anatomy, cut
 from dwindle.anatomy.structure import KINDS, Kind, Structure
+from dwindle.commands.main import run_command
 from dwindle.core.errors import UserError
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.distributed.precision import autocast_for
@@ -183,7 +184,7 @@ def pruning_and_compaction(bench: TrainBench) -> Iterator[TrainRow]:
 
 
 def rounded(bench: TrainBench) -> Iterator[TrainRow]:
-    """A target whose widths are round themselves (``prune.round_to``): the nearest multiples, nothing dead in them."""
+    """A target whose own widths are the nearest multiples (``prune.round_to``), so no padding."""
     with tempfile.TemporaryDirectory() as folder:
         trainer, pruner, clock = pruned_run(bench, Path(folder))
         exact = smaller(pruner.prunable.alive, COMPACTED.get(bench.shape))
@@ -212,7 +213,7 @@ def pruning_row(bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Cloc
     off = [s for step, s in steps if step > bench.warmup and not pacing.measured(step)]
     assert trainer.last is not None
     row = make_row("pruning", bench, anatomy, anatomy.source, clock.seconds[: bench.warmup] + on, trainer.last.loss)
-    row.details = {"events": pruner.num_events, "slower_than_off_in_turns": median(on) / median(off) - 1}
+    row.details = {"events": pruner.num_events, "slower_than_off_in_turns": median_high(on) / median_high(off) - 1}
     return row
 
 
@@ -235,16 +236,16 @@ def second_order(bench: TrainBench, kind: Kind) -> TrainRow:
     events = seconds[CYCLE - 1 :: CYCLE]
     plain = [s for number, s in enumerate(seconds, 1) if number % CYCLE]
     row = make_row(kind, bench, anatomy, anatomy.source, clock.seconds[: bench.warmup] + plain, trainer.last.loss)
-    extra = sum(events) / len(events) - median(plain)
+    extra = sum(events) / len(events) - median_high(plain)
     row.details = {"events": pruner.num_events, "extra_ms_of_an_event": 1000 * extra, "gram_tokens": bench.gram_tokens}
-    row.details["slower_at_1_to_9"] = extra / (CYCLE * median(plain))
+    row.details["slower_at_1_to_9"] = extra / (CYCLE * median_high(plain))
     return row
 
 
 def compacted(
     bench: TrainBench, trainer: Trainer, pruner: Pruner, clock: Clock, multiple: int, name: str = "compacted"
 ) -> Iterator[TrainRow]:
-    """Straight to the end of a long run: what would be pruned by then is dead, and is compacted away.
+    """The end of a long run: what would be pruned by then is zeroed, then compacted away.
 
     One row for every batch size.
     """
@@ -269,7 +270,7 @@ def compacted(
         )
         row.details = {"shape": sizes, "batch": batch}
         if number == 0:
-            first, usual = clock.seconds[0], median(clock.seconds[bench.warmup :])
+            first, usual = clock.seconds[0], median_high(clock.seconds[bench.warmup :])
             row.details |= {"compaction_s": rebuilt, "compaction_and_recompile_s": rebuilt + first - usual}
         yield row
 
@@ -294,7 +295,7 @@ def unequal(bench: TrainBench, name: str) -> TrainRow:
         started = time.perf_counter()
         validator.measure(trainer)
         passes.append(time.perf_counter() - started)
-    training = sum(clock.seconds) - len(clock.seconds) * median(clock.seconds[bench.warmup :])
+    training = sum(clock.seconds) - len(clock.seconds) * median_high(clock.seconds[bench.warmup :])
     row.details = {
         "all_compiling_s": training + passes[0] - passes[1],
         "of_training_s": training,
@@ -322,7 +323,7 @@ def different(structure: Structure, name: str) -> Structure:
 
 
 def smaller(structure: Structure, wanted: tuple[int, int, int] | None) -> Structure:
-    """The first channels and heads of each; which ones does not matter to speed."""
+    """Keeps the first channels and heads of each layer; which ones does not matter for speed."""
     first = structure.layers[0]
     sizes = wanted or tuple(n * 3 // 5 for n in (len(structure.hidden), len(first.query_heads), len(first.ffn)))
     hidden, heads, ffn = sizes
@@ -421,13 +422,8 @@ def whole_numbers(text: str, option: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure and print; mistakes are one line and exit code 2."""
-    try:
-        bench, out, as_json = parse_arguments()
-        found = measure_training(bench, out, lambda line: print(line, file=sys.stderr, flush=True))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    bench, out, as_json = parse_arguments()
+    found = measure_training(bench, out, lambda line: print(line, file=sys.stderr, flush=True))
     if as_json:
         print(json.dumps({"rows": [asdict(row) for row in found]}))
     else:
@@ -435,4 +431,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -7,11 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median_high
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.shapes import SHAPES
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import KINDS, Kind, Structure
 from dwindle.core.errors import UserError
@@ -33,35 +35,15 @@ from dwindle.training.loop import Trainer
 from dwindle.training.moments import Moments
 from dwindle.training.optim import LRSchedule, build_optimizer
 
-SHAPES: dict[str, dict[str, Any]] = {
-    name: {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": name != "llama-7b",
-    }
-    for name, vocab, layers, hidden, heads, kv_heads, ffn in (
-        ("llama-7b", 32000, 32, 4096, 32, 32, 11008),
-        ("smollm-1.7b", 49152, 24, 2048, 32, 32, 8192),
-        ("smollm2-360m", 49152, 32, 960, 15, 5, 2560),
-        ("smollm2-135m", 49152, 30, 576, 9, 3, 1536),
-        ("tiny", 512, 3, 64, 4, 4, 192),
-    )
-}
-"""Llama shapes by name."""
 UNEQUAL = ("unequal-ffn", "unequal-heads", "unequal-groups")
 """Rows whose layers differ in FFN width, in numbers of heads as well, and in irregular groups of query heads."""
 ROWS = ("baseline", "off", "pruning", "compacted", *KINDS, *UNEQUAL)
-"""Those named after a type of group are the second-order update, one event every nine steps."""
+"""Rows named after a type of group measure the second-order update, with one event every nine steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBench:
-    """What to measure, and the levers."""
+    """What to measure, and with which settings."""
 
     shape: str = "smollm-1.7b"
     rows: Sequence[str] = ROWS
@@ -174,7 +156,7 @@ class RandomTokens:
 
 
 class Clock(Callback):
-    """Seconds of every step, the device waited for."""
+    """Seconds of every step, with the device synchronised."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -214,7 +196,7 @@ def prepare(bench: TrainBench, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def predicted_bytes(bench: TrainBench, config: Any) -> int:
-    """The peak that the plan of such a run says."""
+    """The peak that the plan of such a run predicts."""
     tokens = min(bench.micro_batch or bench.batch, bench.batch) * bench.seq_len
     return footprint(config, bench.training, bench.precision).total(tokens)
 
@@ -255,7 +237,7 @@ def make_pruner(
     groups: tuple[Kind, ...] = KINDS,
     second_order: bool = False,
 ) -> Pruner:
-    """Towards the smallest model there is, which no benchmark reaches; never compacts by itself."""
+    """Prunes towards the smallest possible model, which no benchmark reaches; never compacts by itself."""
     anatomy = prunable.anatomy
     config = PretrainPruneConfig(
         selection="coupled",
@@ -292,8 +274,8 @@ def make_row(
     loss: float,
     batch: int | None = None,
 ) -> TrainRow:
-    """``seconds`` of all steps, the warm-up's first."""
-    per_step = median(seconds[bench.warmup :])
+    """``seconds`` are of all steps, beginning with the warm-up."""
+    per_step = median_high(seconds[bench.warmup :])
     tokens_per_s = (batch or bench.batch) * bench.seq_len / per_step
     peak = torch.cuda.max_memory_allocated() if bench.device == "cuda" else 0
     return TrainRow(
@@ -306,11 +288,6 @@ def make_row(
         compile_s=seconds[0],
         loss=loss,
     )
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 def synchronize(device: str) -> None:

@@ -1,10 +1,10 @@
-"""The choices behind the defaults, one changed at a time from pruning-aware A; the validation books decide.
+"""Ablations: one setting changed at a time from pruning-aware A; the validation books decide.
 
     python studies/ablations.py --data textbooks.train.jsonl.xz --valid textbooks.valid.jsonl.xz \\
         --wikitext wikitext-2-raw.test.txt --tokens 16M --budget 540 --out docs/results/ablations.json
 
-Rows are ``base`` and ``<choice>-<value>``; ``--rows horizon`` is all rows of that choice. A row that cannot be
-(a ratio with too few steps for its events, say) is recorded with the reason. Call it again to go on.
+Rows are ``base`` and ``<choice>-<value>``; ``--rows horizon`` is all rows of that choice. An impossible row (such as a
+ratio with too few steps for its events) is recorded with the reason. Call it again to continue.
 """
 
 from __future__ import annotations

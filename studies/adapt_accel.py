@@ -4,7 +4,7 @@
         --sizes 50% --tokens 160k --seeds 0,1,2,3,4 --set data.seq_len=128 training.tokens_per_step=2048 \\
         training.micro_batch=16 training.schedule=wsd training.lr=1e-3 --out docs/results/adapt-accel.json
 
-``once`` is Adapt-Accel with one stage: the same allocation, all of it at the first step. Call it again to go on.
+``once`` is Adapt-Accel with one stage: the same allocation, all of it at the first step. Call it again to continue.
 """
 
 from __future__ import annotations

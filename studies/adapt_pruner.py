@@ -5,7 +5,7 @@
 
 ``amplitude-0.01`` is ``adapt`` with that amplitude; ``-ratio`` after a name removes equal shares of a layer's heads and
 channels (as LLM-Pruner does) instead of its least salient groups; ``global`` removes the least salient group anywhere.
-The JSON grows row by row; call it again to go on.
+The JSON grows row by row; call it again to continue.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from common import DEVICE
 from measures import commit
 
 import dwindle
+from dwindle.commands.main import run_command
 from dwindle.core.files import write_text_atomic
 from dwindle.data.text_windows import validation_windows
 from dwindle.training.loss import evaluate_loss
@@ -66,7 +67,7 @@ def main() -> None:
         if any(all(r[k] == v for k, v in key.items()) for r in content["rows"]):
             continue
         if time.monotonic() - started > args.budget:
-            print("the budget is used up: call again to go on")
+            print("the budget is used up: call again to continue")
             break
         begun = time.monotonic()
         result = dwindle.prune(
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -20,7 +20,7 @@ def agreement(
 ) -> dict[str, Any]:
     """The largest difference per task, the items furthest beyond ``tolerance``, and all items answered differently.
 
-    The items are listed because a difference of accuracies cannot be judged without them.
+    Items are listed because equal accuracies may hide different answers.
     """
     assert first.keys() == second.keys(), "the engines scored different items"
     questions = {(data.task.name, item.index): item.question for data in tasks for item in data.items}

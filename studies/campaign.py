@@ -1,17 +1,20 @@
-"""Runs several studies on one GPU, each as soon as what it needs is there: the tables of the mixture and the tuning.
+"""Runs many rows of several studies on one GPU: the tables of the mixture, the peers and the tuning.
 
     python studies/campaign.py thirty peers --inputs inputs --work work --out new --list     # only print the commands
     python studies/campaign.py thirty peers --inputs inputs --work work --out new --budget 1400
 
-``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. Rows that docs/results has
-are left out, unless another job needs their model. At most ``--train`` jobs train and ``--ask`` answer at the same
-time: a small model leaves the GPU idle while it is compiled, pruned and measured. Jobs of campaigns that are named
-first begin first (of the peers those of half size with seed 0; the rest after all others), and one that several have
-runs once. Inputs of the second model may arrive later: its jobs wait for them. With ``--budget`` no job begins that
-would take longer than what is left, by the jobs like it that ended; when the time is up, or on SIGTERM, running ones
-save themselves. Called again, it goes on: jobs that ended well are not repeated, and a study resumes its own run. What
-fails is printed, and the jobs that need it are left out. Exits with 1 if a job failed, with 143 if some are left. From
-zero to a table: docs/results.md.
+``inputs`` is what ``campaign_inputs.py`` writes: models, tokens, sets of the tasks, prompts. From zero to a table:
+docs/reproduce.md.
+
+- Which jobs: rows that docs/results has are skipped, unless another job needs their model.
+- In which order: campaigns as they are named; of the peers half size with seed 0 first, the rest after all others. A
+  job starts when the jobs that it needs have ended; those of the second model wait for its input.
+- At the same time: at most ``--train`` jobs that train and ``--ask`` that answer, because a small model leaves the GPU
+  idle while it is compiled, pruned and measured.
+- ``--budget``: no job starts that would not end in time, judged by similar jobs that ended. When the time is up, or on
+  SIGTERM, running jobs save themselves.
+- Called again, it continues: finished jobs are not repeated, stopped runs resume.
+- A job that fails is printed, and the jobs that need it are skipped. Exit code 1: a job failed; 143: some are left.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ from measures import commit
 from peers import METHOD_ROWS, OURS_AT_ONCE
 from peers import ROWS as PEER_ROWS
 
+from dwindle.commands.main import run_command
+from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 
 TEXTS = ("wikipedia", "textbooks", "elife", "standardebooks", "mdn")
@@ -135,7 +140,7 @@ def study(
     file: str = "ladder",
     settings: tuple[str, ...] = (),
 ) -> list[str]:
-    """The words of a study for one row in a file of its own; rows that are pruned at once share what was pruned."""
+    """The command of a study for one row with a JSON file of its own; rows pruned at once share the pruned model."""
     words = ["python", f"studies/{file}.py", "--rows", row, "--seeds", str(seed), "--tokens", tokens]
     words += ["--set", *settings, "training.tokens_per_step=16384", "--kd", "distill.weight=0.75"]
     words += ["--data", *(str(texts / text) for text in TEXTS), "--model", str(model), "--valid"]
@@ -156,13 +161,13 @@ def adaptations(at: Places) -> list[Job]:
 
 
 def linked(job: Job, model: Path, name: Path) -> Job:
-    """The job, after which its model (a pattern) has another name."""
+    """The job, followed by a link ``name`` to its model (a pattern)."""
     link = f'mkdir -p {name.parent} && ln -sfnr "$(realpath {model})" {name}'
     return replace(job, command=f"{job.command} && {link}")
 
 
 def ladder(at: Places) -> list[Job]:
-    """What the table of the mixture lacks: seeds of ours and of both controls, one lever at a time, other sizes."""
+    """Rows of the mixture: seeds of ours and of both controls, one lever at a time, other sizes."""
     jobs = adaptations(at)
     for size, seeds in (("50", SEEDS), ("30", SEEDS)):
         for seed in seeds:
@@ -180,7 +185,7 @@ def ladder(at: Places) -> list[Job]:
 
 
 def thirty(at: Places) -> list[Job]:
-    """At 30 % the settings of ours are still those of 50 %: what they should be there, on half of the tokens."""
+    """Settings of ours at 30 %, where those of 50 % are in use; on half of the tokens."""
     jobs = adaptations(at)[:1]
     choices: dict[str, tuple[str, tuple[str, ...]]] = {
         "as-at-50": (OURS, ()),
@@ -197,7 +202,7 @@ def thirty(at: Places) -> list[Job]:
 
 
 def tuning(at: Places, recovery: tuple[str, str] = ("11M", "12M"), tokens: str = "6M") -> list[Job]:
-    """Recovered halves, tuned on the source's answers and asked; ``recovery`` of ours and of one-shot."""
+    """Recovered halves, tuned on the source's answers and asked; ``recovery``: tokens of ours and of one-shot."""
     prompts, answers, chat = at.work / "prompts.jsonl", at.work / "answers.jsonl", at.work / "chat"
     instructions = at.inputs / "prompts" / "natural_instructions.permissive.jsonl.xz"
     asked = f"python studies/tune.py ask {at.source} --count 10000 --out {prompts}"
@@ -299,7 +304,7 @@ CAMPAIGNS = {"ladder": ladder, "thirty": thirty, "tuning": tuning, "second-model
 
 
 class Progress:
-    """What ended, in a file, and what runs, failed or stopped in this call."""
+    """Jobs that ended (kept in a file), and those that run, failed or stopped in this call."""
 
     def __init__(self, work: Path) -> None:
         (work / "logs").mkdir(parents=True, exist_ok=True)
@@ -318,7 +323,7 @@ class Progress:
         return not known and set(job.after) <= set(self.ended) and (job.needs is None or job.needs.is_file())
 
     def expected(self, job: Job, jobs: list[Job]) -> float:
-        """Seconds that a job still takes, by the one like it that ended and is closest in amount; 0 without any."""
+        """Seconds that a job still takes, from the finished job like it with the closest amount; 0 without any."""
         alike = [one for one in jobs if one.name in self.ended and one.like == job.like]
         if not alike:
             return 0.0
@@ -364,7 +369,7 @@ class Progress:
 
 
 def run(jobs: list[Job], work: Path, most: dict[Kind, int], budget: float = math.inf) -> Progress:
-    """Run all jobs that can be run in so many seconds. What ended well before is not run again."""
+    """Run all jobs that fit the budget; those that ended well before are not run again."""
     end = time.monotonic() + budget - RESERVE_S
     progress, env = Progress(work), environment(most["train"])
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))
@@ -392,11 +397,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="runs, logs, what has ended")
     parser.add_argument("--out", type=Path, required=True, help="JSON files and answers")
     parser.add_argument(
-        "--only", default="", help="names of jobs with commas, and what they need; default what docs lack"
+        "--only", default="", help="names of jobs with commas; also runs what they need; default: what docs lack"
     )
     parser.add_argument("--train", type=int, default=3, help="runs that train at the same time")
     parser.add_argument("--ask", type=int, default=2, help="models that answer at the same time")
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call; what runs then stops")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for this call; then running jobs stop")
     parser.add_argument("--list", action="store_true", help="print the commands, run nothing")
     args = parser.parse_args()
     places = Places(args.inputs, args.work, args.out)
@@ -407,13 +412,13 @@ def main() -> None:
         print(*(f"{job.name}: {job.command}" for job in jobs), sep="\n")
         return
     if not commit():
-        raise SystemExit("error: no commit is known here: set DWINDLE_STUDY_COMMIT, rows are recorded with it")
+        raise UserError("no commit is known here: set DWINDLE_STUDY_COMMIT, which rows are recorded with")
     args.out.mkdir(parents=True, exist_ok=True)
     progress = run(jobs, args.work, {"train": args.train, "ask": args.ask}, args.budget)
     left = [job.name for job in jobs if job.name not in {*progress.ended, *progress.failed}]
     if left:
         print(
-            f"{len(left)} jobs are left for another call, or lack an input: {', '.join(left[:8])}"
+            f"{len(left)} jobs are left; call again, or add the inputs that they lack: {', '.join(left[:8])}"
             + ", …" * (len(left) > 8)
         )
     if progress.failed:
@@ -443,7 +448,7 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
     by_name = {job.name: job for job in jobs}
     wanted = [name.strip() for name in only.split(",") if name.strip()] or [n for n in by_name if n not in known]
     if unknown := [name for name in wanted if name not in by_name]:
-        raise SystemExit(f"error: --only: {', '.join(unknown)}: not among {', '.join(by_name)}")
+        raise UserError(f"--only: {', '.join(unknown)}: not among {', '.join(by_name)}")
     found = set(wanted)
     while more := {name for one in found for name in by_name[one].after} - found:
         found |= more
@@ -451,4 +456,4 @@ def needed(jobs: list[Job], only: str, known: Set[str] = frozenset()) -> list[Jo
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -18,6 +18,7 @@ from campaign import TEXTS, Places
 from mixture import cut
 from transformers import PreTrainedTokenizerBase
 
+from dwindle.commands.main import run_command
 from dwindle.data.token_files import open_token_files, write_token_files
 from dwindle.sources.loading import load_tokenizer, locate
 
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

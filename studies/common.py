@@ -18,7 +18,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from measures import Clock, Peak, Record, commit, facts, keep_logs, open_masks, 
 
 import dwindle
 from dwindle.anatomy.anatomy import Anatomy
+from dwindle.commands.main import run_command
 from dwindle.core.config import apply_overrides, from_dict
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
@@ -58,9 +58,9 @@ MOST_GRAPHED = 4
 """Rows at once that are started as CUDA graphs."""
 FIRST_TRAINING: Record = {"optimizer": "adamw", "lr": 1e-3, "tokens_per_step": 65536}
 FIRST_PRUNING: Record = {"selection": "coupled", "metric": "taylor", "horizon": 0.05, "smoothing": 0.0}
-"""What rows have that say nothing else: the defaults of the first studies. Today's follow the results."""
+"""Settings of rows that do not set them: the defaults of the first studies. Today's defaults follow the results."""
 REFUSALS = ("--to", "target", "method", "attention", "groups", "round_to", "rounds")
-"""How errors of pruning begin that are this row's: its method does not reach the size. Others are of all rows."""
+"""Beginnings of errors that concern one row, whose method does not reach the size. Other errors concern all rows."""
 RESERVE_S = 25.0
 """Kept back from the budget to save a run that does not end in time."""
 
@@ -74,14 +74,14 @@ class Row:
     from_one_shot: bool = False
     """Start from the source pruned after calibration, without pruning in the run."""
     rounds: int = 1
-    """How often that pruning scores again."""
+    """How many times that pruning scores the groups."""
     trained: bool = True
     sized: bool = True
     """False for the source itself, which has no target."""
 
 
 def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line options of all training studies; ``words`` instead of those of this process."""
+    """The options of all training studies, from ``words`` or else from this process's command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     titles = "; ".join(f"{name}: {row.title}" for name, row in rows.items())
     parser.add_argument("--model", default="smollm2-135m")
@@ -95,8 +95,8 @@ def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | Non
     parser.add_argument("--sizes", default="50%nonemb")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--tokens", default="16M")
-    parser.add_argument("--valid-tokens", default="1G", help="of either text; default all")
-    parser.add_argument("--sequences", type=int, default=128, help="calibration of one-shot pruning")
+    parser.add_argument("--valid-tokens", default="1G", help="tokens of each held-out text; default all")
+    parser.add_argument("--sequences", type=int, default=128, help="sequences that one-shot pruning is calibrated on")
     parser.add_argument("--set", nargs="*", default=[], help="section.key=value for all rows")
     parser.add_argument("--kd", nargs="*", default=["distill.weight=0.5"], help="what +kd after a row's name sets")
     parser.add_argument("--out", type=Path, required=True, help="JSON file, read first if it is there")
@@ -111,11 +111,7 @@ def arguments(description: str, rows: dict[str, Row], words: Sequence[str] | Non
 def run_study(name: str, description: str | None, rows: dict[str, Row], groups: dict[str, list[str]]) -> None:
     """Make all missing rows that fit the budget, then print the tables. ``groups`` name several rows at once."""
     args = arguments(description or "", rows)
-    try:
-        make_rows(Study(name, args, rows), args, groups)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    run_command(lambda: make_rows(Study(name, args, rows), args, groups))
 
 
 def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str]]) -> None:
@@ -132,7 +128,7 @@ def make_rows(study: Study, args: argparse.Namespace, groups: dict[str, list[str
     else:
         outcome = Outcome(not all(study.advance(row, size, seed) for seed, size, row in order))
     if outcome.out_of_time:
-        print("the budget is used up: call again to go on", flush=True)
+        print("the budget is used up: call again to continue", flush=True)
     print(tables.losses(study.content))
     print(tables.tasks(study.content))
     if outcome.failed:
@@ -282,8 +278,8 @@ class Study:
     def _recipe(self, row: Row, size: str, seed: int, model: str) -> Recipe:
         """The recipe of a row.
 
-        Rows that share a GPU get small micro-batches, as each would use all of its memory. Many of them get no CUDA
-        graphs: those of several processes take turns, where their kernels would run side by side.
+        Rows that share a GPU get small micro-batches, because each would use all of its memory. More than
+        ``MOST_GRAPHED`` of them get no CUDA graphs: graphs of several processes take turns, kernels run side by side.
         """
         args = self.args
         base: Record = {
@@ -320,7 +316,7 @@ class Study:
         )
         if made.is_dir():
             return str(made)
-        print(f"{key['row']}: its model is not in {self.args.work.name} any more, so its tasks stay unmeasured")
+        print(f"{key['row']}: its model is no longer in {self.args.work.name}, so its tasks are not measured")
         return None
 
     def _make(self, row: Row, key: Record, record: Record) -> str | None:
@@ -479,7 +475,7 @@ def tf32() -> Iterator[None]:
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Send SIGTERM when the time is over, on which the run saves a checkpoint and stops."""
+    """Send SIGTERM when the time is over: the run then saves a checkpoint and stops."""
     if math.isinf(seconds):
         yield
         return

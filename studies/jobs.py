@@ -1,4 +1,4 @@
-"""Makes several rows of a study at once: with small models a GPU is mostly idle while the host compiles and launches.
+"""Makes several rows of a study at once: one small model leaves the GPU mostly idle.
 
 Every row runs in its own process with the same options; all of them add to the same JSON file.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 JOBS_VARIABLE = "DWINDLE_STUDY_JOBS"
 STOPPED = 143
-"""Exit code of what was asked to stop, or had no time left: called again, it goes on."""
+"""Exit code of a process that was asked to stop, or had no time left; it continues when called again."""
 Place = tuple[int, str, str]
 """(seed, size, row)"""
 
@@ -53,7 +53,7 @@ def jobs_around() -> int:
 
 
 def environment(jobs: int) -> dict[str, str]:
-    """That of one of several processes that share the processor."""
+    """The environment of one of several processes that share the CPU."""
     share = str(max(1, (os.cpu_count() or 1) // jobs))
     return {**os.environ, "OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share, JOBS_VARIABLE: str(jobs)}
 
@@ -62,7 +62,7 @@ def run_jobs(places: Sequence[Place], jobs: int, left: Callable[[], float], logs
     """Start a process for every place, at most ``jobs`` at once, while time is ``left``."""
     logs.mkdir(parents=True, exist_ok=True)
     waiting, running, outcome = list(places), list[Running](), Outcome()
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below is not skipped
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # so that `finally` runs
     try:
         while waiting or running:
             while waiting and len(running) < jobs and left() > 0:

@@ -5,7 +5,7 @@
         --tokens 16M --budget 540 --out docs/results/main-table.json
 
 A name with ``+kd`` is the same row with a frozen copy of the source as teacher (``--kd`` says how).
-Call it again to go on.
+Call it again to continue.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from dwindle.pruning.ledger import read_ledger
 
 Record = dict[str, Any]
 AT_TARGET_TOKENS = 262144
-"""The training loss over so many tokens after the last event is that of the model as it reached its size."""
+"""Tokens after the last event, over which the training loss counts as that of the model when it reached its size."""
 
 
 class Clock:
@@ -121,7 +121,7 @@ def keep_logs(run: Path, folder: Path) -> None:
 
 @cache
 def commit() -> str:
-    """The commit of this checkout, marked if files differ from it; a copy without git is told by the environment."""
+    """The commit of this checkout, marked if files differ from it; without git, ``DWINDLE_STUDY_COMMIT``."""
     if told := os.environ.get("DWINDLE_STUDY_COMMIT"):
         return told
     here = str(Path(__file__).parent)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from common import KEY
 
+from dwindle.commands.main import run_command
 from dwindle.core.errors import UserError
 from dwindle.core.files import write_text_atomic
 
@@ -54,13 +54,13 @@ def merge(into: Path, others: list[Path]) -> str:
     return f"{into}: {len(content['rows'])} rows, {len(content['rows']) - before} of them new ({repeats} repeats)"
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("into", type=Path, help="the file to add to")
     parser.add_argument("others", type=Path, nargs="+", help="files of the same study")
     args = parser.parse_args()
-    try:
-        print(merge(args.into, args.others))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    print(merge(args.into, args.others))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -17,6 +17,8 @@ import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from dwindle.commands.main import run_command
+
 PARTS = {
     "wikipedia": (["wikipedia-0", "wikipedia-1", "wikipedia-2"], 38_700_000),
     "textbooks": (["textbooks", "textbooks2"], 17_390_000),
@@ -77,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -3,10 +3,10 @@
     PYTHONPATH=src python3 studies/one_rank.py --out OUT                       # starts torchrun itself
     PYTHONPATH=src python3 -m torch.distributed.run --standalone --nproc-per-node 1 studies/one_rank.py --out OUT
 
-Four runs of 12 pruned steps in fp32: two of a plain process (how far it repeats itself), one of FSDP with one shard,
-and one that is stopped half-way and resumed by another group. Each is compared with the first. Prints one line of JSON
-and writes it to ``one-rank.json`` in ``--out``. Exits with 1 if a loss differs by more than 1e-4, or any choice in the
-ledger (scores, whose last digits depend on the order of sums, may differ), or the final structure.
+Four runs of 12 pruned steps in fp32: two of a plain process (does it repeat itself?), one of FSDP with one shard, and
+one that is stopped half-way and resumed by another group. Each is compared with the first. Prints one line of JSON and
+writes it to ``one-rank.json`` in ``--out``. Exits with 1 if a loss differs by more than 1e-4, or if a choice in the
+ledger or the final structure differs. Scores may differ in their last digits, which depend on the order of sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS, SEQUENCES, SEQ_LEN, TOLERANCE = 12, 8, 64, 1e-4
 
 
 class Watch(Callback):
-    """Notes the backend of a run, and asks it to stop with a step."""
+    """Notes the backend of a run, and asks the run to stop after a step."""
 
     def __init__(self, stop_at: int = 0) -> None:
         self.stop_at = stop_at

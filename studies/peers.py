@@ -6,12 +6,11 @@
         --set training.optimizer=muon training.lr=2.5e-3 training.tokens_per_step=16384 --out docs/results/peers.json
     python studies/peers_speed.py docs/results/peers.json --model smollm2-135m --out docs/pictures    # on a CPU
 
-A row is a method; ``NAME-trained+kd`` is its result, trained with the untouched source as teacher: the same text,
-optimizer, rate and teacher for all. No method has a rate of its own: 2.5e-3 is the larger of the two that the ladder
-tried with Muon (docs/results.md), where one-shot did as well as with the smaller and ours worse. LLM-Pruner and
-Minitron score again in eight rounds, like ours; ShortGPT scores once, as in its paper. Rows of the same method and
-size share one pruned model. ``--rows pruned`` and ``--rows trained`` name all of either kind. Call it again to
-continue.
+A row is a method; ``NAME-trained+kd`` is its result after training with the untouched source as teacher. Text,
+optimizer, rate and teacher are the same for all. The rate, 2.5e-3, is the larger of the two that the ladder tried with
+Muon (docs/results.md): one-shot is as good at either, ours is worse at this one. LLM-Pruner and Minitron score in eight
+rounds, like ours; ShortGPT scores once, as in its paper. Rows of the same method and size share one pruned model.
+``--rows pruned`` and ``--rows trained`` name all of either kind. Call it again to continue.
 """
 
 from __future__ import annotations

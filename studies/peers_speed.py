@@ -22,6 +22,7 @@ import dwindle
 from dwindle.anatomy.build import build_random, config_for
 from dwindle.anatomy.families import family_of
 from dwindle.anatomy.structure import Structure
+from dwindle.commands.main import run_command
 from dwindle.core.drawing import write_figure
 from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
@@ -125,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

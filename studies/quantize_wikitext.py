@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from dwindle.commands.main import run_command
 from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import validation_windows
 from dwindle.quantization.quantize import SCHEMES, quantize
@@ -74,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dwindle.commands.main import run_command
 from dwindle.core.drawing import write_figure
 from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dwindle.commands.main import run_command
 from dwindle.pruning.gram import Gram, Sample, cholesky, finished, removal_update, spread
 from dwindle.run.compare import compare
 
@@ -152,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -3,8 +3,8 @@
     python studies/tables.py            # rewrites the text between the markers
     python studies/tables.py --check    # reports whether it would
 
-A table is between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``, with the path relative to the
-page (several with commas: rows of all) and the names of ``TABLES``. Tables of the training studies are in
+A table stands between ``<!-- table: NAME from results/FILE.json -->`` and ``<!-- end -->``. NAME is one of ``TABLES``;
+the path is relative to the page; several files with commas give the rows of all. Tables of the training studies are in
 ``training_tables.py``, the others here.
 """
 
@@ -22,9 +22,16 @@ from typing import Any
 import training_tables as training
 from training_tables import markdown, spread
 
+from dwindle.commands.main import run_command
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "docs" / "benchmarks.md", ROOT / "README.md")
 MARKED = re.compile(r"(<!-- table: (\S+) from (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if MARKED.search(page.read_text(encoding="utf-8"))
+]
+"""Every page with a marked table."""
 
 
 def first_comparison(rows: Any) -> str:
@@ -85,15 +92,15 @@ def layer_adaptive(data: Any) -> str:
 
 MASKS_MISS = 0.02
 PEER_NOTES = """
-"non-emb." leaves out embedding and head: a smaller hidden size shrinks them, SliceGPT has two. One optimizer and rate
-for all, no method has its own; the ladder says what was tried. "pruning, s" is on the H200 beside two to six other
-processes, so only its order of magnitude can be compared; ours, LLM-Pruner and Minitron score eight times, Adapt-Pruner
-fifty times.
+"non-emb." excludes embedding and head: a smaller hidden size shrinks them, and SliceGPT unties them. All trained rows
+have one optimizer and rate; no method was tuned on its own (the ladder says what was tried). "pruning, s" was measured
+on the H200 beside two to six other processes, so only its order of magnitude can be compared. Ours, LLM-Pruner and
+Minitron score eight times, Adapt-Pruner fifty times.
 """
 
 
 def unmet_masks(row: Any) -> str:
-    """Of learned masks: the kinds whose expected open share at the cut was not the shape's."""
+    """For learned masks: the kinds whose expected open share at the cut missed the shape's."""
     names = {"attn": "heads", "ffn": "FFN", "stem": "hidden"}
     missed = [
         f"{names[kind]} {one['expected']:.2f} (shape {one['shape']:.2f})"
@@ -128,7 +135,7 @@ def peers(data: Any) -> str:
         found.append(f"{max(peaks) / 2**30:.2f}" if peaks else "")
         rows.append(found)
     head = ["size", "method", "tokens", "seeds", "parameters", "non-emb.", *texts, "six tasks, %", "decode ×"]
-    return markdown(*training.filled([*head, "pruning, s", "its memory, GiB"], rows)) + PEER_NOTES
+    return markdown(*training.filled([*head, "pruning, s", "pruning memory, GiB"], rows)) + PEER_NOTES
 
 
 def recovery(data: Any) -> str:
@@ -164,8 +171,9 @@ def seven_tasks(data: Any) -> str:
         found = [run["tasks"][place] for run in runs.values()]
         scores = [f"{100 * one[k]:.2f} ±{100 * one[f'{k}_stderr']:.2f}" for one in found for k in ("acc", "acc_norm")]
         rows.append([task["title"], str(task["num_items"]), *scores])
-    average = [f"{100 * run['average'][k]:.2f}" for run in runs.values() for k in ("acc", "acc_norm")]
-    rows.append(["average", "", *average])
+    averages = [run["average"][k] for run in runs.values() for k in ("acc", "acc_norm")]
+    if None not in averages:  # all seven tasks were scored
+        rows.append(["average", "", *(f"{100 * average:.2f}" for average in averages)])
     rows.append(["seconds", "", *(cell for run in runs.values() for cell in (f"{run['seconds']:.1f}", ""))])
     names = [run.removeprefix("dwindle ") for run in runs]
     return markdown(["task", "items", *(f"{kind}, {name}" for name in names for kind in ("acc", "acc_norm"))], rows)
@@ -301,4 +309,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

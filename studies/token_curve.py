@@ -3,8 +3,8 @@
     python studies/token_curve.py docs/results/ladder-6m.json docs/results/ladder.json docs/results/correction.json \\
         --size 50%nonemb --out docs/pictures
 
-A point is a whole run of so many tokens, its rate decayed to the end, not a moment of a longer one; tokens of a source
-that was adapted first count. Means over seeds.
+Every point is a run of its own with its rate decayed to the end, not a moment of a longer run. Tokens of the source's
+adaptation count. Means over seeds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from dwindle.commands.main import run_command
 from dwindle.core.drawing import write_figure
 from dwindle.core.figure import Figure, Panel, Series
 
@@ -36,7 +37,7 @@ def tokens_of(row: Any) -> int:
 
 
 def points(rows: list[Any], name: str, text: str) -> list[tuple[float, float]]:
-    """(million tokens, mean loss) of a method, by tokens; of several ways to split the same tokens the best."""
+    """(million tokens, mean loss) of a method; the best, if the same tokens were split in several ways."""
     wanted, adapted = METHODS[name]
     found: dict[tuple[str, int], list[float]] = {}
     for row in rows:
@@ -80,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -36,7 +36,7 @@ LEVERS = {
     ("global-group-muon+kd@1.5e-3", ""): "rate: 1.5e-3",
     ("global-group-muon+kd@1.5e-3", "SmolLM2-135M-adapted-1M"): "teacher: adapted to the text first",
 }
-"""(row, model it starts from) → what it changes in the row before."""
+"""(row, model it starts from) → what it adds to the row before."""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -71,7 +71,7 @@ def shared_settings(data: Any) -> set[str]:
 
 
 def title(row: Any, common: set[str], source: str = "") -> str:
-    """A row's name, with the model it starts from if that is not ``source``, and the settings that most do not have."""
+    """A row's name, the model it starts from if not ``source``, and its unusual settings."""
     if not row["tokens"]:
         return str(row["title"])
     own = [setting for setting in row.get("set", ()) if setting not in common]
@@ -122,7 +122,7 @@ def same_teacher(data: Any) -> str:
 
 
 def after_16m(data: Any, names: dict[tuple[str, str], str]) -> dict[str, dict[str, list[Any]]]:
-    """Of each size, the named rows of about 16M tokens with no unusual settings, in the order of the names."""
+    """For each size, the named rows of about 16M tokens without unusual settings, in the order of the names."""
     common = shared_settings(data)
     source = next(row["model"] for row in data["rows"] if row["row"] == "source")
     found: dict[str, dict[str, list[Any]]] = {}
@@ -232,7 +232,7 @@ def margins(data: Any, control: str = "one-shot") -> str:
         ]
         numbers = f"{len(seeds)} and {len(others)}"
         rows.append([seeds[0]["size"], title(seeds[0], common), f"{seeds[0]['tokens']:,}", numbers, *cells])
-    return markdown(["size", "method", "tokens", "runs, and of the control", "textbooks", "WikiText-2"], rows)
+    return markdown(["size", "method", "tokens", "runs and control runs", "textbooks", "WikiText-2"], rows)
 
 
 def margins_distilled(data: Any) -> str:
@@ -275,7 +275,7 @@ def choices(data: Any) -> str:
 
 
 def by_reference(groups: Sequence[list[Any]]) -> list[tuple[list[Any], list[list[Any]]]]:
-    """The reference with its rows, then rows that are closer to several others than the reference, with those."""
+    """The reference with its rows; then every other row that several rows differ from by one setting, with those."""
     reference, found = reference_of(groups), []
     rest = [seeds for seeds in groups if seeds is not reference]
     far = [seeds for seeds in rest if steps_between(seeds, reference) > 1]
@@ -394,10 +394,15 @@ def percent(found: Sequence[Any]) -> str:
 
 
 def commands(data: Any) -> str:
-    """The command of each row, and its commit."""
-    rows = [
-        [f"{seeds[0]['row']} {seeds[0]['size']}".strip(), row["commit"], f"`{row['command']}`"]
-        for seeds in grouped(data)
-        for row in seeds
-    ]
-    return markdown(["row", "commit", "command"], rows)
+    """The commands of each row with their commits; one for all seeds that were run alike."""
+    rows = []
+    for seeds in grouped(data):
+        alike: dict[str, list[Any]] = {}
+        for row in seeds:
+            alike.setdefault(re.sub(r"--seeds \S+", "--seeds SEEDS", row["command"]), []).append(row)
+        for command, runs in alike.items():
+            numbers = ",".join(dict.fromkeys(str(row["seed"]) for row in runs))
+            commits = ", ".join(dict.fromkeys(row["commit"] for row in runs))
+            name = f"{runs[0]['row']} {runs[0]['size']}".strip()
+            rows.append([name, seed_numbers(runs), commits, f"`{command.replace('SEEDS', numbers)}`"])
+    return markdown(["row", "seeds", "commit", "command"], rows)

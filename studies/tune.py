@@ -13,10 +13,10 @@
         --out docs/results/tune-winrates.json
     python studies/tune.py score answers/source answers/half-0 … --prompts PROMPTS --out docs/results/tune-scores.json
 
-The starts are rows of ``ladder.py`` at equal tokens, with the same teacher: pruned while training, and at once. They
-are tuned alike: on answers of the source to prompts of its own (it continues the empty turn of a user, so that no data
-is needed), and on Super-NaturalInstructions, with text of the mixture between them. ``run`` resumes what was stopped.
-``answer`` asks several models side by side. Only ``score`` needs the packages of IFEval.
+The models are rows of ``ladder.py`` at equal tokens with the same teacher: pruned while training, and at once. All are
+tuned on the same data: the source's answers to prompts that it wrote itself (it continues the empty turn of a user),
+Super-NaturalInstructions, and text of the mixture between them. ``run``, ``teach`` and ``answer`` continue when called
+again. Only ``score`` needs the packages of IFEval.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from jobs import STOPPED, locked
 from measures import commit, keep_logs
 
 import dwindle
+from dwindle.commands.main import run_command
 from dwindle.core.files import write_text_atomic
 from dwindle.data.readers import open_input
 from dwindle.data.token_files import write_token_files
@@ -63,7 +64,7 @@ HOW: dict[str, Any] = {"batch": BATCH, "dtype": DTYPE, "device": DEVICE, "runtim
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    asked = commands.add_parser("ask", help="prompts that a model asks itself")
+    asked = commands.add_parser("ask", help="prompts that a model writes itself")
     asked.set_defaults(do=ask)
     asked.add_argument("model")
     asked.add_argument("--count", type=int, default=8000)
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def ask(args: argparse.Namespace) -> None:
-    """Different prompts that the model ended itself, as it continues the chat template at the turn of the user."""
+    """Different prompts: the model continues the chat template at the user's turn; those that it ends are kept."""
     model, tokenizer = load_with_tokenizer(args.model, DTYPE, DEVICE)
     mark = "\x00"
     before, _, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False).partition(mark)
@@ -144,7 +145,7 @@ def ask(args: argparse.Namespace) -> None:
 
 
 def teach(args: argparse.Namespace) -> None:
-    """Greedy answers, as ``dwindle generate`` gives them; a call that was interrupted goes on."""
+    """Greedy answers, as ``dwindle generate`` gives them; an interrupted call is continued."""
     options: dict[str, Any] = {"tokens": args.tokens, **HOW}
     print(json.dumps(dwindle.generate_answers(args.model, args.prompts, args.out, **options).to_json()))
 
@@ -198,7 +199,7 @@ def run(args: argparse.Namespace) -> None:
         with alarm(left):
             result = resume(folder) if (folder / "checkpoints").is_dir() else pretrain(recipe, folder, overwrite=True)
         if result.model is None:
-            print(f"{name}, seed {args.seed}: stopped at step {result.step:,}, call again")
+            print(f"{name}, seed {args.seed}: stopped at step {result.step:,}: call again to continue")
             raise SystemExit(STOPPED)
         save(args, record(name, args.seed, result, time.monotonic() - started))
         write_text_atomic(folder / "done.json", "{}\n")
@@ -206,7 +207,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer(args: argparse.Namespace) -> None:
-    """Greedy answers, a file for each file of prompts; all of them are asked together. What was interrupted goes on."""
+    """Greedy answers, a file for each file of prompts, all in one pass; an interrupted call is continued."""
     args.out.mkdir(parents=True, exist_ok=True)
     asked, answered = args.out / "prompts.jsonl", args.out / "answers.jsonl"
     names, lines = dict[str, tuple[Path, Any]](), list[str]()
@@ -230,7 +231,7 @@ def answer(args: argparse.Namespace) -> None:
 
 
 def agree(args: argparse.Namespace) -> None:
-    """Share of the tokens of the source's first answers that both models find likeliest."""
+    """Share of the positions in the source's first answers at which both models find the same token likeliest."""
     models = [load_with_tokenizer(resolved(name), DTYPE, DEVICE) for name in (args.source, args.model)]
     tokenizer, same, total = models[0][1], 0, 0
     for line in args.answers.read_text(encoding="utf-8").splitlines():
@@ -270,7 +271,7 @@ def score(args: argparse.Namespace) -> None:
 
 
 def judge(args: argparse.Namespace) -> None:
-    """Win rates of pairs; the calibration asks whether an answer is better than the one to the next question."""
+    """Win rates of pairs. Calibration: does the judge prefer an answer to the one that belongs to the next question?"""
     args.work.mkdir(parents=True, exist_ok=True)
     right, wrong, verdicts = args.source / args.questions, args.work / "wrong.jsonl", args.work / "verdicts.jsonl"
     rows = [json.loads(line) for line in right.read_text(encoding="utf-8").splitlines()]
@@ -324,4 +325,4 @@ def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

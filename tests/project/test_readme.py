@@ -143,11 +143,19 @@ def test_the_readme_is_short() -> None:
 
 
 def test_figures_of_the_readme_are_results() -> None:
-    """Every decimal of the results and of the table of methods is a number of docs/results.md."""
+    """Every decimal of the results and of the table of methods is a number of the pages of results."""
     text = README.read_text(encoding="utf-8").partition("## Results")[2].partition("## How it works")[0]
     prose = re.sub(r"<!-- table.*?<!-- end -->|`[^`]*`", "", text, flags=re.DOTALL)
-    measured = set(re.findall(r"\d+\.\d+", (ROOT / "docs" / "results.md").read_text(encoding="utf-8")))
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name.startswith("results"))
+    measured = set(re.findall(r"\d+\.\d+", pages))
     assert set(re.findall(r"\d+\.\d+", prose)) <= measured
+
+
+def test_the_table_of_the_log_has_every_entry() -> None:
+    text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d): (.*)$", text, re.MULTILINE)
+    listed = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.*)\]\(#.*\) \| \S.* \|$", text, re.MULTILINE)
+    assert listed == entries
 
 
 def test_the_index_names_every_page_and_existing_files() -> None:

@@ -1,4 +1,4 @@
-"""docs/results.md says what the JSON files of the studies say."""
+"""The pages say what the JSON files of the studies say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dwindle.recipe.recipe import Recipe, load_recipe, resolve_recipe
 from tiny import shrunk, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "results.md"
+DOCS = ROOT / "docs"
+RESULTS = sorted(DOCS.glob("results*.md"))
 
 
 def script(name: str) -> ModuleType:
@@ -39,26 +40,33 @@ def tables() -> ModuleType:
     return script("tables")
 
 
-@pytest.mark.parametrize(("page", "table"), [("README.md", "headline"), ("docs/benchmarks.md", "latency")])
-def test_the_tables_of_other_pages_match_their_files(tables: ModuleType, page: str, table: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert tables.render(text, (ROOT / page).parent) == text, "run `python studies/tables.py`"
-    assert f"<!-- table: {table} from" in text
+@pytest.mark.parametrize("page", ["README.md", "results.md", "results-peers.md", "benchmarks.md", "evaluation.md"])
+def test_a_page_with_tables_is_rendered(tables: ModuleType, page: str) -> None:
+    assert page in {found.name for found in tables.PAGES}
 
 
 def test_the_tables_match_their_files(tables: ModuleType) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert tables.render(text, PAGE.parent) == text, "run `python studies/tables.py`"
-    outside = tables.MARKED.sub("", text)
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.render(text, page.parent) == text, f"{page.name}: run `python studies/tables.py`"
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
+def test_every_table_of_results_has_a_file(tables: ModuleType, page: Path) -> None:
+    outside = tables.MARKED.sub("", page.read_text(encoding="utf-8"))
     assert "| ---" not in outside and "<!--" not in outside, "a table that no file backs, or a broken marker"
-    assert len(tables.MARKED.findall(text)) >= 3
+
+
+def test_every_file_of_results_is_named_by_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert [file.name for file in (DOCS / "results").iterdir() if f"results/{file.name}" not in pages] == []
 
 
 def test_a_changed_number_is_noticed(tables: ModuleType, tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = (DOCS / "results-textbooks.md").read_text(encoding="utf-8")
     (tmp_path / "results").mkdir()
     for name in {file for files in re.findall(r"<!-- table: \S+ from (\S+) -->", text) for file in files.split(",")}:
-        content = (PAGE.parent / name).read_text(encoding="utf-8")
+        content = (DOCS / name).read_text(encoding="utf-8")
         (tmp_path / name).write_text(content.replace("3.1184", "3.1384"), encoding="utf-8")
     found = tables.render(text, tmp_path)
     assert "**3.138**" in found and "**3.118**" in text and found != text
@@ -94,7 +102,7 @@ def test_half_a_study_is_half_a_table(tables: ModuleType) -> None:
 @pytest.mark.parametrize("size", ["80%nonemb", "50%nonemb", "30%nonemb"])
 def test_the_default_recipe_is_the_best_of_the_table(tables: ModuleType, size: str) -> None:
     """What the best row sets, the recipe sets as well, and nothing else about pruning and teaching."""
-    data = json.loads((PAGE.parent / "results" / "main-table.json").read_text(encoding="utf-8"))
+    data = json.loads((DOCS / "results" / "main-table.json").read_text(encoding="utf-8"))
     rivals = [
         seeds for seeds in tables.training.grouped(data) if seeds[0]["size"] == size and seeds[0]["tokens"] < 17_000_000
     ]
@@ -153,7 +161,7 @@ def test_losses_of_a_study(tables: ModuleType) -> None:
     other = [row("one", 0, 3.0, set=["a.b=1"]), row("one", 0, 2.0, set=["a.b=1", "c.d=2"], settings=["c.d=2"])]
     found = tables.training.losses({"rows": other})
     assert "| one |" in found and "| one [c.d=2] |" in found
-    assert "| two 50% | abc | `run two` |" in tables.training.commands({"rows": rows})
+    assert "| two 50% | 0 ×2, 1 | abc | `run two` |" in tables.training.commands({"rows": rows})
 
 
 def test_margins_over_one_shot(tables: ModuleType) -> None:
@@ -173,6 +181,16 @@ def test_margins_over_one_shot(tables: ModuleType) -> None:
     taught = [row("one-shot+kd", 0, 3.0), row("aware+kd", 0, 2.9), *rows]
     assert tables.training.margins_distilled({"rows": taught}).splitlines()[2:] == [
         "| 50% | aware+kd | 1,000 | 1 and 1 | 0.100 |  |"
+    ]
+
+
+def test_seeds_that_were_run_alike_share_a_command(tables: ModuleType) -> None:
+    """Another option is another command; commits are those of the runs."""
+    rows = [row("one", seed, 3.0, command=f"run --rows one --seeds {seed}", commit=f"c{seed}") for seed in range(3)]
+    rows.append(row("one", 0, 3.1, command="run --rows one --seeds 0 --tasks-data sets", commit="d"))
+    assert tables.training.commands({"rows": rows}).splitlines()[2:] == [
+        "| one 50% | 0, 1, 2 | c0, c1, c2 | `run --rows one --seeds 0,1,2` |",
+        "| one 50% | 0 | d | `run --rows one --seeds 0 --tasks-data sets` |",
     ]
 
 
@@ -251,7 +269,7 @@ def test_the_peers_table_and_figure() -> None:
         {k: v for k, v in row("ours", 0, 0.0, valid="psychology").items() if k != "textbooks"} | {"refused": "no"},
     ]
     lines = script("tables").TABLES["peers"]({"rows": rows}).splitlines()
-    shown = ["non-emb.", "psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "its memory, GiB |"]
+    shown = ["non-emb.", "psychology", "mixed.test", "WikiText-2", "decode ×", "pruning, s", "pruning memory, GiB |"]
     assert lines[0].split(" | ")[5:] == shown
     cells = [
         "| 50%",
@@ -291,7 +309,7 @@ def test_the_smallest_recipe_has_the_settings_of_its_row() -> None:
     """What a recipe does not set is what was measured as the row "smallest" (with teacher)."""
     settings = {"source.model": "x", "data.train": ["books"], "training.tokens": "2M", "prune.target": "50%nonemb"}
     resolved = resolve_recipe(from_dict(Recipe, _tables(settings)))
-    rows = json.loads((ROOT / "docs" / "results" / "defaults.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((DOCS / "results" / "defaults.json").read_text(encoding="utf-8"))["rows"]
     measured = next(row for row in rows if row["row"] == "smallest+kd")["settings"]
     assert len(measured) >= 8
     for key, value in dict(setting.split("=", 1) for setting in measured).items():  # the last one counts

@@ -8,6 +8,7 @@ import os
 import pkgutil
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
@@ -25,8 +26,18 @@ def main() -> None:
     _quiet_libraries()
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
+    run_command(app)
+
+
+def run_command(command: Callable[[], object]) -> None:
+    """Call it; what its user can mend is one line and exit code 2. Scripts beside the package run in it, too."""
     try:
-        _run()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            try:
+                command()
+            finally:
+                sys.stdout.flush()  # here, where a full disk behind a redirection can still be reported
     except UserError as error:
         if said_before(str(error)):
             sys.exit(2)
@@ -38,15 +49,6 @@ def main() -> None:
     except KeyboardInterrupt:
         say("interrupted", error=True)
         sys.exit(130)
-
-
-def _run() -> None:
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
-        try:
-            app()
-        finally:
-            sys.stdout.flush()  # here, where a full disk behind a redirection can still be reported
 
 
 def _named(error: OSError) -> str:
