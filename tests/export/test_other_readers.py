@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import BLOCKS, Group
 from dwindle.export.huggingface import save_model
-from dwindle.export.other_readers import MLX_FAMILIES, add_for_other_readers, rotary_keys
+from dwindle.export.other_readers import MLX_EQUAL_HEADS, MLX_FAMILIES, add_for_other_readers, rotary_keys
 from dwindle.pruning.ledger import source_event
 from dwindle.pruning.surgery import Prunable
 from tiny import FAMILIES, VOCAB, shrunk, tiny_model, tiny_tokenizer
@@ -29,8 +29,6 @@ from tiny import FAMILIES, VOCAB, shrunk, tiny_model, tiny_tokenizer
 READERS = Path(__file__).parents[2] / "build" / "readers"
 NOT_IN_TRANSFORMERS_4 = {"granite_swa", "granitemoehybrid", "ministral3", "qwen3_5_text"}
 """Families that it does not have, or only with other layers; it refuses them."""
-ONE_HEAD_SIZE = {"qwen2", "granite", "phi3", "olmo2"}
-"""Of these mlx-lm takes the head size from the whole model's sizes: layers may differ in FFN and blocks only."""
 ROTATIONS: dict[str, dict[str, Any]] = {
     "llama3": {
         "rope_type": "llama3",
@@ -182,10 +180,10 @@ def test_transformers_4_computes_the_same_logits(stock: dict[str, Written], tran
 
 def test_mlx_computes_the_same_logits(stock: dict[str, Written], mlx: list[str], tmp_path: Path) -> None:
     """Also in steps, with a cache; and models whose layers differ, by the file that is saved with them."""
-    models = {name: stock[name] for name in (*MLX_FAMILIES, *ROTATIONS)}
-    for family in MLX_FAMILIES:
+    models = {name: stock[name] for name in (*MLX_FAMILIES, *MLX_EQUAL_HEADS, *ROTATIONS)}
+    for family in (*MLX_FAMILIES, *MLX_EQUAL_HEADS):
         heads = {"cluster"} if family in {"glm4", "seed_oss", "ernie4_5"} else {"cluster", "unequal"}  # few heads
-        for kind in {"ffn"} if family in ONE_HEAD_SIZE else {"ffn"} | heads:
+        for kind in {"ffn"} if family in MLX_EQUAL_HEADS else {"ffn"} | heads:
             models[f"{family} {kind}"] = written(tmp_path / f"{family}-{kind}", shrunk(family, kind)[0])
         models[f"{family} blocks"] = written(tmp_path / f"{family}-blocks", without_blocks(family))
     found = asked(mlx, MLX, [folder for folder, _ in models.values()])
@@ -195,11 +193,20 @@ def test_mlx_computes_the_same_logits(stock: dict[str, Written], mlx: list[str],
         assert close(answer[0], logits) and close(answer[1], logits), name
 
 
-def test_a_family_that_mlx_computes_otherwise_has_no_file_for_it(tmp_path: Path) -> None:
-    for family, named in (("llama", True), ("gemma3_text", False)):
-        written(tmp_path / family, shrunk(family, "ffn")[0])
-        config = json.loads((tmp_path / family / "config.json").read_text())
-        assert ("model_file" in config) == (tmp_path / family / "mlx_dwindle.py").is_file() == named
+@pytest.mark.parametrize(
+    ("family", "kind", "named"),
+    [
+        ("llama", "cluster", True),
+        ("llama", "stock", False),
+        ("gemma3_text", "ffn", False),
+        ("qwen2", "ffn", True),
+        ("qwen2", "unequal", False),
+    ],
+)
+def test_only_what_mlx_computes_alike_has_a_file_for_it(family: str, kind: str, named: bool, tmp_path: Path) -> None:
+    folder, _ = written(tmp_path / "out", shrunk(family, kind)[0])
+    config = json.loads((folder / "config.json").read_text())
+    assert ("model_file" in config) == (folder / "mlx_dwindle.py").is_file() == named
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from dwindle.export import card_figure
 from dwindle.export.card_running import Runtime, how_to_run
 from dwindle.export.card_structure import is_gone, kv_groups, served_by, stored_as, why_not_stock
 from dwindle.export.origin import DEQUANTISED, Origin, origin_of, without_paths
+from dwindle.export.other_readers import MLX_FAMILIES
 from dwindle.pruning.ledger import vocabulary_in
 from dwindle.pruning.methods import METHODS
 
@@ -349,6 +350,7 @@ def _run_it(card: Card) -> str:
         padded=uneven or (differ and not gguf_writer.has_unequal_layers(family)),
         tokenizer=card.tokenizer,
         gguf=not family or gguf_writer.is_known(family),
+        mlx=family in MLX_FAMILIES,
     )
     if not custom:
         return code

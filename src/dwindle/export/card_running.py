@@ -21,11 +21,12 @@ def how_to_run(
     padded: bool = False,
     tokenizer: bool = True,
     gguf: bool = True,
+    mlx: bool = False,
 ) -> str:
     """Markdown: a code block, and for transformers how to get a file for llama.cpp.
 
     ``chat`` says that the tokenizer has a chat template, ``padded`` that llama.cpp needs equal layers, ``gguf``
-    that it knows the family at all.
+    that it knows the family at all, ``mlx`` that mlx-lm computes it alike.
     """
     if not tokenizer:
         return _block("python", _load_only(custom_code))
@@ -38,6 +39,10 @@ def how_to_run(
     if runtime == "transformers.js":
         return _block("js", _javascript(chat))
     code = _block("python", _transformers(chat, custom_code))
+    if mlx:
+        flag = " --trust-remote-code" if custom_code else ""
+        command = f'$ mlx_lm.generate --model {PLACE}{flag} --prompt "{PROMPT}"'
+        code = f"{code}\n\nIn mlx-lm:\n\n{_block('console', command)}"
     if not gguf:
         return code
     return f"{code}\n\nIn llama.cpp, Ollama and dwindle:\n\n{_block('console', _export_first(padded))}"

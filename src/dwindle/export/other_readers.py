@@ -17,11 +17,10 @@ from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.reading import read_json
 
 MLX_FILE = "mlx_dwindle.py"
-MLX_FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite", "phi3"),
-    *("glm4", "seed_oss", "ernie4_5", "hunyuan_v1_dense"),
-)
-"""Families whose logits in mlx-lm 0.32 are ours."""
+MLX_FAMILIES = ("llama", "mistral", "qwen3", "smollm3", "glm4", "seed_oss", "ernie4_5", "hunyuan_v1_dense")
+"""Families whose logits in mlx-lm 0.32 are ours, whatever the sizes of their layers."""
+MLX_EQUAL_HEADS = ("qwen2", "granite", "phi3", "olmo2")
+"""Families of which mlx-lm knows one number of heads, from which it takes their size."""
 _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """The class, in every transformers, of a tokenizer that ``tokenizer.json`` describes; 5 calls it TokenizersBackend."""
 _LONGROPE = {"rope_type", "short_factor", "long_factor", "original_max_position_embeddings"}
@@ -34,13 +33,22 @@ def add_for_other_readers(folder: Path) -> None:
         values = read_json(config)
         values |= rotary_keys(values.get("rope_parameters"))
         values.pop("model_file", None)  # of the source
-        family = values.get("model_type", "")
-        if family.startswith(CUSTOM_PREFIX) and family.removeprefix(CUSTOM_PREFIX) in MLX_FAMILIES:
+        if _needs_mlx_file(values):
             values["model_file"] = MLX_FILE
             shutil.copyfile(Path(__file__).with_name(MLX_FILE), folder / MLX_FILE)
         _write(config, values)
     if (config := folder / "tokenizer_config.json").is_file():
         _write(config, _tokenizer_keys(read_json(config)))
+
+
+def _needs_mlx_file(config: dict[str, Any]) -> bool:
+    """Whether mlx-lm has the family, but not with layers of these sizes."""
+    model_type: str = config.get("model_type", "")
+    family = model_type.removeprefix(CUSTOM_PREFIX)
+    layers = config.get("per_layer_config", {}).values()
+    has_equal_heads = not any("num_attention_heads" in own or "num_key_value_heads" in own for own in layers)
+    is_known = family in MLX_FAMILIES or (family in MLX_EQUAL_HEADS and has_equal_heads)
+    return is_known and family != model_type
 
 
 def rotary_keys(rope: dict[str, Any] | None) -> dict[str, Any]:
