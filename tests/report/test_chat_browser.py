@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -155,6 +156,25 @@ def test_what_is_refused_is_said_and_not_kept(browser: Browser) -> None:
         assert all("400" in line for line in browser.console())
 
 
+def test_only_answered_questions_are_saved(browser: Browser) -> None:
+    """As ``dwindle winrate`` and ``tune`` read them; an answer that failed is not announced as one."""
+    with serving(Parrot("one"), Parrot("two")) as server:
+        browser.open(server.url)
+        browser.run("save.click()")
+        assert browser.run("return state.textContent") == "nothing to save yet" and browser.run("return saved()") == []
+        say(browser, "forbidden")
+        browser.wait_for('return document.querySelectorAll(".said.error").length === 2')
+        browser.wait_for(DONE)
+        assert browser.run("return state.textContent") == "" and browser.run("return saved()") == []
+        say(browser, "hello")
+        browser.wait_for('return state.textContent === "answered"')
+        browser.run('chats[1].push({ role: "user", content: "and" })')  # which is not answered yet
+        rows = [json.loads(row) for row in browser.run("return saved()")]
+        assert [row["id"] for row in rows] == ["one", "two"]
+        assert [[one["role"] for one in row["messages"]] for row in rows] == 2 * [["user", "assistant"]]
+        browser.console()
+
+
 def test_nothing_that_is_said_becomes_code(browser: Browser) -> None:
     nasty = "<img src=x onerror='document.body.dataset.bad=1'><script>document.body.dataset.bad=1</script>"
     with serving(Parrot(nasty, words=3)) as server:
@@ -200,10 +220,11 @@ def test_desktop_and_phone_light_and_dark(
         (("/a/long/path/stories.bin", "runs/half/model"), ["stories.bin", "half"]),
         (("org/model-a", "runs/half.gguf"), ["model-a", "half.gguf"]),
         (("one/half", "two/half"), ["one/half", "two/half"]),
+        (("/long/a.bin", "one/half/model", "two/half", "/long/a.bin"), ["a.bin", "one/half", "two/half", "a.bin"]),
     ],
 )
 def test_models_are_headed_by_what_distinguishes_them(
-    browser: Browser, names: tuple[str, str], shown: list[str]
+    browser: Browser, names: tuple[str, ...], shown: list[str]
 ) -> None:
     with serving(*map(Parrot, names)) as server:
         browser.open(server.url)
