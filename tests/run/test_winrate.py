@@ -177,7 +177,9 @@ def test_verdicts_of_people(tmp_path: Path) -> None:
     found = win_rate(a, b, file)
     assert (found.num_pairs, found.num_without_verdict) == (4, 1) and found.first_share is None
     assert (found.wins, found.ties, found.losses) == (1, 1, 1) and found.win_rate.value == 0.5
-    assert found.mean_length == (11, 5)
+    assert found.mean_length == (11, 5) and found.num_unpaired == (1, 2)
+    assert "left out: 1 answers of A alone, 2 of B alone" in shown(found)
+    assert "left out" not in shown(win_rate(a, a, file))
     for line, message in {
         '{"id": true, "verdict": "A"}': "line 1: needs an id and a verdict, A, B or tie",
         '{"id": 1, "verdict": "C"}': "line 1: needs an id and a verdict, A, B or tie",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -74,6 +74,8 @@ class WinRate:
     consistency: float | None
     """Share of pairs with the same outcome in both orders."""
     calibration: Agreement | None = None
+    num_unpaired: tuple[int, int] = (0, 0)
+    """Answers of A and of B to prompts that the other did not answer."""
     unknown_ids: list[int | str] = field(default_factory=list)
     """Ids that people judged and that have no answers of both; not known with a limit."""
 
@@ -101,6 +103,8 @@ class WinRate:
         ]
         if self.num_without_verdict:
             lines.append(f"without a verdict: {self.num_without_verdict} more")
+        if any(self.num_unpaired):
+            lines.append(f"left out: {self.num_unpaired[0]} answers of A alone, {self.num_unpaired[1]} of B alone")
         if self.unknown_ids:
             some = ", ".join(map(repr, self.unknown_ids[:_SHOWN_IDS])) + " …" * (len(self.unknown_ids) > _SHOWN_IDS)
             lines.append(plain(f"verdicts without answers of both: {len(self.unknown_ids)}, of the ids {some}"))
@@ -160,16 +164,15 @@ def win_rate(
         pairs = [pair for pair in every if pair.id in given]
         people[f"--calibrate {calibrate}"] = given
     for option, named in people.items():
-        if ids.isdisjoint(named):
-            raise UserError(
-                f"{option}: none of its ids has answers of both: check the ids, such as {next(iter(named))!r}"
-            )
+        _check_ids(option, named, ids)
     judged_by = opened or load_judge(fspath(judge), device=chosen_device(device), dtype=config.dtype or "float32")
     journal = None if folder is None else _journal(folder, judged_by, every, overwrite)
     verdicts = judge_pairs(judged_by, pairs, journal)
     result = summarise(
         pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
     )
+    common_ids = chats[0].keys() & chats[1].keys()
+    result.num_unpaired = (len(chats[0]) - len(common_ids), len(chats[1]) - len(common_ids))
     if limit is None:
         result.unknown_ids = list(dict.fromkeys(one for named in people.values() for one in named if one not in ids))
     if given is not None:
@@ -182,6 +185,12 @@ def _given(path: Path) -> dict[int | str, Outcome]:
     if not path.is_file():
         raise UserError(f"--calibrate {path}: does not exist: give a file of verdicts")
     return read_verdicts(path)
+
+
+def _check_ids(option: str, judged: Collection[int | str], ids: Collection[int | str]) -> None:
+    if not set(judged) & set(ids):
+        example = next(iter(judged))
+        raise UserError(f"{option}: none of its ids has answers of both: check the ids, such as {example!r}")
 
 
 def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None, folder: Path | None) -> None:
