@@ -174,6 +174,8 @@ def compare(
     if out is not None:
         _check_output(Path(out), overwrite, [source, *data, *valid])
     questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
+    if questions is not None and questions.texts:
+        raise UserError(f"--tasks: {questions.texts[0].name} has no accuracy: name others; losses are those of --valid")
     loaded = load(source, device=device)
     needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, held_out = _windows(loaded, data, valid, config)
@@ -340,7 +342,7 @@ class _Work:
         if self.questions is None:
             return loss, {}
         found = evaluate_model(model, self.loaded.tokenizer, self.questions, quiet=True)
-        return loss, {task.task: task.value for task in found.tasks}
+        return loss, {task.task: task.value for task in (*found.tasks, *found.generated)}
 
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
