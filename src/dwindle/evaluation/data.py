@@ -66,6 +66,17 @@ class TaskData(Items):
     shot_documents: list[dict[str, Any]] = field(default_factory=list)
     """Examples that precede questions."""
 
+    def only(self, fits: Sequence[bool], problem: str) -> TaskData:
+        """The items that fit; the others are skipped for that problem."""
+        kept = TaskData(self.task, [], [], self.shot_documents, **self.about())
+        for item, document, fit in zip(self.items, self.documents, fits, strict=True):
+            if fit:
+                kept.items.append(item)
+                kept.documents.append(document)
+            else:
+                kept.skip(f"item {item.index}: {problem}")
+        return kept
+
 
 def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = None) -> TaskData:
     """The first ``limit`` documents of the task, from the first place that has it.

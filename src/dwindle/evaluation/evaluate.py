@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -267,19 +268,13 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
 
 def _measured(data: TaskData, scored: Scored) -> tuple[TaskData, Accuracy]:
     """Without the items that have no answer: the largest number beside NaN is the first NaN."""
-    missing = [any(map(math.isnan, scores)) for scores in scored.loglikelihoods]
-    if not any(missing):
+    fits = [not any(map(math.isnan, scores)) for scores in scored.loglikelihoods]
+    if all(fits):
         return data, scored.accuracy
-    kept, numbers = TaskData(data.task, [], [], **data.about()), []
-    for item, scores, is_missing in zip(data.items, scored.loglikelihoods, missing, strict=True):
-        if is_missing:
-            kept.skip(f"item {item.index}: {_NAN}")
-        else:
-            kept.items.append(item)
-            numbers.append(scores)
-    if not numbers:
+    kept = data.only(fits, _NAN)
+    if not kept.items:
         raise _no_number(data.task.name)
-    return kept, accuracy([item.question for item in kept.items], numbers)
+    return kept, accuracy([item.question for item in kept.items], list(compress(scored.loglikelihoods, fits)))
 
 
 def _no_number(name: str) -> UserError:
@@ -290,19 +285,12 @@ def _no_number(name: str) -> UserError:
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
     """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
-    kept = TaskData(data.task, [], [], data.shot_documents, **data.about())
-    pairs: list[list[Pair]] = []
-    for item, document in zip(data.items, data.documents, strict=True):
-        own = [next(flat) for _ in item.question.requests]
-        if all(context and 0 < len(continuation) <= max_length for context, continuation in own):
-            kept.items.append(item)
-            kept.documents.append(document)
-            pairs.append(own)
-        else:
-            kept.skip(f"item {item.index}: a choice has no tokens, or more than {max_length}")
-    if not pairs:
+    pairs = [[next(flat) for _ in item.question.requests] for item in data.items]
+    fits = [all(context and 0 < len(answer) <= max_length for context, answer in own) for own in pairs]
+    kept = data.only(fits, f"a choice has no tokens, or more than {max_length}")
+    if not kept.items:
         raise UserError(f"--data: no item of {data.task.name} fits this model ({kept.skipped[0]}): check the file")
-    return kept, pairs
+    return kept, list(compress(pairs, fits))
 
 
 def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
