@@ -127,6 +127,8 @@ def test_it_is_measured_on_parts_of_its_text_that_are_not_counted(place: Path, t
                     logits = model(torch.tensor([ids[start:end]])).logits[0, at - end :].double()
                 nats -= float(log_softmax(logits, -1)[range(end - at), ids[at + 1 : end + 1]].sum())
         assert bits == pytest.approx(nats / 8000 / math.log(2), abs=1e-5)
+    again = dwindle.trim(place / "model", 384, text=[str(text)], data=[str(text)])
+    assert again.quality == found  # a text is never measured on what was counted
     assert "(on 8,000 held-out bytes of books.txt)" in str(shown(result))
     text.write_text("def f(x): return x\n" * 9)
     short = dwindle.trim(place / "model", 384, text=[str(text)]).quality

@@ -108,7 +108,7 @@ def trim(
     if out is not None:
         check_output(out, overwrite=overwrite, sources=[fspath(source), *text, *data])
     config = VocabularyConfig(size=vocab, text=list(text))
-    held_out = HeldOut(_MEASURED_CHARS) if measure and text and not data else None
+    held_out = HeldOut(_MEASURED_CHARS) if measure and text and set(data) <= set(text) else None
     vocabulary = vocabulary_of(source, config, key="--vocab", option="--text", held_out=held_out)
     assert vocabulary is not None
     loaded = load(source)
