@@ -121,7 +121,9 @@ def test_empty_unusable_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no usable piqa item among 1 .*'goal'"):
         load_task(TASKS["piqa"], [str(tmp_path)])
     file.write_bytes(gzip.compress(b"{}\n" * 1000)[:-9])
-    with pytest.raises(UserError, match=r"piqa\.validation\.jsonl\.gz cannot be read"):
+    with pytest.raises(
+        UserError, match=r"^--data: .*piqa\.validation\.jsonl\.gz is damaged or truncated \(.*\): fetch it again$"
+    ):
         load_task(TASKS["piqa"], [str(tmp_path)])
 
 

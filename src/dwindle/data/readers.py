@@ -190,11 +190,11 @@ class FileInput(TextInput):
         return f"is not UTF-8 text but {known}: convert it with iconv -f {encoding} -t utf-8 {place} > {out}"
 
     @contextmanager
-    def _open_text(self) -> Iterator[io.TextIOWrapper]:
+    def _open_text(self, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
         with self._named_errors(), self.path.open("rb") as raw:
             counted: io.BufferedReader = io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
             binary = open_compressed(counted, self.compression, f"{self.option}: {self.name}")
-            yield io.TextIOWrapper(binary, encoding="utf-8-sig")
+            yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline=newline)
 
 
 class _Counted(io.RawIOBase):
@@ -223,6 +223,11 @@ class PlainTextInput(FileInput):
     def _texts(self) -> Iterator[str]:
         with self._open_text() as file:
             yield file.read()
+
+    def whole(self) -> str:
+        """The text with its line ends as they are."""
+        with self._open_text(newline="") as file:
+            return file.read()
 
     def beginning(self, num_chars: int) -> tuple[list[str], float]:
         """At most ``num_chars`` characters of the file are read."""

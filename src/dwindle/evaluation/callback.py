@@ -58,8 +58,7 @@ class TaskEvaluator(Callback):
             precision=trainer.precision,
             quiet=True,
         )
-        scores = {f"tasks/{task.task}": task.value for task in result.tasks}
-        scores |= {f"tasks/{one.task}": one.value for one in result.generated}
+        scores = {f"tasks/{name}": value for name, value in result.scores().items()}
         scores |= {f"tasks/{text.name}": text.bits_per_byte for text in result.texts}
         if (average := result.average()) is not None:
             scores["tasks/average"] = average

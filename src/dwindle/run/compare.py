@@ -342,7 +342,7 @@ class _Work:
         if self.questions is None:
             return loss, {}
         found = evaluate_model(model, self.loaded.tokenizer, self.questions, quiet=True)
-        return loss, {task.task: task.value for task in (*found.tasks, *found.generated)}
+        return loss, found.scores()
 
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
