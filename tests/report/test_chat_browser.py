@@ -44,7 +44,7 @@ def press(browser: Browser, *keys: str) -> None:
     browser._ask("POST", f"{browser._session}/actions", {"actions": [keyboard]})
 
 
-ENTER, ESCAPE, UP = "\ue007", "\ue00c", "\ue013"
+ENTER, ESCAPE, UP, TAB = "\ue007", "\ue00c", "\ue013", "\ue004"
 
 
 def say(browser: Browser, message: str) -> None:
@@ -154,6 +154,18 @@ def test_what_is_refused_is_said_and_not_kept(browser: Browser) -> None:
         browser.wait_for(DONE)
         assert browser.run("return chats[0].map((one) => one.role)") == ["user", "assistant"]
         assert all("400" in line for line in browser.console())
+
+
+def test_tab_goes_from_a_new_system_prompt_to_the_next_setting(browser: Browser) -> None:
+    with serving(Parrot()) as server:
+        browser.open(server.url)
+        browser.run("tune.click(); inputs.system.focus()")
+        browser.wait_for('return document.activeElement.dataset.name === "system"')
+        press(browser, *"be kind", TAB)
+        assert browser.run("return document.activeElement.dataset.name ?? null") == "temperature"
+        assert browser.run("return chats[0]") == [
+            {"role": "system", "content": browser.run("return inputs.system.value")}
+        ]
 
 
 def test_only_answered_questions_are_saved(browser: Browser) -> None:

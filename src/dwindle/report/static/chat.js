@@ -96,7 +96,7 @@ function settings() {
   return found;
 }
 
-function reset() {
+function reset(focus = true) {
   stop();
   generation += 1;
   running = [];
@@ -111,7 +111,7 @@ function reset() {
   inner.replaceChildren(empty);
   state.textContent = "";
   show();
-  field.focus();
+  if (focus) field.focus();
 }
 
 function stop() {
@@ -263,8 +263,8 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement === document.body) { event.preventDefault(); field.focus(); }
 });
 
-fresh.addEventListener("click", reset);
-inputs.system.addEventListener("change", reset);
+fresh.addEventListener("click", () => reset());
+inputs.system.addEventListener("change", () => reset(false)); // which leaves Tab its way to the next setting
 tune.addEventListener("click", () => {
   panel.hidden = !panel.hidden;
   tune.setAttribute("aria-expanded", String(!panel.hidden));
