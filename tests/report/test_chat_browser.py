@@ -48,15 +48,20 @@ ENTER, ESCAPE, UP, TAB = "\ue007", "\ue00c", "\ue013", "\ue004"
 
 
 def say(browser: Browser, message: str) -> None:
-    """Type a message and send it. A browser drops keys that come before the first frame of a page: type them again."""
-    end = time.monotonic() + 60
-    press(browser, *message)
-    while browser.run('return document.querySelector("textarea").value') != message:
+    """Type a message and send it."""
+    enter(browser, "textarea", message)
+    press(browser, ENTER)
+
+
+def enter(browser: Browser, field: str, text: str) -> None:
+    """Type into what has the focus. A browser drops keys that come before the first frame of a page: type them again."""
+    end, found = time.monotonic() + 60, f"document.querySelector({json.dumps(field)}).value"
+    press(browser, *text)
+    while browser.run(f"return {found}") != text:
         assert time.monotonic() < end, "the field does not get the keys"
         time.sleep(0.2)
-        browser.run('document.querySelector("textarea").value = ""')
-        press(browser, *message)
-    press(browser, ENTER)
+        browser.run(f'{found} = ""')
+        press(browser, *text)
 
 
 def test_a_question_by_keyboard_is_answered_side_by_side(browser: Browser) -> None:
@@ -161,7 +166,8 @@ def test_tab_goes_from_a_new_system_prompt_to_the_next_setting(browser: Browser)
         browser.open(server.url)
         browser.run("tune.click(); inputs.system.focus()")
         browser.wait_for('return document.activeElement.dataset.name === "system"')
-        press(browser, *"be kind", TAB)
+        enter(browser, "[data-name=system]", "be kind")
+        press(browser, TAB)
         assert browser.run("return document.activeElement.dataset.name ?? null") == "temperature"
         assert browser.run("return chats[0]") == [
             {"role": "system", "content": browser.run("return inputs.system.value")}
