@@ -54,7 +54,7 @@ def say(browser: Browser, message: str) -> None:
 
 
 def enter(browser: Browser, field: str, text: str) -> None:
-    """Type into what has the focus. A browser drops keys that come before the first frame of a page: type them again."""
+    """Type into what has the focus, again if need be: a browser drops keys that come before the first frame."""
     end, found = time.monotonic() + 60, f"document.querySelector({json.dumps(field)}).value"
     press(browser, *text)
     while browser.run(f"return {found}") != text:
