@@ -85,7 +85,7 @@ def _row(path: Path, root: Path) -> RunRow:
     run = RunDirectory(path)
     recipe = parse_recipe(recipe_text(run))
     first = _first_record(run.history)
-    prunes = _last_records(run.history, lambda record: record.get("event") in ("prune", "rotate"))
+    prunes = _last_records(run.history, lambda record: record.get("event") in ("vocabulary", "prune", "rotate"))
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid, source_valid = (_last(steps, name) for name in ("valid_loss", "source_valid_loss"))
