@@ -54,6 +54,8 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written == result.to_json()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.png", "compare.svg"}
+    drawn = (tmp_path / "out" / "compare.svg").read_text()
+    assert f">{source.name}<" in drawn and str(source.parent) not in drawn  # figures are published
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(result.render())
     text_table = console.export_text()

@@ -30,6 +30,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
+from dwindle.core.names import public_name
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
@@ -415,5 +416,5 @@ def _figure(result: Comparison) -> Figure:
             style: Literal["dashed", "dots"] = "dashed" if cells[0].second_order else "dots"
             series.append(Series(name, f"task{metrics.index(cells[0].metric)}", x, y, style))
         panels.append(Panel(f"{title}, nats per token on held-out text", "number", series, height=2, legend=not panels))
-    title = result.model if result.complete else f"{result.model} (interrupted)"
+    title = public_name(result.model) + ("" if result.complete else " (interrupted)")
     return Figure("compare", title, "", "parameters removed", "percent", panels)
