@@ -107,9 +107,9 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("loss against the source", f"{change:+.2f}", note, tone))
     elif (train := run.metrics.last("loss")) is not None and result is None:
         found.append(Tile("train loss", f"{train:.4f}", "nats per token; no held-out text"))
-    elif run.quality is not None and (bits := run.quality.bits()):
-        note, _, change_in_bits = bits.removeprefix("bits per byte ").rstrip(")").partition(" (")
-        found.append(Tile("bits per byte", change_in_bits, note))
+    elif run.quality is not None and run.quality.source_bits is not None and run.quality.result_bits is not None:
+        first, last = round(run.quality.source_bits, 3), round(run.quality.result_bits, 3)
+        found.append(Tile("bits per byte", f"{last - first:+.3f}", f"{first:.3f}\u00a0→\u00a0{last:.3f}"))
     if (training := _training(run)) is not None:
         found.append(training)
     return found
