@@ -232,6 +232,21 @@ def test_desktop_and_phone_light_and_dark(
         browser.look_like(width=1280)
 
 
+def test_four_models_fit_a_phone(browser: Browser) -> None:
+    """Their names two by two, the rest below their answers."""
+    browser.look_like(width=390, height=780, phone=True)
+    try:
+        with serving(*map(Parrot, ("a/first.bin", "half", "runs/" + "a-long-name-" * 6, "q.gguf"))) as server:
+            browser.open(server.url)
+            assert browser.run(OVERFLOW) <= 0
+            boxes = browser.run(
+                'return [...document.querySelectorAll(".model")].map((one) => [one.offsetTop, one.offsetHeight])'
+            )
+            assert boxes[0][0] == boxes[1][0] < boxes[2][0] == boxes[3][0] and max(height for _, height in boxes) < 40
+    finally:
+        browser.look_like(width=1280)
+
+
 @pytest.mark.parametrize(
     ("names", "shown"),
     [
