@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,9 @@ def win_rate(
     result = summarise(
         pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
     )
-    common_ids = chats[0].keys() & chats[1].keys()
-    result.num_unpaired = (len(chats[0]) - len(common_ids), len(chats[1]) - len(common_ids))
-    if limit is None:
-        result.unknown_ids = list(dict.fromkeys(one for named in people.values() for one in named if one not in ids))
+    num_common = len(chats[0].keys() & chats[1].keys())
+    result.num_unpaired = (len(chats[0]) - num_common, len(chats[1]) - num_common)
+    result.unknown_ids = [] if limit else [one for one in dict.fromkeys(chain(*people.values())) if one not in ids]
     if given is not None:
         judged = {v.id: outcome(v.preference, tie_margin) for v in verdicts if v.preference is not None}
         result.calibration = agreement(list(judged.values()), [given[name] for name in judged])
