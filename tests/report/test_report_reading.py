@@ -278,6 +278,8 @@ def test_a_trimmed_model_is_not_the_source(tmp_path: Path) -> None:
     ]
     assert (found["status_text"], found["architecture"], found["removed"]) == ("trimmed, not pruned", None, "")
     assert [row.parameters for row in list_runs(tmp_path / "fewer")] == [after]
+    odd = ['"kept": 3, "parameters": 1', '"kept": [[0, 1e400]], "parameters": 1', '"kept": [], "parameters": NaN']
     with (tmp_path / "fewer" / "ledger.jsonl").open("a") as file:
-        file.write('{"event": "vocabulary", "rows": 640, "kept": 3, "parameters": 1}\n')
-    assert any("unknown kind" in line for line in open_run(tmp_path / "fewer").missing())
+        file.writelines(f'{{"event": "vocabulary", "rows": 640, {values}}}\n' for values in odd)
+    (line,) = open_run(tmp_path / "fewer").missing()
+    assert "skipped 3 lines of an unknown kind" in line

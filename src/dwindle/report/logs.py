@@ -195,8 +195,11 @@ class LedgerLog:
         elif event == "allocation":
             self.allocations.append([np.nan if value is None else float(value) for value in record["importance"]])
         elif event == "vocabulary":
-            kept = sum(last - first + 1 for first, last in record["kept"])
-            self.trimmed = Trimmed(kept, int(record["rows"]), float(record["parameters"]))
+            num_kept = sum(last - first + 1 for first, last in record["kept"])
+            kept, rows, left = (number(value) for value in (num_kept, record["rows"], record["parameters"]))
+            if kept is None or rows is None or left is None:
+                return False
+            self.trimmed = Trimmed(int(kept), int(rows), left)
         else:
             return event == "resume"  # settings that a resumed run changed
         return True
