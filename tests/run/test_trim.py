@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_count
 from dwindle.core.terminal import PlainConsole
 from dwindle.data.text_windows import validation_windows
+from dwindle.data.tokenizing import split_text
+from dwindle.data.vocabulary import HeldOut
 from dwindle.pruning.ledger import read_ledger
 from dwindle.run.judging import source_bits_per_byte
 from dwindle.run.plan import make_plan
@@ -133,6 +136,20 @@ def test_it_is_measured_on_parts_of_its_text_that_are_not_counted(place: Path, t
     text.write_text("def f(x): return x\n" * 9)
     short = dwindle.trim(place / "model", 384, text=[str(text)]).quality
     assert short is not None and (short.bytes, short.held_out) == (9 * 19, False)
+
+
+def test_held_out_passages_are_spread_evenly() -> None:
+    """Every n-th passage, n a power of two times eight, as few as needed; the documents pass through."""
+    chance = random.Random(0)
+    for _ in range(200):
+        sizes = [chance.choice([1, 10, 500, 2500, 9000]) for _ in range(chance.randrange(60))]
+        documents = ["".join(chance.choices("ab \n", k=size)) for size in sizes]
+        held = HeldOut(6000)
+        assert list(held.watched(documents)) == documents
+        passages, every = [passage for text in documents for passage in split_text(text, 2000)], 8
+        while sum(map(len, passages[every - 1 :: every])) > 6000:
+            every *= 2
+        assert held.passages == passages[every - 1 :: every]
 
 
 def test_the_teacher_is_restricted_and_renormalised(place: Path) -> None:

@@ -44,7 +44,7 @@ class HeldOut:
                 if self._seen % self._every:
                     continue
                 self.passages.append(passage)
-                if sum(map(len, self.passages)) > self._max_chars:
+                while sum(map(len, self.passages)) > self._max_chars:
                     self.passages, self._every = self.passages[1::2], 2 * self._every
             yield document
 
