@@ -277,7 +277,7 @@ def test_a_trimmed_model_is_not_the_source(tmp_path: Path) -> None:
         ("bits per byte", quality.bits().partition("(")[2][:-1]),
     ]
     assert (found["status_text"], found["architecture"], found["removed"]) == ("trimmed, not pruned", None, "")
-    assert [row.parameters for row in list_runs(tmp_path / "fewer")] == [after]
+    assert [(row.parameters, row.status) for row in list_runs(tmp_path / "fewer")] == [(after, "trimmed")]
     odd = ['"kept": 3, "parameters": 1', '"kept": [[0, 1e400]], "parameters": 1', '"kept": [], "parameters": NaN']
     with (tmp_path / "fewer" / "ledger.jsonl").open("a") as file:
         file.writelines(f'{{"event": "vocabulary", "rows": 640, {values}}}\n' for values in odd)

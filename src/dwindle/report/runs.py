@@ -92,6 +92,8 @@ def _row(path: Path, root: Path) -> RunRow:
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
     source = setting(recipe, "source", "model") or first.get("source") or ""
     status: str = run.status
+    if status == "pruned" and prunes and prunes[-1]["event"] == "vocabulary":
+        status = "trimmed"
     if status == "finished" and target_missed(recipe, first, number(left), read_structure(run)):
         status = MISSED
     return RunRow(
