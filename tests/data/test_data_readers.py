@@ -153,6 +153,38 @@ def test_parquet(tmp_path: Path) -> None:
     assert "damaged" in complaint(path)
 
 
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+def test_all_kinds_of_text_in_parquet(tmp_path: Path, kind: str) -> None:
+    """Categories of pandas and polars, and views, are text too; a row without text is left out, as in JSON lines."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.array([*DOCUMENTS, None, DOCUMENTS[0]])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(pyarrow, kind)())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", row_group_size=2)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in column.to_pylist()))
+    for name in ("a.parquet", "a.jsonl"):
+        assert list(read_documents(str(tmp_path / name))) == [*DOCUMENTS, DOCUMENTS[0]]
+
+
+def test_parquet_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    """Its bytes are not checked by whoever writes the file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    offsets = pyarrow.array([0, 2], pyarrow.int32()).buffers()[1]
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, offsets, pyarrow.py_buffer(b"\xff\xfe")])
+    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    assert "a.parquet" in (found := complaint(tmp_path / "a.parquet")) and "not UTF-8" in found
+
+
+def test_zst_with_a_long_window(tmp_path: Path) -> None:
+    """``zstd --long=31``, as large collections of comments are compressed."""
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(as_lines(DOCUMENTS)) + compressor.flush())
+    assert list(read_documents(str(tmp_path / "a.jsonl.zst"))) == DOCUMENTS
+
+
 def test_missing_packages_give_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pyarrow", "zstandard", "datasets"):
         monkeypatch.setitem(sys.modules, name, None)

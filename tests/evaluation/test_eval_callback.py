@@ -81,11 +81,3 @@ def test_metrics_appear_and_training_is_unchanged(tmp_path: Path, data: EvalData
     assert lines[-1]["tasks/wikitext"] == expected.texts[0].bits_per_byte
     assert "tasks" in lines[-1]["time"]
     assert not any(name.startswith("tasks") for name in lines[0])
-
-
-def test_state_is_kept(data: EvalData) -> None:
-    evaluator = TaskEvaluator(data, tiny_tokenizer(), every=0)
-    evaluator.last = {"tasks/copa": 0.5}
-    other = TaskEvaluator(data, tiny_tokenizer(), every=0)
-    other.load_state_dict(json.loads(json.dumps(evaluator.state_dict())))
-    assert other.last == evaluator.last

@@ -121,7 +121,9 @@ def test_empty_unusable_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no usable piqa item among 1 .*'goal'"):
         load_task(TASKS["piqa"], [str(tmp_path)])
     file.write_bytes(gzip.compress(b"{}\n" * 1000)[:-9])
-    with pytest.raises(UserError, match=r"piqa\.validation\.jsonl\.gz cannot be read"):
+    with pytest.raises(
+        UserError, match=r"^--data: .*piqa\.validation\.jsonl\.gz is damaged or truncated \(.*\): fetch it again$"
+    ):
         load_task(TASKS["piqa"], [str(tmp_path)])
 
 
@@ -132,7 +134,10 @@ def test_files_of_windows_are_read_as_others(tmp_path: Path) -> None:
     )
     assert load_task(TASKS["piqa"], [str(tmp_path)]).num_skipped == 0
     (tmp_path / "prompts.txt").write_bytes("\ufeffGood day.\r\n\r\nOne\u2028two\x0c\r\n".encode())
-    assert [prompt.text for prompt in read_prompts(tmp_path / "prompts.txt")] == ["Good day.", "One\u2028two\x0c"]
+    assert [one.messages[-1]["content"] for one in read_prompts(tmp_path / "prompts.txt")] == [
+        "Good day.",
+        "One\u2028two\x0c",
+    ]
 
 
 def test_a_missing_set_is_named_with_three_ways_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

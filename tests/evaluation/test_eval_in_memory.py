@@ -80,13 +80,32 @@ def test_families_without_a_table(place: Path, tmp_path: Path, name: str) -> Non
         assert score == pytest.approx(expected, abs=1e-3)
 
 
-def test_items_of_a_broken_model_are_json(place: Path, tmp_path: Path) -> None:
-    model, items = tiny_model("llama", vocab_size=257, dtype=torch.float32), tmp_path / "items.jsonl"
+@pytest.mark.parametrize("engine", ["dwindle", "harness"])
+def test_items_whose_scores_are_no_numbers_are_skipped(place: Path, tmp_path: Path, engine: str) -> None:
+    """Not answered by the first choice, which is where NaN is the largest. Their lines of --items are JSON."""
+    if engine == "harness":
+        pytest.importorskip("lm_eval")
+    sets, items, tokenizer = str(place / "sets"), tmp_path / "items.jsonl", tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=257, dtype=torch.float32, max_position_embeddings=256)
+
+    def measured() -> tuple[Any, list[dict[str, Any]]]:
+        found = dwindle.evaluate((model, tokenizer), ["arc_easy"], data=[sets], engine=engine, items=items)
+        lines = items.read_text().splitlines()
+        return found.tasks[0], [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+    _, before = measured()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("[")] = torch.nan  # only the second item has it
+    task, rows = measured()
+    assert [set(row["loglikelihoods"]) == {None} for row in rows] == [False, True, False]
+    right = [row["loglikelihoods"].index(max(row["loglikelihoods"])) == row["gold"] for row in (before[0], before[2])]
+    assert (task.acc, task.num_items, task.num_skipped) == (sum(right) / 2, 2, 1)
+    assert task.skipped == ["item 1: a log-likelihood is not a number (NaN)"]
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    dwindle.evaluate((model, tiny_tokenizer()), ["piqa"], data=[str(place / "sets")], items=items)
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in items.read_text().splitlines()]
-    assert rows and all(value is None for row in rows for value in row["loglikelihoods"])
+    for tasks, text in ((["piqa"], []), ([], [str(place / "sets" / "wikitext-2-raw.test.txt")])):
+        with pytest.raises(UserError, match=r"not a number \(NaN\)\): the model is damaged, or overflows in its dtype"):
+            dwindle.evaluate((model, tokenizer), tasks, data=[sets], text=text, engine=engine)
 
 
 class Loud(torch.nn.Module):

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import dwindle
 from dwindle.core.errors import UserError
+from dwindle.core.run_directory import RunDirectory
 from dwindle.evaluation import latency
 from dwindle.evaluation.latency import LatencyTable, Spread, measure_latency
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
@@ -143,6 +144,14 @@ def test_what_a_runtime_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch, tmp
             patch.setattr(RuntimeProcess, method, refuse)
             with pytest.raises(UserError, match=r"broken cannot be run .*error loading model vocabulary.*--runtime"):
                 measure_latency([folder], **SHORT)
+
+
+def test_the_model_of_a_run_is_named_after_the_run(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "half")
+    run.model.mkdir(parents=True)
+    for file in (run.recipe, run.metrics):
+        file.touch()
+    assert list(latency.named_models([run.model, tmp_path / "other" / "model"])) == ["half", "model"]
 
 
 def test_a_model_given_twice_is_two_rows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -43,19 +44,24 @@ def press(browser: Browser, *keys: str) -> None:
     browser._ask("POST", f"{browser._session}/actions", {"actions": [keyboard]})
 
 
-ENTER, ESCAPE, UP = "\ue007", "\ue00c", "\ue013"
+ENTER, ESCAPE, UP, TAB = "\ue007", "\ue00c", "\ue013", "\ue004"
 
 
 def say(browser: Browser, message: str) -> None:
-    """Type a message and send it. A browser drops keys that come before the first frame of a page: type them again."""
-    end = time.monotonic() + 60
-    press(browser, *message)
-    while browser.run('return document.querySelector("textarea").value') != message:
+    """Type a message and send it."""
+    enter(browser, "textarea", message)
+    press(browser, ENTER)
+
+
+def enter(browser: Browser, field: str, text: str) -> None:
+    """Type into what has the focus, again if need be: a browser drops keys that come before the first frame."""
+    end, found = time.monotonic() + 60, f"document.querySelector({json.dumps(field)}).value"
+    press(browser, *text)
+    while browser.run(f"return {found}") != text:
         assert time.monotonic() < end, "the field does not get the keys"
         time.sleep(0.2)
-        browser.run('document.querySelector("textarea").value = ""')
-        press(browser, *message)
-    press(browser, ENTER)
+        browser.run(f'{found} = ""')
+        press(browser, *text)
 
 
 def test_a_question_by_keyboard_is_answered_side_by_side(browser: Browser) -> None:
@@ -155,6 +161,38 @@ def test_what_is_refused_is_said_and_not_kept(browser: Browser) -> None:
         assert all("400" in line for line in browser.console())
 
 
+def test_tab_goes_from_a_new_system_prompt_to_the_next_setting(browser: Browser) -> None:
+    with serving(Parrot()) as server:
+        browser.open(server.url)
+        browser.run("tune.click(); inputs.system.focus()")
+        browser.wait_for('return document.activeElement.dataset.name === "system"')
+        enter(browser, "[data-name=system]", "be kind")
+        press(browser, TAB)
+        assert browser.run("return document.activeElement.dataset.name ?? null") == "temperature"
+        assert browser.run("return chats[0]") == [
+            {"role": "system", "content": browser.run("return inputs.system.value")}
+        ]
+
+
+def test_only_answered_questions_are_saved(browser: Browser) -> None:
+    """As ``dwindle winrate`` and ``tune`` read them; an answer that failed is not announced as one."""
+    with serving(Parrot("one"), Parrot("two")) as server:
+        browser.open(server.url)
+        browser.run("save.click()")
+        assert browser.run("return state.textContent") == "nothing to save yet" and browser.run("return saved()") == []
+        say(browser, "forbidden")
+        browser.wait_for('return document.querySelectorAll(".said.error").length === 2')
+        browser.wait_for(DONE)
+        assert browser.run("return state.textContent") == "" and browser.run("return saved()") == []
+        say(browser, "hello")
+        browser.wait_for('return state.textContent === "answered"')
+        browser.run('chats[1].push({ role: "user", content: "and" })')  # which is not answered yet
+        rows = [json.loads(row) for row in browser.run("return saved()")]
+        assert [row["id"] for row in rows] == ["one", "two"]
+        assert [[one["role"] for one in row["messages"]] for row in rows] == 2 * [["user", "assistant"]]
+        browser.console()
+
+
 def test_nothing_that_is_said_becomes_code(browser: Browser) -> None:
     nasty = "<img src=x onerror='document.body.dataset.bad=1'><script>document.body.dataset.bad=1</script>"
     with serving(Parrot(nasty, words=3)) as server:
@@ -194,16 +232,32 @@ def test_desktop_and_phone_light_and_dark(
         browser.look_like(width=1280)
 
 
+def test_four_models_fit_a_phone(browser: Browser) -> None:
+    """Their names two by two, the rest below their answers."""
+    browser.look_like(width=390, height=780, phone=True)
+    try:
+        with serving(*map(Parrot, ("a/first.bin", "half", "runs/" + "a-long-name-" * 6, "q.gguf"))) as server:
+            browser.open(server.url)
+            assert browser.run(OVERFLOW) <= 0
+            boxes = browser.run(
+                'return [...document.querySelectorAll(".model")].map((one) => [one.offsetTop, one.offsetHeight])'
+            )
+            assert boxes[0][0] == boxes[1][0] < boxes[2][0] == boxes[3][0] and max(height for _, height in boxes) < 40
+    finally:
+        browser.look_like(width=1280)
+
+
 @pytest.mark.parametrize(
     ("names", "shown"),
     [
         (("/a/long/path/stories.bin", "runs/half/model"), ["stories.bin", "half"]),
         (("org/model-a", "runs/half.gguf"), ["model-a", "half.gguf"]),
         (("one/half", "two/half"), ["one/half", "two/half"]),
+        (("/long/a.bin", "one/half/model", "two/half", "/long/a.bin"), ["a.bin", "one/half", "two/half", "a.bin"]),
     ],
 )
 def test_models_are_headed_by_what_distinguishes_them(
-    browser: Browser, names: tuple[str, str], shown: list[str]
+    browser: Browser, names: tuple[str, ...], shown: list[str]
 ) -> None:
     with serving(*map(Parrot, names)) as server:
         browser.open(server.url)

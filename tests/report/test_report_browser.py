@@ -115,6 +115,24 @@ def test_it_prints_on_few_pages(browser: Browser, tmp_path: Path) -> None:
     assert browser.console() == []
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_all_heads_of_a_layer_are_in_view(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Groups that do not fit beside the others are below them; nothing has to be scrolled to the side."""
+    browser.look_like(width=width)
+    try:
+        show(browser, make_run(tmp_path / "run", shape={"hidden": 64, "layers": 12, "heads": 32, "kv": 8, "ffn": 40}))
+        places = """
+        const edge = document.querySelector("#architecture").getBoundingClientRect().right;
+        return [...document.querySelectorAll("#architecture .map circle")].map(
+          (one) => edge - one.getBoundingClientRect().right)
+        """
+        found = browser.run(places)
+        assert len(found) == 32 and min(found) > 0
+        assert browser.run('return document.querySelectorAll("#architecture .scroll").length') == 0
+    finally:
+        browser.look_like(width=1280)
+
+
 def test_choosing_a_layer_draws_its_map(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", events=70)
     summary = show(browser, run)

@@ -233,12 +233,31 @@ def test_the_source_stands_beside_the_result(tmp_path: Path) -> None:
     (run / "evaluation-source.json").write_text(evaluation("elsewhere", int(before), 0.7))
     scores, texts = result_tables(open_run(run))
     assert scores.columns == ["task", "metric", "source", "result", "difference", "items"]
-    assert scores.rows[0] == ["PIQA", "acc", "70.00 ± 1.10", "60.00 ± 1.10", "-10.00", "1838"]
+    assert scores.rows[0] == ["PIQA", "acc", "70.00 ±\u00a01.10", "60.00 ±\u00a01.10", "-10.00", "1838"]
     assert scores.rows[1] == ["average of the seven", "", "35.00", "30.00", "-5.00", ""]
     assert "dwindle eval" not in scores.note and "elsewhere, own (evaluation-source.json)" in scores.note
     assert texts.columns == ["", "source", "result", "difference"]
     assert texts.rows[0] == ["wikitext: nats per token", "1.400", "1.200", "-0.200"]
     assert texts.rows[2] == ["wikitext: word perplexity", "35.0", "30.0", "-5.0"]
+
+
+def test_generated_answers_are_shown(tmp_path: Path) -> None:
+    """By their main metric, beside the other tasks or alone; these are not zero-shot."""
+    run = make_run(tmp_path / "run")
+    before, after = open_run(run).parameters_before, open_run(run).parameters_after
+    assert before is not None and after is not None
+    ifeval = {"task": "ifeval", "title": "IFEval", "metric": "inst_loose", "num_items": 477, "left_out": {}}
+    for name, size, score in (("evaluation.json", after, 0.25), ("evaluation-source.json", before, 0.5)):
+        one = ifeval | {"values": {"prompt_loose": 0.125, "inst_loose": score}, "stderrs": {"inst_loose": None}}
+        (run / name).write_text(evaluation("m", int(size), 0.6, generated=[one], texts=[], average={}))
+    (scores,) = result_tables(open_run(run))
+    assert [row[0] for row in scores.rows] == ["PIQA", "IFEval"] and scores.note.startswith("In percent.")
+    assert scores.rows[1] == ["IFEval", "inst_loose", "50.00", "25.00", "-25.00", "477"]
+    (run / "evaluation-source.json").write_text(evaluation("m", int(before), 0.6, generated=[one], tasks=[], texts=[]))
+    assert result_tables(open_run(run))[0].rows[0][2:4] == ["50.00", "25.00"]
+    for odd in ([1], [ifeval], [one | {"values": {"inst_loose": "1"}}], 3):
+        (run / "evaluation.json").write_text(evaluation("m", int(after), 0.6, generated=odd))
+        assert "result" not in result_tables(open_run(run))[0].columns
 
 
 def test_scores_of_different_limits_are_not_subtracted(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from made_runs import make_run, write_lines
 
+import dwindle
 from dwindle.core.errors import UserError
 from dwindle.core.names import public_name
+from dwindle.core.sizes import format_count
 from dwindle.report import verdict
 from dwindle.report.architecture import architecture_of
 from dwindle.report.jsonlines import GrowingJsonLines
@@ -18,6 +20,7 @@ from dwindle.report.logs import KINDS, LedgerLog, MetricsLog
 from dwindle.report.run import open_run
 from dwindle.report.runs import list_runs
 from dwindle.report.summary import summarise
+from tiny import merged_directory
 
 
 def records(path: Path) -> list[dict]:
@@ -254,3 +257,29 @@ def test_a_run_that_does_not_prune_misses_nothing(tmp_path: Path) -> None:
     assert [figure["id"] for figure in found["figures"]] == ["loss"]
     (row,) = list_runs(run)
     assert (row.source, row.source_parameters, row.parameters) == ("first", 1000, 1000)
+
+
+def test_a_trimmed_model_is_not_the_source(tmp_path: Path) -> None:
+    """Its size, its tokens and what they cost, on the page and in the table of runs; nothing of it was pruned."""
+    trimmed = dwindle.trim(merged_directory(tmp_path / "first"), 384, out=tmp_path / "fewer")
+    run, quality = open_run(tmp_path / "fewer"), trimmed.quality
+    found = summarise(run)
+    before, after = trimmed.before.total, trimmed.after.total
+    assert quality is not None and run.parameters_after == after
+    share = f"{after / before:.1%} of its size: {format_count(after)} of {format_count(before)} parameters"
+    assert found["verdict"] == (
+        f"first at {share}, 384 of 640 tokens. On held-out text (pydoc:valid): {quality.bits()}."
+    )
+    assert [(tile["label"], tile["value"]) for tile in found["tiles"]] == [
+        ("source", format_count(before)),
+        ("result", format_count(after)),
+        ("vocabulary", "384"),
+        ("bits per byte", quality.bits().partition("(")[2][:-1]),
+    ]
+    assert (found["status_text"], found["architecture"], found["removed"]) == ("trimmed, not pruned", None, "")
+    assert [(row.parameters, row.status) for row in list_runs(tmp_path / "fewer")] == [(after, "trimmed")]
+    odd = ['"kept": 3, "parameters": 1', '"kept": [[0, 1e400]], "parameters": 1', '"kept": [], "parameters": NaN']
+    with (tmp_path / "fewer" / "ledger.jsonl").open("a") as file:
+        file.writelines(f'{{"event": "vocabulary", "rows": 640, {values}}}\n' for values in odd)
+    (line,) = open_run(tmp_path / "fewer").missing()
+    assert "skipped 3 lines of an unknown kind" in line

@@ -49,6 +49,17 @@ def test_runs_say_how_they_differ(tmp_path: Path) -> None:
     assert {name: row.status for name, row in rows.items()} == {"a": "finished", "b": "finished", "c": "target missed"}
 
 
+def test_what_a_recipe_leaves_open_is_no_difference(tmp_path: Path) -> None:
+    """The ledger says what it was: ``dwindle prune`` writes no recipe, and all options."""
+    one, other = (make_run(tmp_path / name, recipe=PLAIN) for name in ("a", "b"))
+    for run in (one, other):
+        lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+        lines[0]["options"] = {"method": "adapt", "metric": "taylor", "groups": ["attn", "ffn"], "seed": 3}
+        write_lines(run / "ledger.jsonl", lines)
+    (other / "recipe.toml").unlink()
+    assert all(not {"prune.groups", "prune.seed"} & set(row.settings) for row in list_runs(tmp_path))
+
+
 def test_a_metric_that_only_the_ledger_names(tmp_path: Path) -> None:
     make_run(tmp_path / "a", recipe=PLAIN)
     make_run(tmp_path / "b", recipe=PLAIN.replace("[distill]", 'metric = "wanda"\n[distill]'))
@@ -82,7 +93,15 @@ def test_few_validations_leave_the_train_loss(tmp_path: Path) -> None:
     write_lines(runs[1].directory.metrics, lines)
     panels = overlay([runs[0], open_run(runs[1].folder)]).panels
     assert [panel.label.split(" loss")[0] for panel in panels] == ["validation", "train", "parameters"]
-    assert [panel.legend for panel in panels] == [False, True, False]
+    assert [panel.legend for panel in panels] == [True, True, False]  # the source's line has its name
+
+
+def test_a_model_that_was_not_trained_has_no_curve(tmp_path: Path) -> None:
+    """It neither adds a panel nor takes the names from the others."""
+    runs = two_runs(tmp_path, source_loss=1.0)
+    runs[1].directory.metrics.unlink()
+    validation, parameters = overlay([runs[0], open_run(runs[1].folder)]).panels
+    assert [series.name for series in validation.named] == ["x/run", "untouched source"] and not parameters.named
 
 
 def test_the_line_of_the_largest_source(tmp_path: Path) -> None:

@@ -254,10 +254,19 @@ def test_lone_surrogates_are_replaced(model: Path, tmp_path: Path, chat: bool) -
     assert generate(model, "x\udc00", tokens=2, device="cpu", chat=chat)
 
 
-@pytest.mark.parametrize("name", ["p.txt", "p.jsonl", "p.jsonl.xz"])
-def test_a_file_that_cannot_be_read_is_named_as_it_was_given(model: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("p.txt", "is not UTF-8 text but UTF-16: convert it with iconv -f utf-16 .*"),
+        ("p.jsonl", "is not UTF-8 text but UTF-16: convert it with iconv -f utf-16 .*"),
+        ("p.jsonl.xz", r"is damaged or truncated \(.*\): fetch it again"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_as_it_was_given(
+    model: Path, tmp_path: Path, name: str, problem: str
+) -> None:
     (tmp_path / name).write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=rf"^--prompts {tmp_path / name} cannot be read \(.*\): check it$"):
+    with pytest.raises(UserError, match=rf"^--prompts: {tmp_path / name} {problem}$"):
         generate_answers(model, tmp_path / name, tmp_path / "a.jsonl", device="cpu")
 
 

@@ -54,6 +54,8 @@ def test_every_cell_equals_pruning_by_hand(source: Path, tmp_path: Path) -> None
     written = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert written == result.to_json()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.json", "compare.png", "compare.svg"}
+    drawn = (tmp_path / "out" / "compare.svg").read_text()
+    assert f">{source.name}<" in drawn and str(source.parent) not in drawn  # figures are published
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(result.render())
     text_table = console.export_text()
@@ -66,6 +68,23 @@ def test_layers_of_different_sizes_are_compared_too(source: Path) -> None:
     pruned = dwindle.prune(source, "30k", selection="global", sequences=4, seq_len=24, data=["pydoc:train"])
     assert cell.shape == pruned.to_json()["shape"] and not pruned.structure.is_uniform
     assert cell.loss == pytest.approx(loss_of(pruned.model, source), rel=1e-5)
+
+
+def test_accuracies_are_those_of_eval(source: Path, tmp_path: Path) -> None:
+    """Of questions and of generated answers; a perplexity is no accuracy, and is refused before anything is loaded."""
+    piqa = [{"goal": f"to cut {n}", "sol1": "use a knife", "sol2": "wait", "label": n % 2} for n in range(4)]
+    asked = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(6)]
+    for name, rows in {"piqa.validation": piqa, "exact_match.test": asked[5:], "exact_match.dev": asked[:5]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks, data = ["piqa", "exact_match"], [str(tmp_path)]
+    found = compare(source, metrics=["magnitude"], to=["10%"], tasks=tasks, task_data=data, **SMALL)
+    pruned = dwindle.prune(source, "90%", metric="magnitude")
+    for model, scores in ((dwindle.load(source), found.tasks), (pruned, found.cells[0].tasks)):
+        right = dwindle.evaluate(model, tasks, data=data)  # type: ignore[arg-type]
+        assert scores == {"piqa": right.tasks[0].value, "exact_match": right.generated[0].value}
+    (tmp_path / "wikitext-2-raw.test.txt").write_text(" = Ice = \n Ice melts . \n")
+    with pytest.raises(UserError, match=r"^--tasks: wikitext has no accuracy"):
+        compare(source, metrics=["magnitude"], tasks=["piqa", "wikitext"], task_data=data, **SMALL)
 
 
 def loss_of(model: Any, source: Path) -> float:

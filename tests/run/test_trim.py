@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from dwindle.core.errors import UserError
 from dwindle.core.quality import read_quality
 from dwindle.core.run_directory import RunDirectory
 from dwindle.core.sizes import format_count
+from dwindle.core.terminal import PlainConsole
 from dwindle.data.text_windows import validation_windows
+from dwindle.data.tokenizing import split_text
+from dwindle.data.vocabulary import HeldOut
 from dwindle.pruning.ledger import read_ledger
 from dwindle.run.judging import source_bits_per_byte
 from dwindle.run.plan import make_plan
@@ -49,6 +54,12 @@ def recipe(place: Path, **tables: Any) -> Any:
         "checkpoint": {"every": 4, "keep_last": 9},
     }
     return tiny_recipe(place, steps=8, sequences=4, **given | tables)
+
+
+def shown(result: Any) -> str:
+    out = io.StringIO()
+    PlainConsole(width=200, file=out).print(result.render())
+    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +99,57 @@ def test_the_written_model(place: Path) -> None:
         make_plan(settings)
     again = dwindle.replay(place / "model", out)
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), smaller.model.parameters(), strict=True))
+
+
+def test_it_is_measured_on_parts_of_its_text_that_are_not_counted(place: Path, tmp_path: Path) -> None:
+    """Every eighth passage of 2,000 characters: bits per byte by a plain loop, tokens as counted on the rest."""
+    lines = [
+        f"{number:04d} {'abcdefgh'[number // 20 % 8] * 8} for f in range(x): return".ljust(99) for number in range(640)
+    ]
+    passages = ["\n".join(lines[at : at + 20]) + "\n" for at in range(0, 640, 20)]
+    held = passages[7::8]
+    text, rest = tmp_path / "books.txt", tmp_path / "rest.txt"
+    text.write_text("".join(passages))
+    rest.write_text("".join(passage for passage in passages if passage not in held))
+    result = dwindle.trim(place / "model", 384, text=[str(text)])
+    kept = dwindle.trim(place / "model", 384, text=[str(rest)], measure=False).vocabulary.kept
+    whole = dwindle.trim(place / "model", 384, text=[str(text)], data=["pydoc:valid"])
+    assert list(result.vocabulary.kept) == list(kept)
+    found = result.quality
+    assert found is not None and (found.text, found.bytes, found.held_out) == (["books.txt"], 4 * 2000, True)
+    assert whole.quality is not None and whole.quality.text == ["pydoc:valid"]
+    for (model, tokenizer), bits in ((dwindle.load(place / "model"), found.source_bits), (result, found.result_bits)):
+        nats = 0.0
+        for passage in held:
+            ids = [tokenizer.bos_token_id or tokenizer.eos_token_id, *tokenizer(passage).input_ids]
+            length = model.config.max_position_embeddings
+            for at in range(0, len(ids) - 1, length):
+                end = min(at + length, len(ids) - 1)
+                start = max(end - length, 0) if at else 0
+                with torch.no_grad():
+                    logits = model(torch.tensor([ids[start:end]])).logits[0, at - end :].double()
+                nats -= float(log_softmax(logits, -1)[range(end - at), ids[at + 1 : end + 1]].sum())
+        assert bits == pytest.approx(nats / 8000 / math.log(2), abs=1e-5)
+    again = dwindle.trim(place / "model", 384, text=[str(text)], data=[str(text)])
+    assert again.quality == found  # a text is never measured on what was counted
+    assert "(on 8,000 held-out bytes of books.txt)" in str(shown(result))
+    text.write_text("def f(x): return x\n" * 9)
+    short = dwindle.trim(place / "model", 384, text=[str(text)]).quality
+    assert short is not None and (short.bytes, short.held_out) == (9 * 19, False)
+
+
+def test_held_out_passages_are_spread_evenly() -> None:
+    """Every n-th passage, n a power of two times eight, as few as needed; the documents pass through."""
+    chance = random.Random(0)
+    for _ in range(200):
+        sizes = [chance.choice([1, 10, 500, 2500, 9000]) for _ in range(chance.randrange(60))]
+        documents = ["".join(chance.choices("ab \n", k=size)) for size in sizes]
+        held = HeldOut(6000)
+        assert list(held.watched(documents)) == documents
+        passages, every = [passage for text in documents for passage in split_text(text, 2000)], 8
+        while sum(map(len, passages[every - 1 :: every])) > 6000:
+            every *= 2
+        assert held.passages == passages[every - 1 :: every]
 
 
 def test_the_teacher_is_restricted_and_renormalised(place: Path) -> None:

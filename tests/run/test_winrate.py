@@ -152,6 +152,24 @@ def test_a_summary_counts_what_there_is() -> None:
     assert "do not rely on it" in shown(summarise(equal, judge_pairs(judge, equal), names=("a", "b"), judge=judge))
 
 
+def test_verdicts_of_unknown_ids_are_reported(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "_LEAST_MASS", 0.0)
+    a = write_answers(tmp_path / "a.jsonl", dict.fromkeys(range(5), "long answer"))
+    b = write_answers(tmp_path / "b.jsonl", dict.fromkeys(range(1, 7), "short"))
+    people = tmp_path / "people.jsonl"
+    named = [1, 2, "2", 0, "three", 98, 99]  # "2" is a text, and only one file has an answer to 0
+    people.write_text("".join(json.dumps({"id": one, "verdict": "A"}) + "\n" for one in named))
+    line = "verdicts without answers of both: 5, of the ids '2', 0, 'three', 98 …"
+    for found in (
+        win_rate(a, b, people),
+        win_rate(a, b, place / "model", calibrate=people, device="cpu"),
+    ):
+        assert found.unknown_ids == found.to_json()["unknown_ids"] == ["2", 0, "three", 98, 99]
+        assert line in shown(found)
+    assert win_rate(a, b, people, limit=1).unknown_ids == []  # those of other prompts are there, too
+    assert "without answers" not in shown(win_rate(a, b, write_verdicts(tmp_path / "known.jsonl", {1: "A"})))
+
+
 def test_verdicts_of_people(tmp_path: Path) -> None:
     a = write_answers(tmp_path / "a.jsonl", dict.fromkeys(range(5), "long answer"))
     b = write_answers(tmp_path / "b.jsonl", dict.fromkeys(range(1, 7), "short"))
@@ -159,12 +177,16 @@ def test_verdicts_of_people(tmp_path: Path) -> None:
     found = win_rate(a, b, file)
     assert (found.num_pairs, found.num_without_verdict) == (4, 1) and found.first_share is None
     assert (found.wins, found.ties, found.losses) == (1, 1, 1) and found.win_rate.value == 0.5
-    assert found.mean_length == (11, 5)
+    assert found.mean_length == (11, 5) and found.num_unpaired == (1, 2)
+    assert "left out: 1 answers of A alone, 2 of B alone" in shown(found)
+    assert "left out" not in shown(win_rate(a, a, file))
     for line, message in {
+        '{"id": true, "verdict": "A"}': "line 1: needs an id and a verdict, A, B or tie",
         '{"id": 1, "verdict": "C"}': "line 1: needs an id and a verdict, A, B or tie",
         '{"id": 1, "verdict": "A"}\n{"id": 1, "verdict": "A"}': "line 2: the id 1 is there twice",
         "": "has no verdicts",
-        '{"id": 99, "verdict": "A"}': "said neither A nor B for any of 4 pairs",
+        '{"id": 99, "verdict": "A"}': "none of its ids has answers of both",
+        '{"id": "1", "verdict": "A"}': "none of its ids has answers of both: check the ids, such as '1'",
     }.items():
         (tmp_path / "bad.jsonl").write_text(line + "\n")
         with pytest.raises(UserError, match=message):

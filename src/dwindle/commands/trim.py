@@ -19,7 +19,9 @@ def trim(
     vocab: Annotated[str, typer.Option(help=described(VocabularyConfig, "size", required=True))],
     out: Annotated[str, typer.Option(help="Directory to write.")],
     text: Annotated[list[str] | None, typer.Option(help=described(VocabularyConfig, "text"))] = None,
-    data: Annotated[list[str] | None, typer.Option(help="Text to measure on; default: CPython's docs.")] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to measure on; default: parts of --text, else CPython's docs.")
+    ] = None,
     measure: Annotated[bool, typer.Option(help="Measure source and result in bits per byte.")] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace an existing model directory.")] = False,
     as_json: Json = False,
@@ -32,7 +34,7 @@ def trim(
         vocab,
         text=text or [],
         out=out,
-        data=data or ["pydoc:valid"],
+        data=data or [],
         measure=measure,
         overwrite=overwrite,
     )

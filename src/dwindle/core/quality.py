@@ -94,10 +94,10 @@ class Quality:
         bits = from_to(self.source_bits, self.result_bits)
         return f"bits per byte {bits}" if bits else ""
 
-    def measured_on(self) -> str:
+    def measured_on(self, unit: Literal["tokens", "bytes"] = "tokens") -> str:
         """``4,080 held-out tokens of pydoc``."""
-        kind = "held-out tokens" if self.held_out else "tokens (too few to hold any out)"
-        return f"{self.tokens:,} {kind} of {', '.join(self.text)}"
+        kind = f"held-out {unit}" if self.held_out else f"{unit} (too few to hold any out)"
+        return f"{getattr(self, unit):,} {kind} of {', '.join(self.text)}"
 
     def add_samples(self, which: Literal["source", "result"], texts: Sequence[str]) -> None:
         """The continuations of one model; of a sharded model there are none."""

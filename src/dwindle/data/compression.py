@@ -17,6 +17,8 @@ _INPUT_BYTES = 1 << 12
 _MAX_RATIO = 250
 _TRUSTED_BYTES = 1 << 26
 _MAX_XZ_MEMORY = 1 << 28
+_MAX_ZST_WINDOW = 1 << 31
+"""The longest there is (``zstd --long=31``); memory is used as far as the text fills it."""
 
 
 class CorruptError(Exception):
@@ -40,14 +42,16 @@ def open_compressed(raw: io.BufferedReader, compression: str | None, label: str)
 def _zstd(raw: io.BufferedReader, label: str) -> io.RawIOBase:
     try:
         standard: Any = importlib.import_module("compression.zstd")  # Python 3.14
-        return _Frames(raw, standard.ZstdDecompressor, standard.ZstdError)
+        longest = {standard.DecompressionParameter.window_log_max: _MAX_ZST_WINDOW.bit_length() - 1}
+        return _Frames(raw, lambda: standard.ZstdDecompressor(options=longest), standard.ZstdError)
     except ModuleNotFoundError:
         pass
     try:
         import zstandard
     except ImportError as error:
         raise UserError(f"{label} needs the zstandard package: pip install zstandard") from error
-    return _Frames(raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError)
+    decoder = zstandard.ZstdDecompressor(max_window_size=_MAX_ZST_WINDOW)
+    return _Frames(raw, decoder.decompressobj, zstandard.ZstdError)
 
 
 class _Measured(io.RawIOBase):

@@ -32,6 +32,8 @@ PYDOC_IDS = {"pydoc": None, "pydoc:train": "train", "pydoc:valid": "valid"}
 ACCEPTED = ".txt, .jsonl (each also .gz, .xz, .zst), .parquet, hf:org/name, pydoc"
 INDEX_NAME = "index.json"
 
+_TEXT_TYPES = ("string", "large_string", "string_view")
+"""Of a column of Parquet, or of the categories in it."""
 _SPLIT_NAMES = ("train", "validation", "valid", "dev", "test")
 
 
@@ -137,7 +139,7 @@ class TextInput(ABC):
     def _text_of(self, record: dict[str, Any], field: str, line: int | None = None) -> str:
         if field not in record:
             raise self._error(_no_field(field, record), line)
-        text = record[field]
+        text = "" if record[field] is None else record[field]
         if not isinstance(text, str):
             raise self._error(f"has a field {field!r} that is not text", line)
         return without_lone_surrogates(text)
@@ -188,11 +190,11 @@ class FileInput(TextInput):
         return f"is not UTF-8 text but {known}: convert it with iconv -f {encoding} -t utf-8 {place} > {out}"
 
     @contextmanager
-    def _open_text(self) -> Iterator[io.TextIOWrapper]:
+    def _open_text(self, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
         with self._named_errors(), self.path.open("rb") as raw:
             counted: io.BufferedReader = io.BufferedReader(_Counted(raw, self), buffer_size=1 << 17)
             binary = open_compressed(counted, self.compression, f"{self.option}: {self.name}")
-            yield io.TextIOWrapper(binary, encoding="utf-8-sig")
+            yield io.TextIOWrapper(binary, encoding="utf-8-sig", newline=newline)
 
 
 class _Counted(io.RawIOBase):
@@ -221,6 +223,11 @@ class PlainTextInput(FileInput):
     def _texts(self) -> Iterator[str]:
         with self._open_text() as file:
             yield file.read()
+
+    def whole(self) -> str:
+        """The text with its line ends as they are."""
+        with self._open_text(newline="") as file:
+            return file.read()
 
     def beginning(self, num_chars: int) -> tuple[list[str], float]:
         """At most ``num_chars`` characters of the file are read."""
@@ -266,13 +273,12 @@ class ParquetInput(FileInput):
             if self.text_field not in columns:
                 raise self._error(_no_field(self.text_field, columns))
             kind = file.schema_arrow.field(self.text_field).type
-            if not (types.is_string(kind) or types.is_large_string(kind)):
+            if str(kind.value_type if types.is_dictionary(kind) else kind) not in _TEXT_TYPES:
                 raise self._error(f"has a column {self.text_field!r} of {kind}, not text")
             for batch in file.iter_batches(batch_size=1024, columns=[self.text_field]):
                 for text in batch.column(0).to_pylist():
                     self.position += 1
-                    if text is not None:
-                        yield text
+                    yield text or ""
 
     def records(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with self._opened() as (file, _):
@@ -294,6 +300,8 @@ class ParquetInput(FileInput):
             with pyarrow.parquet.ParquetFile(self.path) as file:
                 self.total = file.metadata.num_rows
                 yield file, pyarrow.types
+        except UnicodeDecodeError as error:
+            raise self._error("holds text that is not UTF-8: write it again") from error
         except (pyarrow.ArrowException, OSError) as error:
             raise self._error(f"is damaged or not Parquet ({first_line(error)}): fetch it again") from error
 

@@ -38,7 +38,6 @@ class TaskEvaluator(Callback):
         self.tokenizer = tokenizer
         self.every = every
         self.batch = batch
-        self.last: dict[str, float] = {}
 
     def on_start(self, trainer: Trainer) -> None:
         if any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters()):
@@ -59,23 +58,12 @@ class TaskEvaluator(Callback):
             precision=trainer.precision,
             quiet=True,
         )
-        self.last = {f"tasks/{task.task}": task.value for task in result.tasks}
-        self.last |= {f"tasks/{one.task}": one.value for one in result.generated}
-        self.last |= {f"tasks/{text.name}": text.bits_per_byte for text in result.texts}
+        scores = {f"tasks/{name}": value for name, value in result.scores().items()}
+        scores |= {f"tasks/{text.name}": text.bits_per_byte for text in result.texts}
         if (average := result.average()) is not None:
-            self.last["tasks/average"] = average
-        trainer.extra_metrics |= self.last
+            scores["tasks/average"] = average
+        trainer.extra_metrics |= scores
         trainer.extra_times["tasks"] = result.seconds
-        trainer.notes["tasks"] = self._note(average)
-
-    def _note(self, average: float | None) -> str:
-        if average is not None:
-            return f"{100 * average:.1f}"
-        name, value = next(iter(self.last.items()))
-        return f"{name.removeprefix('tasks/')} {value:.3f}"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": self.last}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.last = {str(name): float(value) for name, value in state["last"].items()}
+        name, value = next(iter(scores.items()))
+        note = f"{name.removeprefix('tasks/')} {value:.3f}" if average is None else f"{100 * average:.1f}"
+        trainer.notes["tasks"] = note

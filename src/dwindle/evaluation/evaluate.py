@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from dwindle.distributed.precision import Precision, is_bf16
 from dwindle.evaluation.config import EngineName, EvalConfig, SamplingConfig
 from dwindle.evaluation.data import TaskData, check_places, load_task
 from dwindle.evaluation.encoding import Encoder, Pair, max_length_of, rolling_windows
-from dwindle.evaluation.engines import EvalEngine, OwnEngine
+from dwindle.evaluation.engines import EvalEngine, OwnEngine, Scored
 from dwindle.evaluation.generation import TransformersAnswerer
 from dwindle.evaluation.generation_tasks import (
     GENERATION_TASKS,
@@ -36,12 +38,14 @@ from dwindle.evaluation.generation_tasks import (
     score_answers,
 )
 from dwindle.evaluation.in_memory import in_memory, load_with_tokenizer
-from dwindle.evaluation.metrics import Accuracy, perplexity
+from dwindle.evaluation.metrics import Accuracy, accuracy, perplexity
 from dwindle.evaluation.perplexity import TextData, load_text, load_wikitext, text_names
 from dwindle.evaluation.prompts import read_chats
 from dwindle.evaluation.results import EvalResult, TaskResult, TextResult
 from dwindle.evaluation.tasks import FEW_SHOT_TASKS, TASKS, WIKITEXT, resolve_tasks
 from dwindle.sources.loading import Loaded, check_source, chosen_device, model_in
+
+_NAN = "a log-likelihood is not a number (NaN)"
 
 
 @dataclass(slots=True)
@@ -188,8 +192,8 @@ def evaluate_model(
     for task in data.tasks:
         usable, pairs = _encode(encoder, task, length)
         scored = worker.score_questions(usable, pairs)
-        result.tasks.append(_task_result(usable, scored.accuracy))
         lines += _item_lines(usable, scored.loglikelihoods) if items is not None else []
+        result.tasks.append(_task_result(*_measured(usable, scored)))
     result.texts = [_measure_text(worker, encoder, text, length) for text in data.texts]
     for generated in data.generated:
         answerer = TransformersAnswerer(
@@ -262,31 +266,41 @@ def _task_result(data: TaskData, accuracy: Accuracy) -> TaskResult:
     )
 
 
+def _measured(data: TaskData, scored: Scored) -> tuple[TaskData, Accuracy]:
+    """Without the items that have no answer: the largest number beside NaN is the first NaN."""
+    fits = [not any(map(math.isnan, scores)) for scores in scored.loglikelihoods]
+    if all(fits):
+        return data, scored.accuracy
+    kept = data.only(fits, _NAN)
+    if not kept.items:
+        raise _no_number(data.task.name)
+    return kept, accuracy([item.question for item in kept.items], list(compress(scored.loglikelihoods, fits)))
+
+
+def _no_number(name: str) -> UserError:
+    return UserError(f"{name}: cannot be scored ({_NAN}): the model is damaged, or overflows in its dtype")
+
+
 @no_garbage_collection()
 def _encode(encoder: Encoder, data: TaskData, max_length: int) -> tuple[TaskData, list[list[Pair]]]:
     """Tokens of every item; items that the model cannot score are skipped and counted."""
     flat = iter(encoder.pairs([request for item in data.items for request in item.question.requests]))
-    kept = TaskData(data.task, [], [], data.shot_documents, **data.about())
-    pairs: list[list[Pair]] = []
-    for item, document in zip(data.items, data.documents, strict=True):
-        own = [next(flat) for _ in item.question.requests]
-        if all(context and 0 < len(continuation) <= max_length for context, continuation in own):
-            kept.items.append(item)
-            kept.documents.append(document)
-            pairs.append(own)
-        else:
-            kept.skip(f"item {item.index}: a choice has no tokens, or more than {max_length}")
-    if not pairs:
+    pairs = [[next(flat) for _ in item.question.requests] for item in data.items]
+    fits = [all(context and 0 < len(answer) <= max_length for context, answer in own) for own in pairs]
+    kept = data.only(fits, f"a choice has no tokens, or more than {max_length}")
+    if not kept.items:
         raise UserError(f"--data: no item of {data.task.name} fits this model ({kept.skipped[0]}): check the file")
-    return kept, pairs
+    return kept, list(compress(pairs, fits))
 
 
 def _measure_text(engine: EvalEngine, encoder: Encoder, data: TextData, max_length: int) -> TextResult:
     tokens = encoder.texts(data.texts)
     windows = [rolling_windows(tokens[text], encoder.required_prefix, max_length) for text in data.texts]
     num_tokens = sum(len(tokens[text]) for text in data.texts)
+    if math.isnan(loglikelihood := sum(engine.score_texts(data, windows))):
+        raise _no_number(data.name)
     found = perplexity(
-        sum(engine.score_texts(data, windows)),
+        loglikelihood,
         num_words=data.num_words,
         num_bytes=data.num_bytes,
         num_tokens=num_tokens,

@@ -22,7 +22,7 @@ from dwindle.evaluation.data import json_lines
 from dwindle.evaluation.encoding import max_length_of
 from dwindle.evaluation.in_memory import load_with_tokenizer
 from dwindle.evaluation.preferences import Outcome
-from dwindle.evaluation.prompts import Message, chat_ids
+from dwindle.evaluation.prompts import Message, chat_ids, is_id
 from dwindle.evaluation.sampling import BatchDecoder
 from dwindle.evaluation.tasks import BrokenItem
 from dwindle.sources.fingerprint import source_fingerprint
@@ -225,7 +225,7 @@ def read_verdicts(path: Path) -> dict[int | str, Outcome]:
     names: Mapping[str, Outcome] = {"a": "A", "b": "B", "tie": "tie"}
     for label, row in json_lines(path, "verdicts"):
         verdict = None if isinstance(row, BrokenItem) else names.get(str(row.get("verdict")).lower())
-        if verdict is None or not isinstance(row.get("id"), (int, str)):
+        if verdict is None or not is_id(row.get("id")):
             raise UserError(f"{path}, {label}: needs an id and a verdict, A, B or tie: correct the line")
         if row["id"] in found:
             raise UserError(f"{path}, {label}: the id {row['id']!r} is there twice: remove one")
@@ -263,9 +263,3 @@ def request_text(messages: Sequence[Message]) -> str:
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def no_verdicts(judge: str, num_pairs: int) -> UserError:
-    return UserError(
-        f"--judge {judge}: said neither A nor B for any of {num_pairs} pairs: choose a judge that follows instructions"
-    )

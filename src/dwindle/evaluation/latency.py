@@ -23,6 +23,7 @@ from rich.table import Column, Table
 
 from dwindle.core.errors import UserError
 from dwindle.core.files import folder_size
+from dwindle.core.names import public_name
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import at_least, format_bytes, format_count
@@ -294,9 +295,10 @@ def _outside(whole: list[float], single: list[float], num_layers: int) -> float 
 
 
 def named_models(models: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """File names if they are unique, else full paths; a model given twice (to see the noise) is numbered."""
+    """Names without their folders if they are unique, else full paths; a model given twice (to see the noise) is
+    numbered."""
     paths = [os.fspath(model) for model in models]
-    short = [Path(path).name or path for path in paths]
+    short = [Path(public_name(path)).name or path for path in paths]  # of a run's model the run's
     names = short if len(set(short)) == len(set(paths)) else paths
     named: dict[str, Any] = {}
     for name, path in zip(names, paths, strict=True):

@@ -32,11 +32,6 @@ class Prompt:
     messages: tuple[Message, ...]
     later_turns: tuple[str, ...] = ()
 
-    @property
-    def text(self) -> str:
-        """Only the last message, for models that continue plain text."""
-        return self.messages[-1]["content"]
-
 
 def read_prompts(path: Path, *, limit: int | None = None, joint: str = "\n\n") -> list[Prompt]:
     """The prompts of a ``.jsonl`` file (also compressed), or of a ``.txt`` file with one per line.

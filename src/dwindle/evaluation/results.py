@@ -97,6 +97,10 @@ class EvalResult(Shown):
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 
+    def scores(self) -> dict[str, float]:
+        """The main metric of every task."""
+        return {one.task: one.value for one in self.tasks} | {one.task: one.value for one in self.generated}
+
     def task(self, name: str) -> TaskResult | None:
         return next((result for result in self.tasks if result.task == name), None)
 

@@ -235,44 +235,22 @@ def _boolq_label(document: Document) -> Document:
     return {**document, "label": int(document["answer"])}
 
 
-_ARC_FIELDS = ("question", "choices", "answerKey")
 _ANSWER = "\\n"  # a line break as shown in prompt formats
+
+
+def _arc_task(name: str, title: str, metric: Metric, config: str) -> Task:
+    dataset = Dataset(
+        (name,), ("test", "validation"), ("allenai/ai2_arc", config), f"ai2_arc/{config}", f"{name}/test_rc_5shot"
+    )
+    prompt, fields = f"Question: {{question}}{_ANSWER}Answer: {{choice}}", ("question", "choices", "answerKey")
+    return Task(name, title, metric, prompt, dataset, fields, _arc, _from_query("question"))
+
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task(
-            "arc_challenge",
-            "ARC-c",
-            "acc_norm",
-            f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Dataset(
-                ("arc_challenge",),
-                ("test", "validation"),
-                ("allenai/ai2_arc", "ARC-Challenge"),
-                "ai2_arc/ARC-Challenge",
-                "arc_challenge/test_rc_5shot",
-            ),
-            _ARC_FIELDS,
-            _arc,
-            _from_query("question"),
-        ),
-        Task(
-            "arc_easy",
-            "ARC-e",
-            "acc",
-            f"Question: {{question}}{_ANSWER}Answer: {{choice}}",
-            Dataset(
-                ("arc_easy",),
-                ("test", "validation"),
-                ("allenai/ai2_arc", "ARC-Easy"),
-                "ai2_arc/ARC-Easy",
-                "arc_easy/test_rc_5shot",
-            ),
-            _ARC_FIELDS,
-            _arc,
-            _from_query("question"),
-        ),
+        _arc_task("arc_challenge", "ARC-c", "acc_norm", "ARC-Challenge"),
+        _arc_task("arc_easy", "ARC-e", "acc", "ARC-Easy"),
         Task(
             "boolq",
             "BoolQ",

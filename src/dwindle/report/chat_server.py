@@ -15,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dwindle.core.config import from_dict
 from dwindle.core.errors import UserError
+from dwindle.core.names import short_names
 from dwindle.core.reading import parse_json
 from dwindle.data.readers import without_lone_surrogates
 from dwindle.evaluation.config import LONG_ANSWER, SamplingConfig
@@ -90,11 +92,21 @@ class ChatServer(LoopbackServer):
         super().__init__(port, _Handler)
 
 
+def _headings(names: Sequence[str]) -> list[str]:
+    """What distinguishes the models: the ends of their paths, and of a run's model the run."""
+    if not all(re.fullmatch(r"[\w .~/-]+", name) for name in names):
+        return [*names]
+    return short_names([Path(re.sub(r"/(model/?)?$", "", name) or name) for name in names])
+
+
 def render_chat(models: Sequence[ChatModel], config: SamplingConfig, system: str = "") -> str:
     """The page; text of models and users only ever becomes text nodes."""
     settings = config.model_dump(include=set(SamplingConfig.model_fields))
     settings["tokens"] = settings["tokens"] or LONG_ANSWER
-    data = {"models": [asdict(model.facts) for model in models], "settings": settings, "system": system}
+    facts = [asdict(model.facts) for model in models]
+    for fact, name in zip(facts, _headings([fact["name"] for fact in facts]), strict=True):
+        fact["shown"] = name
+    data = {"models": facts, "settings": settings, "system": system}
     return self_contained(
         "chat",
         json.dumps(data).encode(),

@@ -284,7 +284,7 @@ def _tasks(run: Run) -> Figure | None:
         panel.series.append(line(name.removeprefix("tasks/"), f"task{place}", x, y, style="dots"))
     panels = [panel for panel in (shares, others) if panel.series]
     left = len(names) - MAX_TASKS
-    caption = "Evaluated during training." + (f" {left} more in {METRICS}." if left > 0 else "")
+    caption = "Scores of the model on its way." + (f" {left} more in {METRICS}." if left > 0 else "")
     return (
         Figure("tasks", "Evaluation during training", caption, "tokens", "count", panels, wide=True) if panels else None
     )

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,6 +123,14 @@ class Compaction:
         return ", ".join(f"{name} {' to '.join(f'{n:,}' for n in size)}" for name, size in self.sizes.items())
 
 
+class Trimmed(NamedTuple):
+    """Tokens that were kept, those of the source, and the parameters that are left before anything is pruned."""
+
+    kept: int
+    rows: int
+    parameters: float
+
+
 @dataclass(slots=True)
 class Prunes:
     """Prune events as columns; ``kinds`` are indices into KINDS, missing saliencies are NaN."""
@@ -153,6 +161,8 @@ class LedgerLog:
         self.prunes = Prunes()
         self.allocations: list[list[float]] = []
         """Importance of every layer, per iteration (method adapt)."""
+        self.trimmed: Trimmed | None = None
+        """What is left if tokens were removed."""
         self.gone: dict[str, list[set[int]]] = {kind: [] for kind in KINDS}
         """Removed indices: a set per layer (attn, ffn; of layer 0 for attention, 1 for the FFN), or one set (stem)."""
 
@@ -184,8 +194,14 @@ class LedgerLog:
             self.compactions.append(Compaction(int(record["step"]), int(record["tokens"]), sizes))
         elif event == "allocation":
             self.allocations.append([np.nan if value is None else float(value) for value in record["importance"]])
+        elif event == "vocabulary":
+            num_kept = sum(last - first + 1 for first, last in record["kept"])
+            kept, rows, left = (number(value) for value in (num_kept, record["rows"], record["parameters"]))
+            if kept is None or rows is None or left is None:
+                return False
+            self.trimmed = Trimmed(int(kept), int(rows), left)
         else:
-            return event in ("vocabulary", "resume")  # tokens that were removed, settings that a resumed run changed
+            return event == "resume"  # settings that a resumed run changed
         return True
 
     def _prune(self, record: Record) -> None:

@@ -35,10 +35,10 @@ def overlay(runs: Sequence[Run], names: Sequence[str] = ()) -> Figure:
     for place, (run, name) in enumerate(zip(runs, given, strict=True)):
         for panel, series in zip(panels, _lines(run, name, f"task{place}"), strict=True):
             panel.series += series
-    if all(len(series.x) >= MIN_CURVE for series in panels[0].series) and len(panels[0].series) == len(runs):
+    if all(len(series.x) >= MIN_CURVE for series in panels[0].series) and len(panels[0].series) == len(
+        panels[1].series
+    ):
         del panels[1]  # curves of held-out text say the same, and more
-    else:
-        panels[0].legend = False
     if panels[0].series:
         _add_source(panels[0], runs)
     shown = [panel for panel in panels if panel.series]

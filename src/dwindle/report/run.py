@@ -71,8 +71,9 @@ class Run:
 
     @property
     def parameters_after(self) -> float | None:
-        prunes = self.ledger.prunes.parameters
-        return prunes[-1] if prunes else self.metrics.last("parameters") or self.parameters_before
+        prunes, trimmed = self.ledger.prunes.parameters, self.ledger.trimmed
+        unpruned = self.parameters_before if trimmed is None else trimmed.parameters
+        return prunes[-1] if prunes else self.metrics.last("parameters") or unpruned
 
     @property
     def source_loss(self) -> float | None:

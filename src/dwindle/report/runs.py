@@ -85,13 +85,15 @@ def _row(path: Path, root: Path) -> RunRow:
     run = RunDirectory(path)
     recipe = parse_recipe(recipe_text(run))
     first = _first_record(run.history)
-    prunes = _last_records(run.history, lambda record: record.get("event") in ("prune", "rotate"))
+    prunes = _last_records(run.history, lambda record: record.get("event") in ("vocabulary", "prune", "rotate"))
     steps = _last_records(run.metrics, lambda record: number(record.get("step")) is not None)
     last = steps[-1] if steps else {}
     valid, source_valid = (_last(steps, name) for name in ("valid_loss", "source_valid_loss"))
     left = prunes[-1].get("parameters") if prunes else last.get("parameters", first.get("parameters"))
     source = setting(recipe, "source", "model") or first.get("source") or ""
     status: str = run.status
+    if status == "pruned" and prunes and prunes[-1]["event"] == "vocabulary":
+        status = "trimmed"
     if status == "finished" and target_missed(recipe, first, number(left), read_structure(run)):
         status = MISSED
     return RunRow(

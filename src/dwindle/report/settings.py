@@ -31,7 +31,7 @@ _ASIDE = {
 
 
 def settings_of(recipe: Mapping[str, Any], source: Record) -> Settings:
-    """Settings of the recipe; the ledger's ``source`` event adds the metric or, without a recipe, all its options."""
+    """Settings of the recipe; the ledger's ``source`` event adds what the recipe left open, or all without one."""
     found = {
         f"{section}.{key}": value
         for section, table in recipe.items()
@@ -40,8 +40,7 @@ def settings_of(recipe: Mapping[str, Any], source: Record) -> Settings:
     }
     options = source.get("options")
     if isinstance(options, dict):
-        told = options if not recipe else {"metric": options.get("metric")}
-        found |= {f"prune.{k}": v for k, v in told.items() if v is not None and not found.get(f"prune.{k}")}
+        found |= {f"prune.{k}": v for k, v in options.items() if v is not None and not found.get(f"prune.{k}")}
     return {key: value for key, value in found.items() if key not in _ASIDE and not isinstance(value, dict)}
 
 

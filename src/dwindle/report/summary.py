@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dwindle import __version__
+from dwindle.core.run_directory import MODELS
 from dwindle.core.sizes import format_range
 from dwindle.report.architecture import ArchitectureView
 from dwindle.report.figures import build_figures
@@ -22,7 +23,7 @@ def summarise(run: Run, *, published: bool = False) -> dict[str, Any]:
 
     ``published`` adds the run's cost beside that of the paper.
     """
-    view = run.architecture
+    view, is_whole = run.architecture, run.never_prunes or (run.status in MODELS and not len(run.ledger.prunes))
     cost = cost_table(run) if published else None
     quality = run.quality
     return {
@@ -37,7 +38,7 @@ def summarise(run: Run, *, published: bool = False) -> dict[str, Any]:
         "removed": removed(run),
         "missing": run.missing(),
         "figures": [asdict(figure) for figure in build_figures(run)],
-        "architecture": None if view is None or run.never_prunes else _architecture(view),
+        "architecture": None if view is None or is_whole else _architecture(view),
         "tables": [asdict(table) for table in result_tables(run)],
         "cost": None if cost is None else asdict(cost),
         "recipe": run.recipe_text,
@@ -54,6 +55,8 @@ def fingerprint(encoded: bytes) -> str:
 
 
 def _status_text(run: Run) -> str:
+    if run.status == "pruned" and run.ledger.trimmed is not None and not len(run.ledger.prunes):
+        return "trimmed, not pruned"
     if run.status == "pruned":
         return "model of a run" if any(run.ledger.prunes.tokens) else "pruned without training"
     if run.status == "unpruned":

@@ -38,8 +38,10 @@ def verdict(run: Run) -> str:
         size = f"{source} with {format_count(after)} parameters, not pruned."
     else:
         size = (
-            f"{source} at {after / before:.1%} of its size: {format_count(after)} of {format_count(before)} parameters."
+            f"{source} at {after / before:.1%} of its size: {format_count(after)} of {format_count(before)} parameters"
         )
+        trimmed = run.ledger.trimmed
+        size += "." if trimmed is None else f", {trimmed.kept:,} of {trimmed.rows:,} tokens."
     return " ".join(part for part in (size, _target_text(run, after), _loss_text(run)) if part)
 
 
@@ -54,6 +56,9 @@ def _target_text(run: Run, after: float) -> str:
 
 def _loss_text(run: Run) -> str:
     source, result = run.source_loss, run.result_loss
+    bits = "" if run.quality is None else run.quality.bits()
+    if source is None and result is None:
+        return f"{_text_names(run)}: {bits}." if bits else ""
     if source is None or result is None:
         return "" if result is None else "The source was not measured on the same text."
     change = result - source
@@ -61,7 +66,7 @@ def _loss_text(run: Run) -> str:
     text = f"{_text_names(run)} it is {abs(change):.2f} nats per token {worse} the source"
     if max(source, result) < _MAX_PERPLEXITY_LOSS:
         text += f" (perplexity {_perplexity(source)} → {_perplexity(result)})"
-    if run.quality is not None and (bits := run.quality.bits()):
+    if bits:
         text += f"; with their own tokenizers {bits}"
     so_far = " so far" if run.status in ("running", "stopped") else ""
     trained = run.metrics.last("tokens") or any(run.ledger.prunes.tokens)
@@ -93,6 +98,8 @@ def tiles(run: Run) -> list[Tile]:
         share = "not pruned" if after == before else f"{after / before:.1%} of the source"
         label = "result" if run.status in ("finished", "pruned", "unpruned") else "so far"
         found.append(Tile(label, format_count(after), _and_loss(share, result)))
+    if run.ledger.trimmed is not None:
+        found.append(Tile("vocabulary", f"{run.ledger.trimmed.kept:,}", f"of {run.ledger.trimmed.rows:,} tokens"))
     if source is not None and result is not None:
         change = result - source
         tone: Tone = "good" if change <= NEEDS_TRAINING else "fair" if change <= 5 * NEEDS_TRAINING else "poor"
@@ -100,6 +107,9 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("loss against the source", f"{change:+.2f}", note, tone))
     elif (train := run.metrics.last("loss")) is not None and result is None:
         found.append(Tile("train loss", f"{train:.4f}", "nats per token; no held-out text"))
+    elif run.quality is not None and run.quality.source_bits is not None and run.quality.result_bits is not None:
+        first, last = round(run.quality.source_bits, 3), round(run.quality.result_bits, 3)
+        found.append(Tile("bits per byte", f"{last - first:+.3f}", f"{first:.3f}\u00a0→\u00a0{last:.3f}"))
     if (training := _training(run)) is not None:
         found.append(training)
     return found

@@ -30,6 +30,7 @@ from dwindle.core.errors import UserError
 from dwindle.core.figure import Figure, Panel, Series
 from dwindle.core.files import atomic_directory, refuse_existing
 from dwindle.core.json_safe import finite
+from dwindle.core.names import public_name
 from dwindle.core.notebook import Shown
 from dwindle.core.progress import Bar
 from dwindle.core.sizes import format_count, parse_count
@@ -174,6 +175,8 @@ def compare(
     if out is not None:
         _check_output(Path(out), overwrite, [source, *data, *valid])
     questions = load_data(tasks, task_data, limit=task_limit) if tasks else None
+    if questions is not None and questions.texts:
+        raise UserError(f"--tasks: {questions.texts[0].name} has no accuracy: name others; losses are those of --valid")
     loaded = load(source, device=device)
     needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, held_out = _windows(loaded, data, valid, config)
@@ -340,7 +343,7 @@ class _Work:
         if self.questions is None:
             return loss, {}
         found = evaluate_model(model, self.loaded.tokenizer, self.questions, quiet=True)
-        return loss, {task.task: task.value for task in found.tasks}
+        return loss, found.scores()
 
     def trained(self, metric: str, second_order: bool, target: Target) -> Any:
         """Pruning-aware pretraining from the source to the same target."""
@@ -413,5 +416,5 @@ def _figure(result: Comparison) -> Figure:
             style: Literal["dashed", "dots"] = "dashed" if cells[0].second_order else "dots"
             series.append(Series(name, f"task{metrics.index(cells[0].metric)}", x, y, style))
         panels.append(Panel(f"{title}, nats per token on held-out text", "number", series, height=2, legend=not panels))
-    title = result.model if result.complete else f"{result.model} (interrupted)"
+    title = public_name(result.model) + ("" if result.complete else " (interrupted)")
     return Figure("compare", title, "", "parameters removed", "percent", panels)

@@ -15,8 +15,9 @@ from dwindle.anatomy.anatomy import Anatomy, ParameterCount
 from dwindle.core.notebook import Shown
 from dwindle.core.quality import Quality, text_names
 from dwindle.core.terminal import right, titled
+from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.readers import read_documents
-from dwindle.data.vocabulary import vocabulary_of
+from dwindle.data.vocabulary import HeldOut, vocabulary_of
 from dwindle.data.vocabulary_config import VocabularyConfig
 from dwindle.evaluation.config import EvalConfig
 from dwindle.evaluation.evaluate import EvalData, evaluate_model
@@ -30,6 +31,7 @@ from dwindle.sources.vocabulary import Vocabulary
 
 _MEASURED_CHARS, _DOCUMENT_CHARS = 16_000, 2_000
 """Characters of the text that source and result are measured on, and of one of its documents."""
+_NO_TEXT = f"{DEFAULT_TEXT}:valid"
 
 
 @dataclass(slots=True, repr=False)
@@ -68,7 +70,7 @@ class Trimmed(Shown):
         for name, tokens, count in zip(("before", "after"), sizes, (self.before, self.after), strict=True):
             table.add_row(name, f"{tokens:,}", f"{count.total:,}", f"{count.embedding:,}")
         found = self.quality
-        cost = "" if found is None else f"{found.bits()} (on {found.bytes:,} bytes of {', '.join(found.text)})"
+        cost = "" if found is None else f"{found.bits()} (on {found.measured_on('bytes')})"
         return Group(titled(title, table), *filter(None, [cost]))
 
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
@@ -92,7 +94,7 @@ def trim(
     *,
     text: Sequence[str] = (),
     out: str | PathLike[str] | None = None,
-    data: Sequence[str] = ("pydoc:valid",),
+    data: Sequence[str] = (),
     measure: bool = True,
     overwrite: bool = False,
 ) -> Trimmed:
@@ -100,12 +102,14 @@ def trim(
 
     A BPE keeps its first merges, a unigram tokenizer its highest scores, or either the most frequent tokens of
     ``text``. Bytes, special and chat tokens stay, so every text can still be written; a removed token becomes the
-    tokens that it was made of. ``measure`` compares source and result in bits per byte on the beginning of ``data``.
+    tokens that it was made of. ``measure`` compares source and result in bits per byte: on the beginning of ``data``,
+    else on passages of ``text`` that are then not counted, without either on CPython's documentation.
     """
     if out is not None:
         check_output(out, overwrite=overwrite, sources=[fspath(source), *text, *data])
     config = VocabularyConfig(size=vocab, text=list(text))
-    vocabulary = vocabulary_of(source, config, key="--vocab", option="--text")
+    held_out = HeldOut(_MEASURED_CHARS) if measure and text and set(data) <= set(text) else None
+    vocabulary = vocabulary_of(source, config, key="--vocab", option="--text", held_out=held_out)
     assert vocabulary is not None
     loaded = load(source)
     smaller = trimmed(loaded, vocabulary)
@@ -119,7 +123,7 @@ def trim(
         before=before.count(before.source),
         after=after.count(after.source),
         ledger=first_events(loaded.source, after, options, vocabulary),
-        quality=_measured(loaded, smaller, data) if measure else None,
+        quality=_measured(loaded, smaller, data or text or [_NO_TEXT], held_out) if measure else None,
     )
     result.model.to(stored_dtype(loaded))
     if out is not None:
@@ -127,9 +131,10 @@ def trim(
     return result
 
 
-def _measured(source: Loaded, result: Loaded, data: Sequence[str]) -> Quality:
-    """Bits per byte of both on the same documents."""
-    texts = list(_beginning(data))
+def _measured(source: Loaded, result: Loaded, data: Sequence[str], held_out: HeldOut | None) -> Quality:
+    """Bits per byte of both on the same documents: what is held out, if anything, else the beginning."""
+    passages = [] if held_out is None else held_out.passages
+    texts = passages or list(_beginning(data))
     scored = EvalData(texts=[TextData("text", "the beginning of each document", texts, texts)])
     before, after = (
         evaluate_model(one.model, one.tokenizer, scored, config=EvalConfig(), name="").texts[0]
@@ -138,6 +143,7 @@ def _measured(source: Loaded, result: Loaded, data: Sequence[str]) -> Quality:
     return Quality(
         text_names(data),
         tokens=after.num_tokens,
+        held_out=held_out is None or bool(passages),
         bytes=after.num_bytes,
         source_bits=before.bits_per_byte,
         result_bits=after.bits_per_byte,

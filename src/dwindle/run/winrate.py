@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,9 @@ from dwindle.core.files import write_text_atomic
 from dwindle.core.json_safe import finite
 from dwindle.core.jsonl import json_line
 from dwindle.core.progress import Bar
-from dwindle.core.terminal import right
+from dwindle.core.terminal import plain, right
 from dwindle.evaluation.config import GenerateConfig
-from dwindle.evaluation.judges import (
-    Judge,
-    Pair,
-    load_judge,
-    no_verdicts,
-    open_judge,
-    read_verdicts,
-    request_text,
-)
+from dwindle.evaluation.judges import FileJudge, Judge, Pair, load_judge, open_judge, read_verdicts, request_text
 from dwindle.evaluation.preferences import VALUES, Agreement, Outcome, Rate, agreement, combined, outcome, rates
 from dwindle.evaluation.prompts import Chats, Message, read_chats
 from dwindle.run.answers import answers_header, generate_answers
@@ -39,6 +32,7 @@ from dwindle.sources.loading import check_source, chosen_device, model_in
 
 FORMAT = "dwindle-verdicts-2"
 TIE_MARGIN = 0.0
+_SHOWN_IDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +75,10 @@ class WinRate:
     consistency: float | None
     """Share of pairs with the same outcome in both orders."""
     calibration: Agreement | None = None
+    num_unpaired: tuple[int, int] = (0, 0)
+    """Answers of A and of B to prompts that the other did not answer."""
+    unknown_ids: list[int | str] = field(default_factory=list)
+    """Ids that people judged and that have no answers of both; not known with a limit."""
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = finite(asdict(self))
@@ -106,6 +104,11 @@ class WinRate:
         ]
         if self.num_without_verdict:
             lines.append(f"without a verdict: {self.num_without_verdict} more")
+        if any(self.num_unpaired):
+            lines.append(f"left out: {self.num_unpaired[0]} answers of A alone, {self.num_unpaired[1]} of B alone")
+        if self.unknown_ids:
+            some = ", ".join(map(repr, self.unknown_ids[:_SHOWN_IDS])) + " …" * (len(self.unknown_ids) > _SHOWN_IDS)
+            lines.append(plain(f"verdicts without answers of both: {len(self.unknown_ids)}, of the ids {some}"))
         if self.first_share is not None and self.consistency is not None:
             lines.append(
                 f"the answer shown first is preferred in {100 * self.first_share:.0f} % (50 without a position bias); "
@@ -156,15 +159,22 @@ def win_rate(
     given = None if calibrate is None else _given(Path(calibrate))
     chats = [_answers(source, side, prompts, folder, overwrite, common) for side, source in (("a", a), ("b", b))]
     every = make_pairs(*chats, names=(fspath(a), fspath(b)), limit=limit)
-    pairs = every if given is None else [pair for pair in every if pair.id in given]
-    if not pairs:
-        raise UserError(f"--calibrate {calibrate}: none of its ids has answers of both: check the ids")
+    pairs, ids = every, {pair.id for pair in every}
+    people = {f"--judge {judge}": opened.verdicts} if isinstance(opened, FileJudge) else {}
+    if given is not None:
+        pairs = [pair for pair in every if pair.id in given]
+        people[f"--calibrate {calibrate}"] = given
+    for option, named in people.items():
+        _check_ids(option, named, ids)
     judged_by = opened or load_judge(fspath(judge), device=chosen_device(device), dtype=config.dtype or "float32")
     journal = None if folder is None else _journal(folder, judged_by, every, overwrite)
     verdicts = judge_pairs(judged_by, pairs, journal)
     result = summarise(
         pairs, verdicts, names=(fspath(a), fspath(b)), judge=judged_by, tie_margin=tie_margin, seed=config.seed
     )
+    num_common = len(chats[0].keys() & chats[1].keys())
+    result.num_unpaired = (len(chats[0]) - num_common, len(chats[1]) - num_common)
+    result.unknown_ids = [] if limit else [one for one in dict.fromkeys(chain(*people.values())) if one not in ids]
     if given is not None:
         judged = {v.id: outcome(v.preference, tie_margin) for v in verdicts if v.preference is not None}
         result.calibration = agreement(list(judged.values()), [given[name] for name in judged])
@@ -175,6 +185,12 @@ def _given(path: Path) -> dict[int | str, Outcome]:
     if not path.is_file():
         raise UserError(f"--calibrate {path}: does not exist: give a file of verdicts")
     return read_verdicts(path)
+
+
+def _check_ids(option: str, judged: Collection[int | str], ids: Collection[int | str]) -> None:
+    if not set(judged) & set(ids):
+        example = next(iter(judged))
+        raise UserError(f"{option}: none of its ids has answers of both: check the ids, such as {example!r}")
 
 
 def _check_side(source: str | PathLike[str], prompts: str | PathLike[str] | None, folder: Path | None) -> None:
@@ -286,7 +302,8 @@ def summarise(
     """Rates over the pairs that have a verdict."""
     found = [(pair, p) for pair, v in zip(pairs, verdicts, strict=True) if (p := v.preference) is not None]
     if not found:
-        raise no_verdicts(judge.name, len(pairs))
+        said = f"said neither A nor B for any of {len(pairs)} pairs: choose a judge that follows instructions"
+        raise UserError(f"--judge {judge.name}: {said}")
     outcomes: list[Outcome] = [outcome(preference, tie_margin) for _, preference in found]
     lengths = [(len(pair.a), len(pair.b)) for pair, _ in found]
     plain, controlled = rates([VALUES[one] for one in outcomes], [a - b for a, b in lengths], seed=seed)

@@ -111,35 +111,34 @@ function drawMap(holder, view, chosen) {
   const layer = view.layers[chosen];
   const groups = groupsOf(layer);
   const gone = new Set(layer.gone_queries);
-  const queries = layer.kv_of_query.length;
-  const pitch = 27, gap = groups.length > 1 ? 10 : 0;
-  const width = queries * pitch + gap * (groups.length - 1) + 8;
-  const root = shape("svg", { viewBox: `0 0 ${width} 128`, role: "img", "aria-label": layerText(layer, chosen) });
-  root.style.width = `${width}px`;
-  root.style.maxWidth = queries > 16 ? "none" : "100%";
+  const pitch = 27, gap = 10, level = 118, room = holder.clientWidth || 360;
   const under = shape("g", {}), over = shape("g", {});
-  let x = 4;
+  let x = 4, y = 0, width = 0;
   for (const { kv, queries: members } of groups) {
+    if (x > 4 && x + members.length * pitch + 4 > room) { x = 4; y += level; }
     const middle = x + members.length * pitch / 2;
     const alive = members.some((query) => !gone.has(query));
     members.forEach((query, place) => {
       const cx = x + (place + 0.5) * pitch, out = gone.has(query);
-      if (!out) under.append(shape("path", { class: "link", d: `M${cx} 24C${cx} 62 ${middle} 58 ${middle} 96` }));
+      if (!out) under.append(shape("path", { class: "link", d: `M${cx} ${y + 24}C${cx} ${y + 62} ${middle} ${y + 58} ${middle} ${y + 96}` }));
       over.append(shape("g", { class: out ? "node out" : "node" },
-        shape("circle", { class: out ? "gone" : "kept c-attn", cx, cy: 24, r: 11, "stroke-dasharray": out ? "3 2" : null }),
-        shape("text", { x: cx, y: 28, "text-anchor": "middle" }, String(query))));
+        shape("circle", { class: out ? "gone" : "kept c-attn", cx, cy: y + 24, r: 11, "stroke-dasharray": out ? "3 2" : null }),
+        shape("text", { x: cx, y: y + 28, "text-anchor": "middle" }, String(query))));
     });
     over.append(shape("g", { class: alive ? "node" : "node out" },
-      shape("rect", { class: alive ? "kept c-kv" : "gone", x: middle - 12, y: 88, width: 24, height: 22, rx: 5,
+      shape("rect", { class: alive ? "kept c-kv" : "gone", x: middle - 12, y: y + 88, width: 24, height: 22, rx: 5,
         "stroke-dasharray": alive ? null : "3 2" }),
-      shape("text", { x: middle, y: 103, "text-anchor": "middle" }, String(kv))));
+      shape("text", { x: middle, y: y + 103, "text-anchor": "middle" }, String(kv))));
     x += members.length * pitch + gap;
+    width = Math.max(width, x - gap + 4);
   }
+  const root = shape("svg", { viewBox: `0 0 ${width} ${y + 128}`, role: "img", "aria-label": layerText(layer, chosen) });
+  root.style.maxWidth = `${width}px`;
   root.append(under, over);
   holder.replaceChildren(
     el("h4", {}, `Layer ${chosen}: query heads and their key/value heads`),
     el("p", {}, layerText(layer, chosen).replace(/^Layer \d+: /, "") + "."),
     el("ul", { class: "legend" }, el("li", { class: "box c-attn" }, "query head"),
       el("li", { class: "box c-kv" }, "key/value head"), el("li", { class: "box gone" }, "removed")),
-    el("div", { class: "scroll" }, root));
+    root);
 }

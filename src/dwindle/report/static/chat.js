@@ -28,20 +28,14 @@ function count(number) {
   return String(number);
 }
 
-// the last part of a path says which model it is, the first parts where it lies: a phone has room for one of them
-const lasts = models.map((model) => model.name.replace(/\/(model\/?)?$/, "").split("/").pop());
-const arePaths = models.every((model) => /^[\p{L}\p{N} ._~/-]+$/u.test(model.name));
-const shown = arePaths && lasts.every((name) => name && lasts.filter((other) => other === name).length === 1)
-  ? lasts : models.map((model) => model.name);
-
 const main = document.querySelector("main");
 main.style.setProperty("--count", models.length);
 
-const header = make("header");
+const header = make("header", models.length > 2 ? "many" : ""); // a phone has room for their names
 const cards = header.appendChild(make("div", "wide columns"));
 models.forEach((model, number) => {
   const card = cards.appendChild(make("div", `model c${number % 4}`));
-  card.appendChild(make("h2", "", shown[number])).title = model.name;
+  card.appendChild(make("h2", "", model.shown)).title = model.name;
   const shape = `${count(model.parameters)} parameters · ${bytes(model.size_bytes)} on disk · ${model.runtime}`;
   card.appendChild(make("p", "", shape));
   if (!model.is_chat) card.appendChild(make("p", "", "no chat template: continues your text"));
@@ -102,7 +96,7 @@ function settings() {
   return found;
 }
 
-function reset() {
+function reset(focus = true) {
   stop();
   generation += 1;
   running = [];
@@ -117,7 +111,7 @@ function reset() {
   inner.replaceChildren(empty);
   state.textContent = "";
   show();
-  field.focus();
+  if (focus) field.focus();
 }
 
 function stop() {
@@ -205,12 +199,13 @@ async function answer(number, cell) {
       text.textContent = [whole, error.message || "the server does not answer"].filter(Boolean).join("\n");
     }
   }
-  if (own !== generation) return;
+  if (own !== generation) return false;
   if (ended || whole) chats[number].push({ role: "assistant", content: whole });
   else chats[number].pop(); // a question without an answer is no part of a chat
   cell.classList.remove("running");
   running = running.filter((one) => one !== control);
   show();
+  return ended;
 }
 
 async function ask(question) {
@@ -221,7 +216,7 @@ async function ask(question) {
   const cells = models.map((model, number) => {
     const cell = row.appendChild(make("div", `said c${number % 4}`));
     cell.dataset.model = number;
-    cell.appendChild(make("div", "who", shown[number]));
+    cell.appendChild(make("div", "who", model.shown));
     cell.appendChild(make("p", "text", ""));
     cell.appendChild(make("p", "stats", ""));
     return cell;
@@ -233,8 +228,8 @@ async function ask(question) {
   const all = cells.map((cell, number) => answer(number, cell));
   show();
   const own = generation;
-  await Promise.all(all);
-  if (own === generation) state.textContent = "answered";
+  const ended = await Promise.all(all);
+  if (own === generation && ended.some(Boolean)) state.textContent = "answered";
 }
 
 form.addEventListener("submit", (event) => {
@@ -268,14 +263,21 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement === document.body) { event.preventDefault(); field.focus(); }
 });
 
-fresh.addEventListener("click", reset);
-inputs.system.addEventListener("change", reset);
+fresh.addEventListener("click", () => reset());
+inputs.system.addEventListener("change", () => reset(false)); // which leaves Tab its way to the next setting
 tune.addEventListener("click", () => {
   panel.hidden = !panel.hidden;
   tune.setAttribute("aria-expanded", String(!panel.hidden));
 });
+// conversations up to their last answer: a question that is not answered yet is no part of one
+function saved() {
+  const ends = chats.map((chat) => chat.findLastIndex((message) => message.role === "assistant") + 1);
+  const rows = models.map((model, number) => ({ id: model.name, messages: chats[number].slice(0, ends[number]) }));
+  return rows.filter((row) => row.messages.length).map((row) => JSON.stringify(row));
+}
 save.addEventListener("click", () => {
-  const rows = models.map((model, number) => JSON.stringify({ id: model.name, messages: chats[number] }));
+  const rows = saved();
+  if (!rows.length) { state.textContent = "nothing to save yet"; return; }
   const link = make("a");
   link.href = URL.createObjectURL(new Blob([`${rows.join("\n")}\n`], { type: "application/x-ndjson" }));
   link.download = "chat.jsonl";
