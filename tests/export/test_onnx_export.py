@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dwindle.core.errors import UserError
+from dwindle.export import onnx_graph
 from dwindle.export.exporting import export
 from dwindle.export.verification import Mismatch
 from edge_models import pruned_smollm2, slow, tiny_loaded
@@ -126,6 +127,24 @@ def test_a_wrong_graph_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Mismatch, match="onnxruntime"):
         export(tiny_loaded(), "onnx", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["onnx", "transformers.js"])
+@pytest.mark.parametrize("rows", [[305], [303, 304]], ids=["negated", "in another order"])
+def test_rows_that_no_prompt_reads_are_compared(
+    to: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rightly = onnx_graph._Graph.weight
+
+    def wrongly(self: Any, name: str, values: Any) -> str:
+        if "embed_tokens" in name and values.ndim > 1 and (to == "onnx" or values.dtype == np.uint8):
+            values = values.copy()
+            values[rows] = -values[rows[::-1]]  # of whole numbers 128 is zero: -q is 256 - q
+        return rightly(self, name, values)
+
+    monkeypatch.setattr(onnx_graph._Graph, "weight", wrongly)
+    with pytest.raises(Mismatch, match=r"a row of model.embed_tokens.weight was written \d+% off"):
+        export(tiny_loaded(tie_word_embeddings=False), to, tmp_path / "out")
 
 
 def test_user_errors(tmp_path: Path) -> None:

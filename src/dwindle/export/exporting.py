@@ -254,14 +254,15 @@ class _Export:
 
     def onnx(self) -> Exported:
         from dwindle.export.onnx_graph import write_onnx
-        from dwindle.export.onnx_runtime import verify_onnx
+        from dwindle.export.onnx_verification import verify_onnx
 
         resized, model = self._directory_model()
         verified = None
         with self._write_model(model, resized, weights=False) as folder:
-            write_onnx(in_common_terms(model), folder / "model.onnx", weights_in="model.onnx.data")
+            path, written = folder / "model.onnx", in_common_terms(model)
+            write_onnx(written, path, weights_in="model.onnx.data")
             if self.verify:
-                verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
+                verified = verify_onnx(path, written, self.loaded.model, self._prompts(), threads=self.threads)
             size = folder_size(folder)
         return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
 

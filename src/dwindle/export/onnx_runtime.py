@@ -1,4 +1,4 @@
-"""Runs an exported ONNX model in onnxruntime, to verify and to time it."""
+"""Runs an exported ONNX model in onnxruntime, to verify and to time it; without torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from dwindle.core.errors import UserError, install_hint
 from dwindle.export.process import CachedEngine
-
-TOLERANCE = 1e-4
 
 
 class OnnxEngine(CachedEngine):
@@ -51,11 +49,3 @@ class OnnxEngine(CachedEngine):
         self._cache = {name: found[name.replace("past_key_values", "present")] for name in self._cache}
         logits: npt.NDArray[np.float32] = found["logits"]
         return logits
-
-
-def verify_onnx(path: Any, model: Any, prompts: list[list[int]], *, threads: int) -> Any:
-    """Compare with the source model in float32, in a batch of two."""
-    from dwindle.export.verification import verify_cached  # which imports torch
-
-    pairs = [[ids, ids[::-1]] for ids in prompts]
-    return verify_cached("onnxruntime", lambda: OnnxEngine(path, threads=threads), model, pairs, TOLERANCE)
