@@ -26,6 +26,7 @@ from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.card_running import Runtime
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_size import predicted_bytes
+from dwindle.export.gguf_verification import check_numbers, verify_llamacpp
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -220,6 +221,7 @@ class _Export:
             written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
             verified = None
             if self.verify:
+                check_numbers(path, model)
                 reference = verification.with_tensors(model, written.stored) if written.stored else model
                 verified = self._verified_gguf(path, reference)
             size = path.stat().st_size
@@ -241,9 +243,7 @@ class _Export:
         """A file that may be good is kept under another name, for the user to judge."""
         prompts, tokenizer = self._prompts(), self.loaded.tokenizer
         try:
-            return verification.verify_llamacpp(
-                path, reference, tokenizer, prompts, type_=self.type, threads=self.threads
-            )
+            return verify_llamacpp(path, reference, tokenizer, prompts, type_=self.type, threads=self.threads)
         except verification.Doubtful as doubt:
             kept = self.target.with_name(f"{self.target.stem}.unverified.gguf")
             if kept.exists() and not self.overwrite:

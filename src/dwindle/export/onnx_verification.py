@@ -54,7 +54,7 @@ def _whole(packed: Tensor, bits: int) -> Tensor:
 def _with_halves(name: str, rows: Tensor, model: Any) -> Tensor:
     """Query and key rows of interleaved rotations as the graph rotates them: channel i with channel i + r/2."""
     anatomy = Anatomy.of(model)
-    if not anatomy.family.interleaved_rotation or ".q_proj." not in name and ".k_proj." not in name:
+    if not anatomy.family.interleaved_rotation or (".q_proj." not in name and ".k_proj." not in name):
         return rows
     rotated = 2 * len(model.model.rotary_emb.inv_freq)
     heads = rows.unflatten(0, (-1, anatomy.head_dim))

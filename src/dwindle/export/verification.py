@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.build import is_custom, restore_buffers
 from dwindle.core.errors import UserError, first_line
-from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
-from dwindle.export.gguf_vocabulary import PROBES, chat_template_of, probes_of
-from dwindle.export.process import CachedEngine, RuntimeFailure, RuntimeProcess
+from dwindle.export.gguf_vocabulary import PROBES
+from dwindle.export.process import CachedEngine
 
 PROMPTS = (
     "The capital of France is",
@@ -31,17 +29,6 @@ LONG_PROMPT, ROOM = 256, 24
 HF_TOLERANCE = 1e-4
 """Largest allowed difference of a logit, relative to the largest logit."""
 
-LLAMACPP_TOLERANCE = {"f32": 0.01, "f16": 0.005, "bf16": 0.03}
-QUANTISED_TOLERANCE = 0.06
-"""Allowed difference of log-probabilities (20 likeliest tokens) between llama.cpp and torch with the stored weights:
-the largest for f32, the mean over a prompt for other types, which round activations to the type of the weights or, for
-quantized types, to 8 bits."""
-
-ROUNDING_FACTOR, ROUNDING_CAP = 3.0, 1.0
-"""What the runtime must lose by rounding activations depends on the model: it is measured in torch, with the weights as
-stored and the same rounding, and this factor times it is allowed where that is more than the tolerance, at most the
-cap. Correct exports of tiny models, stories260K and SmolLM2, also pruned, are 0.6 to 1.3 times it on every prompt."""
-
 MOST_ROUNDING = {"F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.025}
 MOST_OF_FEWER_BITS = 0.4
 """Largest change of a row by rounding, relative to its norm: runtimes are compared with torch on the weights as stored,
@@ -52,9 +39,6 @@ MOST_GROWTH = 0.125
 lose a ninth."""
 _LEAST_SIZE = 1e-5
 """Root mean square below which a tensor may become zeros: scales have 16 bits."""
-
-DOUBT_FACTOR = 2.0
-"""An export whose difference is above the allowed one, but not by more than this, is kept under another name."""
 
 
 class Mismatch(UserError):
@@ -217,96 +201,3 @@ def check_rounded(name: str, stored: Tensor, own: Tensor, kind: str) -> None:
             f"export: a row of {name} was written {share:.0%} off the source's; {kind.lower()} rounds by at most "
             f"{most:.2g} of it: the output was removed"
         )
-
-
-def verify_llamacpp(
-    path: Any, reference: Any, tokenizer: Any, prompts: list[list[int]], *, type_: str, threads: int
-) -> Verified:
-    """Compare token ids of the test texts, and probabilities over the greedy continuations of the prompts.
-
-    llama.cpp's greedy choice must also be the reference's, up to ties within the tolerance.
-    """
-    tolerance = LLAMACPP_TOLERANCE.get(type_, QUANTISED_TOLERANCE)
-    context = max(256, max(map(len, prompts)) + NUM_CONTINUED + 8)
-    try:
-        with RuntimeProcess("llamacpp", path, threads=threads, context=context) as runtime:
-            _same_tokens(runtime, tokenizer)
-            found = [_prompt_errors(runtime, reference, ids) for ids in prompts]
-    except RuntimeFailure as error:
-        raise Mismatch(f"export: llama.cpp cannot run the exported file ({error}): the output was removed") from error
-    if type_ == "f32":
-        worst = max(float(differences.max()) for differences, _ in found)
-        return check(Verified("llama.cpp", worst, tolerance, "largest difference of a log-probability"))
-    prompt_errors = []
-    for differences, sequence in found:
-        rounding = activation_rounding_error(reference, sequence, type_, NUM_CONTINUED)
-        allowed = max(tolerance, min(ROUNDING_FACTOR * rounding, ROUNDING_CAP))
-        measure = "mean difference of a log-probability"
-        prompt_errors.append(Verified("llama.cpp", float(differences.mean()), allowed, measure))
-    return check(max(prompt_errors, key=lambda one: one.max_error / one.tolerance), doubt_factor=DOUBT_FACTOR)
-
-
-def activation_rounding_error(reference: Any, sequence: list[int], type_: str, last: int) -> float:
-    """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp.
-
-    Over the 20 likeliest tokens at the ``last`` places of the sequence.
-    """
-    expected = logits_of(reference, sequence).log_softmax(-1)[-last:]
-
-    def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return rounded_input(inputs[0], type_), *inputs[1:]
-
-    with ExitStack() as hooks:
-        for layer in reference.modules():
-            if isinstance(layer, nn.Linear):
-                hooks.enter_context(layer.register_forward_pre_hook(rounded))
-        found = logits_of(reference, sequence).log_softmax(-1)[-last:]
-    likeliest = expected.topk(min(20, expected.shape[-1])).indices
-    return float((found.gather(1, likeliest) - expected.gather(1, likeliest)).abs().mean())
-
-
-def rounded_input(x: Tensor, type_: str) -> Tensor:
-    """``x`` in 16 bits, or in 8 bits with a scale per block of 32 or (K types) 256; f16 if blocks do not fit."""
-    if type_ == "bf16":
-        return x.bfloat16().to(x.dtype)
-    if type_ in ("f16", "f32") or x.shape[-1] % BLOCK:
-        return x.half().to(x.dtype)
-    size = K_BLOCK if block_of(type_) == K_BLOCK and x.shape[-1] % K_BLOCK == 0 else BLOCK
-    blocks = x.reshape(*x.shape[:-1], -1, size)
-    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return ((blocks / scale).round() * scale).reshape(x.shape)
-
-
-def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
-    """Compare tokens of the test texts, begin and end token, and the chat template."""
-    for text in (*PROMPTS, *probes_of(tokenizer)):
-        ours, theirs = [int(t) for t in tokenizer(text).input_ids], runtime.call("tokenize", text=text)
-        if ours != theirs:
-            place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
-            raise Mismatch(
-                f"export: llama.cpp tokenizes {text!r:.200} differently (from token {place} on): its vocabulary cannot "
-                "express this tokenizer; the output was removed; export to hf or onnx instead"
-            )
-    about, read = runtime.call("properties"), {"chat_template": chat_template_of(tokenizer)}
-    read |= {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token")}
-    for name, own in read.items():
-        if own is not None and about[name] != own:
-            raise Mismatch(
-                f"export: llama.cpp reads {about[name]!r:.60} as the {name}, not {own!r:.60}: the output was removed"
-            )
-
-
-def _prompt_errors(runtime: RuntimeProcess, reference: Any, ids: list[int]) -> tuple[Tensor, list[int]]:
-    """Differences of log-probabilities over llama.cpp's greedy continuation, and the tokens up to its last place.
-
-    For each position those of the 20 likeliest tokens, and by how much the reference prefers its own choice to
-    llama.cpp's (halved, because both may be off).
-    """
-    places = runtime.call("greedy", ids=ids, count=NUM_CONTINUED, top=20)
-    chosen = [place[0][0] for place in places]
-    sequence = [*ids, *chosen[:-1]]
-    expected = logits_of(reference, sequence).log_softmax(-1)[len(ids) - 1 :]
-    tokens, found = (torch.tensor([[entry[part] for entry in place] for place in places]) for part in (0, 1))
-    differences = (expected.gather(1, tokens) - found).abs()
-    ties = (expected.max(-1).values - expected.gather(1, tokens)[:, 0]) / 2
-    return torch.nan_to_num(torch.cat([differences.flatten(), ties]), nan=float("inf")), sequence
