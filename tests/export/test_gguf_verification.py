@@ -211,8 +211,8 @@ def test_numbers_that_prompts_hardly_show_are_read_back(
     [
         ({"types": [1] * 310}, "tokenizes .* differently"),
         ({"special_ids": {"bos": 0, "eos": 5}}, "as the eos_token, not '<.endoftext.>'"),
-        ({"chat_template": "{{ 'x' }}"}, "as the chat_template"),
-        ({"chat_template": None}, "as the chat_template"),
+        ({"chat_template": "{{ 'x' }}"}, "another chat template"),
+        ({"chat_template": None}, "another chat template"),
     ],
 )
 def test_what_runtimes_read_besides_weights_is_compared(
@@ -240,3 +240,32 @@ def test_other_token_ids_are_a_mismatch(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(Mismatch, match="differently"):
         export(tiny_loaded(), "gguf", tmp_path / "m.gguf")
     assert list(tmp_path.iterdir()) == []
+
+
+ROLES = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ROLES + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}\n", None),
+        ("{{ bos_token }}" + ROLES, None),
+        ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + ROLES, None),
+        (
+            "{{ messages[-1]['content'] }}",
+            "renders a chat of system and user differently",
+        ),
+        ("{% for m in messages %}{{ m['content'].zfill(9) }}{% endfor %}", "cannot read its chat template"),
+        (ROLES + "{{ '%04d' % 7 if messages | length > 2 }}", "cannot render a chat of user, assistant and user: "),
+        (None, None),
+    ],
+    ids=["roles", "begin", "no system", "drops the system", "not read", "not rendered", "none"],
+)
+def test_chats_are_rendered_as_by_the_tokenizer(template: str | None, said: str | None, tmp_path: Path) -> None:
+    """llama.cpp adds a system message where the template drops it, and knows less of Jinja."""
+    loaded = tiny_loaded()
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = template
+    found = export(loaded, "gguf", tmp_path / "m.gguf", type="f16")
+    assert len(found.warnings) == (said is not None)
+    assert said is None or f"llama.cpp {said}" in found.warnings[0]

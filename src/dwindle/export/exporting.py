@@ -26,7 +26,7 @@ from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.card_running import Runtime
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_size import predicted_bytes
-from dwindle.export.gguf_verification import check_numbers, verify_llamacpp
+from dwindle.export.gguf_verification import check_metadata, verify_llamacpp
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -219,13 +219,14 @@ class _Export:
         about = self._gguf_about()
         with atomic_file(self.target) as path:
             written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
-            verified = None
+            verified, warnings = None, list[str]()
             if self.verify:
-                check_numbers(path, model)
+                check_metadata(path, model, self.loaded.tokenizer)
                 reference = verification.with_tensors(model, written.stored) if written.stored else model
-                verified = self._verified_gguf(path, reference)
+                verified, warnings = self._verified_gguf(path, reference)
             size = path.stat().st_size
             result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
+            result.warnings += warnings
             result.predicted_bytes = predicted_bytes(model, vocabulary, type_=self.type, **about)
             if vocabulary.warning:
                 result.warnings.append(vocabulary.warning)
@@ -239,7 +240,7 @@ class _Export:
             path.write_text(ollama.modelfile(self.target.name, self.loaded.tokenizer, generation), encoding="utf-8")
         return result
 
-    def _verified_gguf(self, path: Path, reference: Any) -> Verified:
+    def _verified_gguf(self, path: Path, reference: Any) -> tuple[Verified, list[str]]:
         """A file that may be good is kept under another name, for the user to judge."""
         prompts, tokenizer = self._prompts(), self.loaded.tokenizer
         try:

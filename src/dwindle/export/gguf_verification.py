@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build_on_meta, restore_buffers
-from dwindle.core.errors import UserError
+from dwindle.core.errors import UserError, first_line
 from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
 from dwindle.export.gguf_vocabulary import chat_template_of, probes_of
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
@@ -23,6 +24,9 @@ from dwindle.sources.gguf_model import gguf_config
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 _ROPE = ("llama_4_scaling_beta", "long_factor", "short_factor")
 NUM_CONTINUED = 8
+_SYSTEM, _QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 1 + 1? "}
+_ANSWER = {"role": "assistant", "content": "It is 2.\n"}
+CHATS = ([_QUESTION], [_SYSTEM, _QUESTION], [_QUESTION, _ANSWER, _QUESTION])
 LLAMACPP_TOLERANCE = {"f32": 0.01, "f16": 0.005, "bf16": 0.03}
 QUANTISED_TOLERANCE = 0.06
 """Allowed difference of log-probabilities (20 likeliest tokens) between llama.cpp and torch with the stored weights:
@@ -38,14 +42,19 @@ DOUBT_FACTOR = 2.0
 """An export whose difference is above the allowed one, but not by more than this, is kept under another name."""
 
 
-def check_numbers(path: Path, model: Any) -> None:
-    """``Mismatch`` unless the file states the numbers that the model computes with: prompts hardly show an epsilon."""
+def check_metadata(path: Path, model: Any, tokenizer: Any) -> None:
+    """``Mismatch`` unless the file has the numbers that the model computes with, and the tokenizer's chat template.
+
+    Prompts hardly show an epsilon.
+    """
     frequencies = "rope_freqs.weight"  # Llama 3's divisors, which our reader turns into settings only if it knows them
     try:
         file = open_gguf(path)
         config = gguf_config(replace(file, tensors={k: v for k, v in file.tensors.items() if k != frequencies}))
     except UserError as error:
         raise Mismatch(f"export: the file cannot be read back ({error}): the output was removed") from error
+    if (file.metadata.get("tokenizer.chat_template") or None) != (chat_template_of(tokenizer) or None):
+        raise Mismatch("export: the file has another chat template than the tokenizer: the output was removed")
     stated: Any = build_on_meta(config)
     restore_buffers(stated, "cpu")
     found, own = numbers_of(stated), numbers_of(model)
@@ -89,29 +98,32 @@ def numbers_of(model: Any) -> dict[str, Any]:
 
 def verify_llamacpp(
     path: Any, reference: Any, tokenizer: Any, prompts: list[list[int]], *, type_: str, threads: int
-) -> Verified:
+) -> tuple[Verified, list[str]]:
     """Compare token ids of the test texts, and probabilities over the greedy continuations of the prompts.
 
-    llama.cpp's greedy choice must also be the reference's, up to ties within the tolerance.
+    llama.cpp's greedy choice must also be the reference's, up to ties within the tolerance. Also returns warnings
+    about chats: the file has their template, but llama.cpp knows less of Jinja.
     """
     tolerance = LLAMACPP_TOLERANCE.get(type_, QUANTISED_TOLERANCE)
     context = max(256, max(map(len, prompts)) + NUM_CONTINUED + 8)
     try:
         with RuntimeProcess("llamacpp", path, threads=threads, context=context) as runtime:
             _same_tokens(runtime, tokenizer)
+            warnings = _chat_warnings(runtime, tokenizer)
             found = [_prompt_errors(runtime, reference, ids) for ids in prompts]
     except RuntimeFailure as error:
         raise Mismatch(f"export: llama.cpp cannot run the exported file ({error}): the output was removed") from error
     if type_ == "f32":
         worst = max(float(differences.max()) for differences, _ in found)
-        return check(Verified("llama.cpp", worst, tolerance, "largest difference of a log-probability"))
+        return check(Verified("llama.cpp", worst, tolerance, "largest difference of a log-probability")), warnings
     prompt_errors = []
     for differences, sequence in found:
         rounding = activation_rounding_error(reference, sequence, type_, NUM_CONTINUED)
         allowed = max(tolerance, min(ROUNDING_FACTOR * rounding, ROUNDING_CAP))
         measure = "mean difference of a log-probability"
         prompt_errors.append(Verified("llama.cpp", float(differences.mean()), allowed, measure))
-    return check(max(prompt_errors, key=lambda one: one.max_error / one.tolerance), doubt_factor=DOUBT_FACTOR)
+    verified = max(prompt_errors, key=lambda one: one.max_error / one.tolerance)
+    return check(verified, doubt_factor=DOUBT_FACTOR), warnings
 
 
 def activation_rounding_error(reference: Any, sequence: list[int], type_: str, last: int) -> float:
@@ -146,22 +158,50 @@ def rounded_input(x: Tensor, type_: str) -> Tensor:
 
 
 def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
-    """Compare tokens of the test texts, begin and end token, and the chat template."""
+    """Compare tokens of the test texts, begin and end token."""
     for text in (*PROMPTS, *probes_of(tokenizer)):
         ours, theirs = [int(t) for t in tokenizer(text).input_ids], runtime.call("tokenize", text=text)
         if ours != theirs:
-            place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+            place = _first_difference(ours, theirs)
             raise Mismatch(
                 f"export: llama.cpp tokenizes {text!r:.200} differently (from token {place} on): its vocabulary cannot "
                 "express this tokenizer; the output was removed; export to hf or onnx instead"
             )
-    about, read = runtime.call("properties"), {"chat_template": chat_template_of(tokenizer)}
-    read |= {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token")}
-    for name, own in read.items():
-        if own is not None and about[name] != own:
+    about = runtime.call("properties")
+    for name in ("bos_token", "eos_token"):
+        if (own := getattr(tokenizer, name)) is not None and about[name] != own:
             raise Mismatch(
                 f"export: llama.cpp reads {about[name]!r:.60} as the {name}, not {own!r:.60}: the output was removed"
             )
+
+
+def _first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _chat_warnings(runtime: RuntimeProcess, tokenizer: Any) -> list[str]:
+    """Where llama.cpp renders a chat differently from the tokenizer, by the same template, or not at all."""
+    if chat_template_of(tokenizer) is None:
+        return []
+    elsewhere = "give llama-server another with --chat-template-file, or use `dwindle chat`"
+    if not runtime.call("properties")["reads_template"]:
+        return [f"llama.cpp cannot read its chat template: {elsewhere}"]
+    for messages in CHATS:
+        try:
+            own = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception:  # the template refuses such chats, with whatever its code leads to
+            continue
+        found, begin = runtime.call("render", messages=messages), tokenizer.bos_token or ""
+        *roles, last = (message["role"] for message in messages)
+        chat = f"a chat of {', '.join(roles)}{' and ' * bool(roles)}{last}"
+        if "error" in found:
+            return [f"llama.cpp cannot render {chat}: {first_line(found['error'])}: {elsewhere}"]
+        theirs, own = (text.removeprefix(begin) for text in (found["prompt"], own))  # which llama.cpp adds to tokens
+        if theirs != own:
+            place = max(0, _first_difference(theirs, own) - 10)
+            shown = f"{theirs[place:]!r:.60} instead of {own[place:]!r:.60}"
+            return [f"llama.cpp renders {chat} differently from the tokenizer: {shown}: {elsewhere}"]
+    return []
 
 
 def _prompt_errors(runtime: RuntimeProcess, reference: Any, ids: list[int]) -> tuple[Tensor, list[int]]:
