@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from copy import deepcopy
@@ -297,3 +298,19 @@ def test_the_command_ends_with_what_comes_next(
         cli.main()
     said = capsys.readouterr().err
     assert "next: dwindle eval q --text TEXT" in said and "next: vllm serve q " in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(1e6, r"--valid: source: a loss of .* nats per token has no perplexity"), (math.nan, "holds non-finite values")],
+)
+def test_a_model_without_a_perplexity_is_one_line(value: float, said: str, tmp_path: Path) -> None:
+    loaded = tiny_source()
+    with torch.no_grad():
+        loaded.model.lm_head.weight.mul_(value)
+    (tmp_path / "t.txt").write_text("The cat sat on the mat. " * 99)
+    small: dict[str, Any] = {"sequences": 2, "seq_len": 32, "valid_seq_len": 32, "valid_tokens": 64}
+    text = [str(tmp_path / "t.txt")]
+    with pytest.raises(UserError, match=said):
+        quantize(loaded, scheme="w8", data=text, valid=text, out=tmp_path / "out", **small)
+    assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import exp
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -46,11 +46,14 @@ from dwindle.quantization.linear import (
 )
 from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import huggingface
+from dwindle.sources.common import check_finite
 from dwindle.sources.loading import Loaded, needed_tokenizer
 from dwindle.sources.loading import load as load_source
 from dwindle.training.loss import evaluate_loss
 
 FORMAT = 2
+MOST_NATS = 700.0
+"""Beyond it, e to the loss is no number any more; of a vocabulary of 128,000 tokens a guess has 12 nats."""
 WEIGHTS = "model.safetensors"
 _HEAD = "lm_head"
 
@@ -154,6 +157,7 @@ def quantize(
         place = source.source if isinstance(source, Loaded) else source
         refuse_existing(Path(out), marker=QUANTIZATION, overwrite=overwrite, sources=[place, *data, *valid])
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
+    check_finite(loaded.model, loaded.source)
     warn_beyond_positions(config.seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, _ = calibration_windows(
@@ -262,10 +266,12 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def measure_perplexity(model: Any, windows: Tensor, name: str) -> float:
-    """exp of the mean cross-entropy over all tokens of the windows; infinite where that would overflow."""
+    """exp of the mean cross-entropy over all tokens of the windows."""
     with status(f"perplexity, {name}"):
         loss = evaluate_loss(model, windows, batch=1)
-    return exp(loss) if loss < 700 else inf
+    if not loss < MOST_NATS:
+        raise UserError(f"--valid: {name}: a loss of {loss:.3g} nats per token has no perplexity: check the model")
+    return exp(loss)
 
 
 def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:
