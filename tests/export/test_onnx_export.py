@@ -27,7 +27,7 @@ from dwindle.export.onnx_runtime import OnnxEngine  # noqa: E402
 def largest_difference(model: Any, path: Path, batch: torch.Tensor, steps: int) -> float:
     """Prefill and ``steps`` cached tokens, both sides carrying their own cache."""
     engine = OnnxEngine(path)
-    engine.reset(batch=len(batch))
+    engine.reset([0] * len(batch))
     worst, past = 0.0, None
     new = batch
     with torch.inference_mode():
@@ -147,6 +147,20 @@ def test_rows_that_no_prompt_reads_are_compared(
         export(tiny_loaded(tie_word_embeddings=False), to, tmp_path / "out")
 
 
+def test_a_graph_that_ignores_padding_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row has the mask of the longest."""
+    rightly = onnx_graph._Graph.op
+
+    def wrongly(self: Any, kind: str, *inputs: str, **attributes: Any) -> str:
+        if kind == "Cast" and inputs == ("attention_mask",):
+            inputs = (rightly(self, "ReduceMax", "attention_mask", self.ints(0), keepdims=1),)
+        return rightly(self, kind, *inputs, **attributes)
+
+    monkeypatch.setattr(onnx_graph._Graph, "op", wrongly)
+    with pytest.raises(Mismatch, match="onnxruntime"):
+        export(tiny_loaded(), "onnx", tmp_path / "out")
+
+
 def test_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation 'gelu'"):
         export(tiny_loaded(hidden_act="gelu"), "onnx", tmp_path / "out")
@@ -184,7 +198,7 @@ def test_smollm2_is_as_near_to_float64_as_transformers(kind: str, tmp_path: Path
     texts = ("The capital of France is now a", "Once upon a time there was")
     batch = torch.tensor([loaded.tokenizer(text).input_ids[:6] for text in texts])
     engine = OnnxEngine(tmp_path / "out" / "model.onnx")
-    engine.reset(batch=2)
+    engine.reset([0, 0])
     found = [torch.from_numpy(engine.step(batch.numpy()))]
     for _ in range(16):
         batch = torch.cat([batch, found[-1][:, -1:].argmax(-1)], dim=1)

@@ -17,9 +17,9 @@ TOLERANCE = 1e-4
 
 
 def verify_onnx(path: Path, written: Any, reference: Any, prompts: list[list[int]], *, threads: int) -> Verified:
-    """Compare the weights with those of ``written``, and logits with ``reference`` in float32, in a batch of two."""
+    """Compare the weights with those of ``written``, and logits with ``reference``, in batches of two lengths."""
     check_weights(path, written)
-    pairs = [[ids, ids[::-1]] for ids in prompts]
+    pairs = [[ids, ids[len(ids) // 3 :][::-1]] for ids in prompts]
     return verify_cached("onnxruntime", lambda: OnnxEngine(path, threads=threads), reference, pairs, TOLERANCE)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -36,8 +37,8 @@ _LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")
 class CachedEngine:
     """A runtime whose cache is kept between calls: the greedy continuation, and its time."""
 
-    def reset(self, batch: int = 1) -> None:
-        """Empty the cache."""
+    def reset(self, padding: Sequence[int] = (0,)) -> None:
+        """Empty the cache; the first step of each row begins with so many tokens that do not count."""
         raise NotImplementedError
 
     def step(self, rows: Any) -> Any:

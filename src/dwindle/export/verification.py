@@ -130,19 +130,21 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
 def verify_cached(
     runtime: str, start: Callable[[], CachedEngine], reference: Any, batches: list[list[list[int]]], tolerance: float
 ) -> Verified:
-    """Compare prefill and ``NUM_DECODED`` tokens from the cache, for each batch of rows of one length."""
+    """Compare prefill and ``NUM_DECODED`` tokens from the cache, for each batch; shorter rows are padded."""
     worst = 0.0
     try:
         engine = start()
         for batch in batches:
-            engine.reset(len(batch))
-            rows, found = [list(row) for row in batch], [torch.as_tensor(engine.step(batch))]
+            padding = [max(map(len, batch)) - len(row) for row in batch]
+            engine.reset(padding)
+            rows = [list(row) for row in batch]
+            found = [torch.as_tensor(engine.step([[0] * n + row for n, row in zip(padding, rows, strict=True)]))]
             for _ in range(NUM_DECODED):
                 for row, logits in zip(rows, found[-1], strict=True):
                     row.append(int(logits[-1].argmax()))
                 found.append(torch.as_tensor(engine.step([row[-1:] for row in rows])))
-            pairs = zip(torch.cat(found, dim=1), rows, strict=True)
-            worst = max(worst, *(relative_error(logits, logits_of(reference, row)) for logits, row in pairs))
+            triples = zip(torch.cat(found, dim=1), rows, padding, strict=True)
+            worst = max(worst, *(relative_error(logits[n:], logits_of(reference, row)) for logits, row, n in triples))
     except UserError:
         raise
     except Exception as error:
