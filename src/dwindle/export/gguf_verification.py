@@ -11,18 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import build_on_meta, restore_buffers
 from dwindle.core.errors import UserError, first_line
 from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
 from dwindle.export.gguf_vocabulary import chat_template_of, probes_of
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
-from dwindle.export.verification import PROMPTS, Mismatch, Verified, check, logits_of
+from dwindle.export.verification import PROMPTS, Mismatch, Verified, check, check_same_numbers, logits_of, numbers_of
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-_ROPE = ("llama_4_scaling_beta", "long_factor", "short_factor")
 NUM_CONTINUED = 8
 _SYSTEM, _QUESTION = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 1 + 1? "}
 _ANSWER = {"role": "assistant", "content": "It is 2.\n"}
@@ -60,40 +57,10 @@ def check_metadata(path: Path, model: Any, tokenizer: Any) -> None:
     found, own = numbers_of(stated), numbers_of(model)
     window, limit = own["sliding_window"], own["context"]
     if window is not None and found["sliding_window"] is None:  # without it, positions beyond it would be computed
-        own |= {"sliding_window": None, "windows": found["windows"], "context": min(window, limit)}
+        own |= {"sliding_window": None, "layers with a window": None, "context": min(window, limit)}
     if frequencies in file.tensors:
-        found["inv_freq"] /= torch.from_numpy(file.read(frequencies))
-    for name in own:
-        values = ([] if one is None else one for one in (own[name], found.get(name)))
-        a, b = (torch.as_tensor(one, dtype=torch.float64) for one in values)
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, atol=0):
-            shown = f"{b.item():g}, not {a.item():g}" if a.numel() == b.numel() == 1 else "another one"
-            raise Mismatch(f"export: for {name} the file states {shown}: the output was removed")
-
-
-def numbers_of(model: Any) -> dict[str, Any]:
-    """What a model computes with besides its weights."""
-    config, anatomy, rotary = model.config, Anatomy.of(model), model.model.rotary_emb
-    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
-    is_used = getattr(config, "use_sliding_window", True) and (any(slides) or not slides)
-    layers = anatomy.source.layers
-    scales = {f"{name}.scaling": getattr(module, "scaling", None) for name, module in model.named_modules()}
-    return {
-        "hidden_size": len(anatomy.source.hidden),
-        "query heads": [len(layer.query_heads) for layer in layers],
-        "key/value heads": [len(layer.kv_heads) for layer in layers],
-        "FFN widths": [len(layer.ffn) for layer in layers],
-        "head_dim": anatomy.head_dim,
-        "context": config.max_position_embeddings,
-        "epsilon": getattr(config, "norm_eps", None) or config.rms_norm_eps,
-        "sliding_window": getattr(config, "sliding_window", None) if is_used else None,
-        "windows": slides if any(slides) else None,
-        **{name: value for name, value in rotary.named_buffers() if not name.startswith("original")},
-        **{name: value for name, value in vars(rotary).items() if name.endswith("attention_scaling")},
-        **{name: scale for name, scale in scales.items() if isinstance(scale, float)},
-        **{key: getattr(config, key, None) for key in _MULTIPLIERS},
-        **{key: config.rope_parameters.get(key) for key in _ROPE},
-    }
+        found["model.rotary_emb.inv_freq"] /= torch.from_numpy(file.read(frequencies))
+    check_same_numbers(found, own)
 
 
 def verify_llamacpp(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom, restore_buffers
 from dwindle.core.errors import UserError, first_line
 from dwindle.export.gguf_vocabulary import PROBES
@@ -124,7 +126,9 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
     with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     check_same_weights(loaded.state_dict(), written)
-    return check_logits("transformers", loaded, as_float32(model), prompts)
+    reference = as_float32(model)
+    check_same_numbers(numbers_of(loaded), numbers_of(reference))
+    return check_logits("transformers", loaded, reference, prompts)
 
 
 def verify_cached(
@@ -159,6 +163,38 @@ def check_same_weights(found: Mapping[str, Tensor], model: Any) -> None:
     for name, own in model.state_dict().items():
         if name not in found or not torch.equal(found[name].float().cpu(), own.float().cpu()):
             raise Mismatch(f"export: {name} was written with other values than the source's: the output was removed")
+
+
+def check_same_numbers(found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """``Mismatch`` unless these are the same ``numbers_of`` a model: prompts hardly show an epsilon."""
+    for name in own:
+        values = ([] if one is None else one for one in (own[name], found.get(name)))
+        a, b = (torch.as_tensor(one, dtype=torch.float64) for one in values)
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, atol=0):
+            shown = f"{b.item():g}, not {a.item():g}" if a.numel() == b.numel() == 1 else "another one"
+            raise Mismatch(f"export: for {name} the output states {shown}: the output was removed")
+
+
+def numbers_of(model: Any) -> dict[str, Any]:
+    """What a model computes with besides its weights."""
+    config, layers = model.config, Anatomy.of(model).source.layers
+    rope = getattr(config, "rope_parameters", None) or {}
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    is_used = getattr(config, "use_sliding_window", True) and (any(slides) or not slides)
+    found = {
+        "query heads": [len(layer.query_heads) for layer in layers],
+        "key/value heads": [len(layer.kv_heads) for layer in layers],
+        "FFN widths": [len(layer.ffn) for layer in layers],
+        "context": config.max_position_embeddings,
+        "sliding_window": getattr(config, "sliding_window", None) if is_used else None,
+        "layers with a window": slides if any(slides) else None,
+        **{key: rope.get(key) for key in ("llama_4_scaling_beta", "long_factor", "short_factor")},
+        **{name: value for name, value in model.named_buffers() if re.search(r"(?<!original_)inv_freq$", name)},
+    }
+    for path, module in model.named_modules():  # epsilons, scales and multipliers
+        of_module = {key: value for key, value in vars(module).items() if type(value) is float and "dropout" not in key}
+        found |= {f"{path}.{key}": value for key, value in of_module.items()}
+    return found
 
 
 def verify_resized(larger: Any, model: Any, prompts: list[list[int]]) -> Verified:
