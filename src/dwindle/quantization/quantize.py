@@ -33,13 +33,14 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
-from dwindle.export.verification import check_same_weights
+from dwindle.export.verification import Mismatch, check_same_weights
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
 from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import (
     QuantizedLinear,
     Rounding,
+    dequantize,
     quantize_groups,
     quantize_rows,
     quantize_rows_fp8,
@@ -52,6 +53,8 @@ from dwindle.sources.loading import load as load_source
 from dwindle.training.loss import evaluate_loss
 
 FORMAT = 2
+MOST_ERROR = 0.5
+"""Largest change of a layer's weights, relative to their norm: 4 bits change them by a tenth."""
 MOST_NATS = 700.0
 """Beyond it, e to the loss is no number any more; of a vocabulary of 128,000 tokens a guess has 12 nats."""
 WEIGHTS = "model.safetensors"
@@ -220,7 +223,11 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
         if module is not smaller.lm_head:
             bias = None if module.bias is None else module.bias.detach()
             weight = originals[name].weight.detach().float()
-            _replace(smaller, name, _rounded(weight, bias, scheme, group, inputs.get(name), dtype))
+            layer = _rounded(weight, bias, scheme, group, inputs.get(name), dtype)
+            error = float((dequantize(layer.weight, layer.scale, layer.zero) - weight).norm() / weight.norm())
+            if error > MOST_ERROR:
+                raise Mismatch(f"quantize: the rounded weights of {name} are {error:.0%} off the source's")
+            _replace(smaller, name, layer)
     return smaller
 
 
