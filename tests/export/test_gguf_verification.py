@@ -209,8 +209,10 @@ def test_numbers_that_prompts_hardly_show_are_read_back(
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"types": [1] * 310}, "tokenizes .* differently"),
-        ({"special_ids": {"bos": 0, "eos": 5}}, "as the eos_token, not '<.endoftext.>'"),
+        ({"types": [1] * 310}, "as an ordinary token: '<.endoftext.>'"),
+        ({"types": [4, 4, *[1] * 298, *[5] * 10]}, "as an ordinary token: '<.endoftext.>'"),
+        ({"special_ids": {"bos": 0, "eos": 0, "padding": 3}}, "3 as the padding token, not None"),
+        ({"special_ids": {"bos": 0, "eos": 5}}, "5 as the eos token, not 0"),
         ({"chat_template": "{{ 'x' }}"}, "another chat template"),
         ({"chat_template": None}, "another chat template"),
     ],
@@ -255,7 +257,10 @@ ROLES = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | t
             "{{ messages[-1]['content'] }}",
             "renders a chat of system and user differently",
         ),
-        ("{% for m in messages %}{{ m['content'].zfill(9) }}{% endfor %}", "cannot read its chat template"),
+        (
+            "{% for m in messages %}{{ m['content'].zfill(9) }}{% endfor %}",
+            "cannot render a chat of user: it cannot read",
+        ),
         (ROLES + "{{ '%04d' % 7 if messages | length > 2 }}", "cannot render a chat of user, assistant and user: "),
         (None, None),
     ],

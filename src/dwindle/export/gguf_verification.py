@@ -17,6 +17,7 @@ from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
 from dwindle.export.gguf_vocabulary import chat_template_of, probes_of
 from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.verification import PROMPTS, Mismatch, Verified, check, check_same_numbers, logits_of, numbers_of
+from dwindle.sources.built_tokenizers import CONTROL, UNKNOWN
 from dwindle.sources.gguf_file import open_gguf
 from dwindle.sources.gguf_model import gguf_config
 
@@ -40,18 +41,14 @@ DOUBT_FACTOR = 2.0
 
 
 def check_metadata(path: Path, model: Any, tokenizer: Any) -> None:
-    """``Mismatch`` unless the file has the numbers that the model computes with, and the tokenizer's chat template.
-
-    Prompts hardly show an epsilon.
-    """
+    """``Mismatch`` unless the file has the model's numbers, some of which prompts hardly show, and special tokens."""
     frequencies = "rope_freqs.weight"  # Llama 3's divisors, which our reader turns into settings only if it knows them
     try:
         file = open_gguf(path)
         config = gguf_config(replace(file, tensors={k: v for k, v in file.tensors.items() if k != frequencies}))
     except UserError as error:
         raise Mismatch(f"export: the file cannot be read back ({error}): the output was removed") from error
-    if (file.metadata.get("tokenizer.chat_template") or None) != (chat_template_of(tokenizer) or None):
-        raise Mismatch("export: the file has another chat template than the tokenizer: the output was removed")
+    _same_tokenizer(file.metadata, tokenizer)
     stated: Any = build_on_meta(config)
     restore_buffers(stated, "cpu")
     found, own = numbers_of(stated), numbers_of(model)
@@ -61,6 +58,20 @@ def check_metadata(path: Path, model: Any, tokenizer: Any) -> None:
     if frequencies in file.tensors:
         found["model.rotary_emb.inv_freq"] /= torch.from_numpy(file.read(frequencies))
     check_same_numbers(found, own)
+
+
+def _same_tokenizer(metadata: dict[str, Any], tokenizer: Any) -> None:
+    """Compare the chat template, the special tokens, and which added tokens are special."""
+    if (metadata.get("tokenizer.chat_template") or None) != (chat_template_of(tokenizer) or None):
+        raise Mismatch("export: the file has another chat template than the tokenizer: the output was removed")
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        found, own = metadata.get(f"tokenizer.ggml.{key}_token_id"), getattr(tokenizer, f"{name}_token_id")
+        if found != own:
+            raise Mismatch(f"export: the file has {found} as the {key} token, not {own}: the output was removed")
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.special != (metadata["tokenizer.ggml.token_type"][number] in (UNKNOWN, CONTROL)):
+            kind = "an ordinary token" if token.special else "a special token"
+            raise Mismatch(f"export: the file has as {kind}: {token.content!r:.60}: the output was removed")
 
 
 def verify_llamacpp(
@@ -125,7 +136,7 @@ def rounded_input(x: Tensor, type_: str) -> Tensor:
 
 
 def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
-    """Compare tokens of the test texts, begin and end token."""
+    """Compare tokens of the test texts."""
     for text in (*PROMPTS, *probes_of(tokenizer)):
         ours, theirs = [int(t) for t in tokenizer(text).input_ids], runtime.call("tokenize", text=text)
         if ours != theirs:
@@ -133,12 +144,6 @@ def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
             raise Mismatch(
                 f"export: llama.cpp tokenizes {text!r:.200} differently (from token {place} on): its vocabulary cannot "
                 "express this tokenizer; the output was removed; export to hf or onnx instead"
-            )
-    about = runtime.call("properties")
-    for name in ("bos_token", "eos_token"):
-        if (own := getattr(tokenizer, name)) is not None and about[name] != own:
-            raise Mismatch(
-                f"export: llama.cpp reads {about[name]!r:.60} as the {name}, not {own!r:.60}: the output was removed"
             )
 
 
@@ -151,8 +156,6 @@ def _chat_warnings(runtime: RuntimeProcess, tokenizer: Any) -> list[str]:
     if chat_template_of(tokenizer) is None:
         return []
     elsewhere = "give llama-server another with --chat-template-file, or use `dwindle chat`"
-    if not runtime.call("properties")["reads_template"]:
-        return [f"llama.cpp cannot read its chat template: {elsewhere}"]
     for messages in CHATS:
         try:
             own = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

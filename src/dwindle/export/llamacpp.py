@@ -66,12 +66,10 @@ class LlamaCppEngine:
         ]
         return tokens
 
-    def properties(self) -> dict[str, Any]:
-        """What it read from the file, among it the texts of begin and end token, and whether its chat template."""
-        return self._asked("props") | {"reads_template": self._reads_template}
-
     def render(self, messages: list[dict[str, str]]) -> dict[str, str]:
         """The ``prompt`` that a chat is by the file's template, or the ``error`` that prevents it."""
+        if not self._reads_template:
+            return {"error": "it cannot read the template"}
         try:
             return self._asked("apply-template", {"messages": messages})
         except HTTPError as error:

@@ -57,6 +57,6 @@ def _with_halves(name: str, rows: Tensor, model: Any) -> Tensor:
     if not anatomy.family.interleaved_rotation or (".q_proj." not in name and ".k_proj." not in name):
         return rows
     rotated = 2 * len(model.model.rotary_emb.inv_freq)
-    heads = rows.unflatten(0, (-1, anatomy.head_dim))
+    heads = rows.reshape(-1, anatomy.head_dim, *rows.shape[1:])
     parts = heads[:, 0:rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
     return torch.cat(parts, dim=1).flatten(0, 1)
