@@ -194,6 +194,13 @@ def test_numbers_that_prompts_hardly_show_are_compared(
         export(loaded, "hf", tmp_path / "out", layout=layout)
 
 
+def test_rotations_that_followed_a_long_text_are_no_difference(tmp_path: Path) -> None:
+    """Phi's model keeps the frequencies of the last text: long ones here, where a fresh one begins with short ones."""
+    loaded = tiny_loaded("Phi-4-mini", original_max_position_embeddings=32, max_position_embeddings=128)
+    logits(loaded.model, tokens(1, 40))
+    export(loaded, "hf", tmp_path / "out")
+
+
 def test_commands(tmp_path: Path) -> None:
     import dwindle.commands.export  # noqa: F401  (registers the commands)
     from dwindle.commands.app import app

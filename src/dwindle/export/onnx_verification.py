@@ -31,12 +31,15 @@ def check_weights(path: Path, model: Any) -> None:
     def read(name: str) -> Tensor:
         return torch.from_numpy(onnx.numpy_helper.to_array(stored[name], base_dir=str(path.parent)).copy())
 
-    offset = Anatomy.of(model).family.gain_offset
+    anatomy = Anatomy.of(model)
+    rotated = 2 * len(model.model.rotary_emb.inv_freq) if anatomy.family.interleaved_rotation else 0
     for name, parameter in model.named_parameters():
-        own, kind = _with_halves(name, parameter.detach().float().cpu(), model), "F32"
+        own, kind = parameter.detach().float().cpu(), "F32"
+        if rotated and (".q_proj." in name or ".k_proj." in name):
+            own = _with_halves(own, anatomy.head_dim, rotated)
         if name in stored:
             found = read(name).T if ".layers." in name and own.ndim == 2 else read(name)
-            found = found - offset if name.endswith("norm.weight") else found
+            found = found - anatomy.family.gain_offset if name.endswith("norm.weight") else found
         elif bits := next((bits for bits in (8, 4) if f"{name}_q{bits}" in stored), None):
             found = _whole(read(f"{name}_q{bits}"), bits).flatten(1).short() - 2 ** (bits - 1)
             found = found * read(f"{name}_scales").view(len(own), -1).repeat_interleave(BLOCK, 1)
@@ -51,12 +54,8 @@ def _whole(packed: Tensor, bits: int) -> Tensor:
     return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
 
 
-def _with_halves(name: str, rows: Tensor, model: Any) -> Tensor:
-    """Query and key rows of interleaved rotations as the graph rotates them: channel i with channel i + r/2."""
-    anatomy = Anatomy.of(model)
-    if not anatomy.family.interleaved_rotation or (".q_proj." not in name and ".k_proj." not in name):
-        return rows
-    rotated = 2 * len(model.model.rotary_emb.inv_freq)
-    heads = rows.reshape(-1, anatomy.head_dim, *rows.shape[1:])
+def _with_halves(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """Query or key rows of interleaved rotations as the graph rotates them: channel i with channel i + r/2."""
+    heads = rows.reshape(-1, head_dim, *rows.shape[1:])
     parts = heads[:, 0:rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]
     return torch.cat(parts, dim=1).flatten(0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -189,8 +188,10 @@ def numbers_of(model: Any) -> dict[str, Any]:
         "sliding_window": getattr(config, "sliding_window", None) if is_used else None,
         "layers with a window": slides if any(slides) else None,
         **{key: rope.get(key) for key in ("llama_4_scaling_beta", "long_factor", "short_factor")},
-        **{name: value for name, value in model.named_buffers() if re.search(r"(?<!original_)inv_freq$", name)},
+        **{name: value for name, value in model.named_buffers() if name.endswith("inv_freq")},
     }
+    for name in [name for name in found if "original_inv_freq" in name]:  # the other one may follow the last text
+        found[name.replace("original_", "")] = found.pop(name)
     for path, module in model.named_modules():  # epsilons, scales and multipliers
         of_module = {key: value for key, value in vars(module).items() if type(value) is float and "dropout" not in key}
         found |= {f"{path}.{key}": value for key, value in of_module.items()}
@@ -229,6 +230,8 @@ def with_tensors(model: Any, tensors: dict[str, Tensor]) -> Any:
 
 def check_rounded(name: str, stored: Tensor, own: Tensor, kind: str) -> None:
     """``Mismatch`` unless every row that is stored is the model's own, but for the rounding of its type."""
+    if torch.equal(stored, own):
+        return
     most, off = MOST_ROUNDING.get(kind, MOST_OF_FEWER_BITS), stored - own
     size, moved = (x.reshape(-1, x.shape[-1]).square().mean(dim=-1).sqrt() for x in (own, off))
     grown = (off * own).reshape(-1, own.shape[-1]).mean(dim=-1).abs() / size.clamp(min=_LEAST_SIZE)
