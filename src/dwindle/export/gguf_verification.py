@@ -69,7 +69,8 @@ def _same_tokenizer(metadata: dict[str, Any], tokenizer: Any) -> None:
         if found != own:
             raise Mismatch(f"export: the file has {found} as the {key} token, not {own}: the output was removed")
     for number, token in tokenizer.added_tokens_decoder.items():
-        if token.special != (metadata["tokenizer.ggml.token_type"][number] in (UNKNOWN, CONTROL)):
+        type_ = metadata["tokenizer.ggml.token_type"][number]
+        if token.special != (type_ == CONTROL) and type_ != UNKNOWN:
             kind = "an ordinary token" if token.special else "a special token"
             raise Mismatch(f"export: the file has as {kind}: {token.content!r:.60}: the output was removed")
 
