@@ -13,6 +13,7 @@ from dwindle.export import gguf_verification, gguf_writer
 from dwindle.export.exporting import export
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.gguf_writer import write_gguf
+from dwindle.export.process import RuntimeFailure, RuntimeProcess
 from dwindle.export.verification import Mismatch
 from edge_models import byte_pair_tokenizer, tiny_loaded
 
@@ -273,3 +274,15 @@ def test_chats_are_rendered_as_by_the_tokenizer(template: str | None, said: str 
     found = export(loaded, "gguf", tmp_path / "m.gguf", type="f16")
     assert len(found.warnings) == (said is not None)
     assert said is None or f"llama.cpp {said}" in found.warnings[0]
+
+
+def test_an_error_is_that_of_the_call_and_not_that_of_the_template(tmp_path: Path) -> None:
+    loaded = tiny_loaded()
+    assert loaded.tokenizer is not None
+    loaded.tokenizer.chat_template = "{{ messages[0]['content'].zfill(9) }}"
+    out = export(loaded, "gguf", tmp_path / "m.gguf", type="f16", verify=False).out
+    with (
+        RuntimeProcess("llamacpp", out, context=64) as runtime,
+        pytest.raises(RuntimeFailure, match="exceeds the available context"),
+    ):
+        runtime.call("greedy", ids=[5] * 999, count=1)
