@@ -147,6 +147,17 @@ def test_rows_that_no_prompt_reads_are_compared(
         export(tiny_loaded(tie_word_embeddings=False), to, tmp_path / "out")
 
 
+@pytest.mark.parametrize("wrong", [None, 301])
+def test_windows_that_prompts_do_not_fill_are_read(
+    wrong: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_loaded("mistral", sliding_window=300, max_position_embeddings=600)
+    export(loaded, "onnx", tmp_path / "good")
+    monkeypatch.setattr(onnx_graph._Decoder, "_window", lambda self, number: wrong)
+    with pytest.raises(Mismatch, match="the graph has other windows than 300"):
+        export(loaded, "onnx", tmp_path / "out")
+
+
 def test_a_graph_that_ignores_padding_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has the mask of the longest."""
     rightly = onnx_graph._Graph.op

@@ -11,7 +11,7 @@ from torch import Tensor
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.export.onnx_graph import BLOCK, import_onnx
 from dwindle.export.onnx_runtime import OnnxEngine
-from dwindle.export.verification import Mismatch, Verified, check_rounded, verify_cached
+from dwindle.export.verification import Mismatch, Verified, check_rounded, numbers_of, verify_cached
 
 TOLERANCE = 1e-4
 
@@ -24,13 +24,20 @@ def verify_onnx(path: Path, written: Any, reference: Any, prompts: list[list[int
 
 
 def check_weights(path: Path, model: Any) -> None:
-    """``Mismatch`` unless the file holds the model's weights, but for rounding: prompts do not read every row."""
+    """``Mismatch`` unless the file holds the model's weights, but for rounding, and its window.
+
+    Prompts neither read every row of an embedding nor fill every window.
+    """
     onnx = import_onnx()
-    stored = {one.name: one for one in onnx.load(str(path), load_external_data=False).graph.initializer}
+    graph = onnx.load(str(path), load_external_data=False).graph
+    stored = {one.name: one for one in graph.initializer}
 
     def read(name: str) -> Tensor:
         return torch.from_numpy(onnx.numpy_helper.to_array(stored[name], base_dir=str(path.parent)).copy())
 
+    window = numbers_of(model)["sliding_window"]
+    if {int(read(node.input[1])) for node in graph.node if node.op_type == "Less"} != {window} - {None}:
+        raise Mismatch(f"export: the graph has other windows than {window}: the output was removed")
     anatomy = Anatomy.of(model)
     rotated = 2 * len(model.model.rotary_emb.inv_freq) if anatomy.family.interleaved_rotation else 0
     for name, parameter in model.named_parameters():
