@@ -11,6 +11,7 @@ import pytest
 
 from dwindle.export import gguf_types
 from dwindle.export.exporting import export
+from dwindle.sources.gguf_file import open_gguf
 from edge_models import tiny_loaded
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
@@ -50,6 +51,13 @@ def test_files_run_in_llamacpp(kind: str, structure: str, tmp_path: Path) -> Non
 
 def types_of(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
+
+
+def test_quantized_files_state_the_version_of_their_blocks(tmp_path: Path) -> None:
+    """The specification asks for it where any tensor has blocks."""
+    for type_, version in (("f16", None), ("q8_0", 2), ("q4_k_m", 2)):
+        export(tiny_loaded("llama", **ROUND), "gguf", tmp_path / f"{type_}.gguf", type=type_, verify=False)
+        assert open_gguf(tmp_path / f"{type_}.gguf").metadata.get("general.quantization_version") == version
 
 
 def test_some_layers_get_more_bits(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dwindle.core.errors import UserError
+from dwindle.export import onnx_graph
 from dwindle.export.exporting import export
 from dwindle.export.verification import Mismatch
 from edge_models import pruned_smollm2, slow, tiny_loaded
@@ -26,7 +27,7 @@ from dwindle.export.onnx_runtime import OnnxEngine  # noqa: E402
 def largest_difference(model: Any, path: Path, batch: torch.Tensor, steps: int) -> float:
     """Prefill and ``steps`` cached tokens, both sides carrying their own cache."""
     engine = OnnxEngine(path)
-    engine.reset(batch=len(batch))
+    engine.reset([0] * len(batch))
     worst, past = 0.0, None
     new = batch
     with torch.inference_mode():
@@ -128,6 +129,49 @@ def test_a_wrong_graph_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("to", ["onnx", "transformers.js"])
+@pytest.mark.parametrize("rows", [[305], [303, 304]], ids=["negated", "in another order"])
+def test_rows_that_no_prompt_reads_are_compared(
+    to: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rightly = onnx_graph._Graph.weight
+
+    def wrongly(self: Any, name: str, values: Any) -> str:
+        if "embed_tokens" in name and values.ndim > 1 and (to == "onnx" or values.dtype == np.uint8):
+            values = values.copy()
+            values[rows] = -values[rows[::-1]]  # of whole numbers 128 is zero: -q is 256 - q
+        return rightly(self, name, values)
+
+    monkeypatch.setattr(onnx_graph._Graph, "weight", wrongly)
+    with pytest.raises(Mismatch, match=r"a row of model.embed_tokens.weight was written \d+% off"):
+        export(tiny_loaded(tie_word_embeddings=False), to, tmp_path / "out")
+
+
+@pytest.mark.parametrize("wrong", [None, 301])
+def test_windows_that_prompts_do_not_fill_are_read(
+    wrong: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny_loaded("mistral", sliding_window=300, max_position_embeddings=600)
+    export(loaded, "onnx", tmp_path / "good")
+    monkeypatch.setattr(onnx_graph._Decoder, "_window", lambda self, number: wrong)
+    with pytest.raises(Mismatch, match="the graph has other windows than 300"):
+        export(loaded, "onnx", tmp_path / "out")
+
+
+def test_a_graph_that_ignores_padding_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row has the mask of the longest."""
+    rightly = onnx_graph._Graph.op
+
+    def wrongly(self: Any, kind: str, *inputs: str, **attributes: Any) -> str:
+        if kind == "Cast" and inputs == ("attention_mask",):
+            inputs = (rightly(self, "ReduceMax", "attention_mask", self.ints(0), keepdims=1),)
+        return rightly(self, kind, *inputs, **attributes)
+
+    monkeypatch.setattr(onnx_graph._Graph, "op", wrongly)
+    with pytest.raises(Mismatch, match="onnxruntime"):
+        export(tiny_loaded(), "onnx", tmp_path / "out")
+
+
 def test_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation 'gelu'"):
         export(tiny_loaded(hidden_act="gelu"), "onnx", tmp_path / "out")
@@ -165,7 +209,7 @@ def test_smollm2_is_as_near_to_float64_as_transformers(kind: str, tmp_path: Path
     texts = ("The capital of France is now a", "Once upon a time there was")
     batch = torch.tensor([loaded.tokenizer(text).input_ids[:6] for text in texts])
     engine = OnnxEngine(tmp_path / "out" / "model.onnx")
-    engine.reset(batch=2)
+    engine.reset([0, 0])
     found = [torch.from_numpy(engine.step(batch.numpy()))]
     for _ in range(16):
         batch = torch.cat([batch, found[-1][:, -1:].argmax(-1)], dim=1)

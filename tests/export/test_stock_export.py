@@ -165,9 +165,40 @@ def test_a_wrong_directory_is_removed(tmp_path: Path, monkeypatch: pytest.Monkey
         written(other, folder, **kwargs)
 
     monkeypatch.setattr(type(loaded.model), "save_pretrained", damaged)
-    with pytest.raises(Mismatch, match="transformers"):
+    with pytest.raises(Mismatch, match=r"variance_epsilon the output states 0\.5, not 1e-06"):
         export(loaded, "hf", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "key", "value", "said"),
+    [
+        (None, "rms_norm_eps", 1.001e-6, "variance_epsilon"),
+        (None, "max_position_embeddings", 300, "context"),
+        (None, "sliding_window", 400, "sliding_window"),
+        ("deci", "rms_norm_eps", 1.001e-6, "variance_epsilon"),
+        ("deci", "max_position_embeddings", 300, "context"),
+    ],
+)
+def test_numbers_that_prompts_hardly_show_are_compared(
+    layout: str | None, key: str, value: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(model: Any, tokenizer: Any, folder: Path, **options: Any) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+
+    monkeypatch.setattr("dwindle.export.huggingface.write_beside", damaged)
+    window = None if layout else 300  # the layout has none
+    loaded = tiny_loaded("mistral", max_position_embeddings=512, sliding_window=window)
+    with pytest.raises(Mismatch, match=f"for .*{said} the output states"):
+        export(loaded, "hf", tmp_path / "out", layout=layout)
+
+
+def test_rotations_that_followed_a_long_text_are_no_difference(tmp_path: Path) -> None:
+    """Phi's model keeps the frequencies of the last text: long ones here, where a fresh one begins with short ones."""
+    loaded = tiny_loaded("Phi-4-mini", original_max_position_embeddings=32, max_position_embeddings=128)
+    logits(loaded.model, tokens(1, 40))
+    export(loaded, "hf", tmp_path / "out")
 
 
 def test_commands(tmp_path: Path) -> None:

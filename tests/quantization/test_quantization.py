@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from copy import deepcopy
@@ -20,6 +21,8 @@ import dwindle
 from dwindle.anatomy.shrink import Float64Throughout
 from dwindle.commands import main as cli
 from dwindle.core.errors import UserError
+from dwindle.export.verification import Mismatch
+from dwindle.quantization import quantize as quantizing
 from dwindle.quantization.clipping import CLIPS_4, group_clips
 from dwindle.quantization.compressed_tensors import pack, unpack
 from dwindle.quantization.linear import QuantizedLinear, dequantize, quantize_groups, quantize_rows, quantize_tokens
@@ -168,6 +171,9 @@ def test_transformers_and_its_package_compute_the_same(scheme: str, kind: str, t
     source = Loaded(model, tiny_tokenizer(), "tiny", "huggingface")
     found = quantize(source, scheme=scheme, out=tmp_path / "q", sequences=4, seq_len=32, group=16)
     assert (found.in_rows > 0) == (scheme == "w4" and kind != "stock")
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    form = {"w8a8": "int-quantized", "fp8": "float-quantized"}.get(scheme, "pack-quantized")
+    assert (config["dtype"], config["quantization_config"]["format"]) == ("bfloat16", form)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "q", dtype=torch.float32, trust_remote_code=kind != "stock"
     )
@@ -178,6 +184,18 @@ def test_transformers_and_its_package_compute_the_same(scheme: str, kind: str, t
     assert float(difference.max()) <= tolerance * float(expected.abs().max())
     assert float(difference.mean()) <= tolerance / 10 * float(expected.abs().mean())
     assert float((expected - logits(model, batch)).abs().mean()) > 1e-3 * float(expected.abs().mean())  # it was rounded
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_that_are_not_the_sources_are_found(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written is what is evaluated, so both must be compared with the source."""
+    for name in ("quantize_rows", "quantize_rows_fp8", "quantize_groups"):
+        rightly = getattr(quantizing, name)
+        monkeypatch.setattr(quantizing, name, lambda weight, *more, rightly=rightly: rightly(weight.flip(0), *more))
+    with pytest.raises(Mismatch, match=r"self_attn.q_proj are 1\d\d% off the source's"):
+        quantize(tiny_source(), scheme=scheme, out=tmp_path / "q", sequences=2, seq_len=16, group=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -297,3 +315,19 @@ def test_the_command_ends_with_what_comes_next(
         cli.main()
     said = capsys.readouterr().err
     assert "next: dwindle eval q --text TEXT" in said and "next: vllm serve q " in said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(1e6, r"--valid: source: a loss of .* nats per token has no perplexity"), (math.nan, "holds non-finite values")],
+)
+def test_a_model_without_a_perplexity_is_one_line(value: float, said: str, tmp_path: Path) -> None:
+    loaded = tiny_source()
+    with torch.no_grad():
+        loaded.model.lm_head.weight.mul_(value)
+    (tmp_path / "t.txt").write_text("The cat sat on the mat. " * 99)
+    small: dict[str, Any] = {"sequences": 2, "seq_len": 32, "valid_seq_len": 32, "valid_tokens": 64}
+    text = [str(tmp_path / "t.txt")]
+    with pytest.raises(UserError, match=said):
+        quantize(loaded, scheme="w8", data=text, valid=text, out=tmp_path / "out", **small)
+    assert not (tmp_path / "out").exists()

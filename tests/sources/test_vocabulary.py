@@ -224,6 +224,43 @@ def test_ids_in_nested_settings_are_kept_and_renumbered(byte_bpe: Any) -> None:
     assert len(trimmed_generation(settings, without).bad_words_ids) == 1
 
 
+def test_pieces_with_a_prefix_and_ids_around_a_text() -> None:
+    """As in BERT: inner pieces begin with ##, and the file names the ids of three special tokens in other places."""
+    backend = Tokenizer(models.BPE(unk_token="[UNK]", continuing_subword_prefix="##"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=500, continuing_subword_prefix="##", special_tokens=["[UNK]"])
+    trainer.show_progress = False
+    backend.train_from_iterator(texts()[:10], trainer)
+    backend.add_special_tokens(["[CLS]", "[SEP]", "[PAD]"])
+    cls, sep, pad = (backend.token_to_id(token) for token in ("[CLS]", "[SEP]", "[PAD]"))
+    backend.post_processor = processors.BertProcessing(("[SEP]", sep), ("[CLS]", cls))
+    backend.enable_padding(pad_id=pad, pad_token="[PAD]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]")
+    smaller, vocabulary, pieces = trim(tokenizer, 384)
+    state = json.loads(smaller.backend_tokenizer.to_str())  # transformers drops its padding with the first text
+    assert vocabulary.kept[state["padding"]["pad_id"]] == pad
+
+    def split(token: int) -> list[int]:
+        return [token] if token in vocabulary.kept else [one for part in pieces.parts[token] for one in split(part)]
+
+    for text in texts()[:10]:
+        before, after = (one(text).input_ids for one in (tokenizer, smaller))
+        assert [vocabulary.kept[new] for new in after] == [one for token in before for one in split(token)]
+    assert len(smaller("the model of a class").input_ids) < 12
+
+
+def test_an_unknown_unigram_keeps_its_place() -> None:
+    words = [(letter, -9.0) for letter in "abcd"] + [("ab", -1.0), ("cd", -2.0), ("abcd", -8.0), ("<unk>", -99.0)]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.Unigram(words, unk_id=7)))
+    smaller, _, _ = trim(tokenizer, 6)
+    assert smaller.convert_ids_to_tokens(smaller("abcdxcd").input_ids) == ["ab", "c", "d", "<unk>", "c", "d"]
+
+
+def test_tokens_of_an_empty_chat_stay(byte_bpe: Any) -> None:
+    named = used_elsewhere(byte_bpe, PreTrainedConfig(), None)
+    assert {*byte_bpe("<|user|>user says a", add_special_tokens=False).input_ids} <= named
+
+
 def test_kinds_that_cannot_be_cut() -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]")))
     with pytest.raises(UserError, match="its tokenizer is WordLevel: only BPE and Unigram"):

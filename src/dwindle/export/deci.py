@@ -24,7 +24,14 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export import configuration_decilm
-from dwindle.export.verification import Verified, as_float32, check_logits, check_same_weights
+from dwindle.export.verification import (
+    Verified,
+    as_float32,
+    check_logits,
+    check_same_numbers,
+    check_same_weights,
+    numbers_of,
+)
 from dwindle.sources.common import build_model
 
 ARCHITECTURE = "DeciLMForCausalLM"
@@ -99,6 +106,7 @@ def verify(folder: Path, model: Any, prompts: list[list[int]]) -> Verified:
     """Compare with the model that the files alone describe: transformers has no class for the layout."""
     reference, found = as_float32(model), described(folder)
     check_same_weights(found.state_dict(), reference)
+    check_same_numbers(numbers_of(found), numbers_of(reference))
     return check_logits("torch, by the layout", found, reference, prompts)
 
 

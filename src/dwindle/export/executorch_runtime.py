@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from os import PathLike
 from typing import Any
@@ -26,7 +27,7 @@ class ExecutorchEngine(CachedEngine):
         self._method = self._program.load_method("forward")
         self._seen = 0
 
-    def reset(self, batch: int = 1) -> None:
+    def reset(self, padding: Sequence[int] = (0,)) -> None:
         """Begin again; what the cache holds is overwritten before it is read."""
         self._seen = 0
 

@@ -26,6 +26,7 @@ from dwindle.export import deci, gguf_types, gguf_writer, ollama, verification
 from dwindle.export.card_running import Runtime
 from dwindle.export.equivalents import in_common_terms
 from dwindle.export.gguf_size import predicted_bytes
+from dwindle.export.gguf_verification import check_metadata, verify_llamacpp
 from dwindle.export.gguf_vocabulary import vocabulary_of
 from dwindle.export.huggingface import check_output, write_model
 from dwindle.export.llamacpp import require_xllamacpp
@@ -218,12 +219,14 @@ class _Export:
         about = self._gguf_about()
         with atomic_file(self.target) as path:
             written = gguf_writer.write_gguf(path, model, vocabulary, type_=self.type, threads=self.threads, **about)
-            verified = None
+            verified, warnings = None, list[str]()
             if self.verify:
+                check_metadata(path, model, self.loaded.tokenizer)
                 reference = verification.with_tensors(model, written.stored) if written.stored else model
-                verified = self._verified_gguf(path, reference)
+                verified, warnings = self._verified_gguf(path, reference)
             size = path.stat().st_size
             result = self._result("gguf", model, written.architecture, self.type, size, resized, verified)
+            result.warnings += warnings
             result.predicted_bytes = predicted_bytes(model, vocabulary, type_=self.type, **about)
             if vocabulary.warning:
                 result.warnings.append(vocabulary.warning)
@@ -237,13 +240,11 @@ class _Export:
             path.write_text(ollama.modelfile(self.target.name, self.loaded.tokenizer, generation), encoding="utf-8")
         return result
 
-    def _verified_gguf(self, path: Path, reference: Any) -> Verified:
+    def _verified_gguf(self, path: Path, reference: Any) -> tuple[Verified, list[str]]:
         """A file that may be good is kept under another name, for the user to judge."""
         prompts, tokenizer = self._prompts(), self.loaded.tokenizer
         try:
-            return verification.verify_llamacpp(
-                path, reference, tokenizer, prompts, type_=self.type, threads=self.threads
-            )
+            return verify_llamacpp(path, reference, tokenizer, prompts, type_=self.type, threads=self.threads)
         except verification.Doubtful as doubt:
             kept = self.target.with_name(f"{self.target.stem}.unverified.gguf")
             if kept.exists() and not self.overwrite:
@@ -254,14 +255,15 @@ class _Export:
 
     def onnx(self) -> Exported:
         from dwindle.export.onnx_graph import write_onnx
-        from dwindle.export.onnx_runtime import verify_onnx
+        from dwindle.export.onnx_verification import verify_onnx
 
         resized, model = self._directory_model()
         verified = None
         with self._write_model(model, resized, weights=False) as folder:
-            write_onnx(in_common_terms(model), folder / "model.onnx", weights_in="model.onnx.data")
+            path, written = folder / "model.onnx", in_common_terms(model)
+            write_onnx(written, path, weights_in="model.onnx.data")
             if self.verify:
-                verified = verify_onnx(folder / "model.onnx", self.loaded.model, self._prompts(), threads=self.threads)
+                verified = verify_onnx(path, written, self.loaded.model, self._prompts(), threads=self.threads)
             size = folder_size(folder)
         return self._result("onnx", model, model.config.model_type, "f32", size, resized, verified)
 

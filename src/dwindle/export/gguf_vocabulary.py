@@ -10,11 +10,11 @@ from typing import Any
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from dwindle.core.errors import UserError
-from dwindle.sources.built_tokenizers import pre_tokenizer_named, split_named
+from dwindle.sources.built_tokenizers import BYTE, CONTROL, UNKNOWN, USER_DEFINED, pre_tokenizer_named, split_named
 from dwindle.sources.loading import needed_tokenizer
 from dwindle.sources.vocabulary import merges_of
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_NORMAL, _UNUSED = 1, 5
 _SPACE = "▁"
 
 PROBES = (
@@ -117,7 +117,7 @@ def _tokens(state: dict[str, Any], num_rows: int, where: str) -> tuple[list[str]
     types = []
     for number in range(num_rows):
         if number in added:
-            types.append(_CONTROL if added[number]["special"] else _USER_DEFINED)
+            types.append(CONTROL if added[number]["special"] else USER_DEFINED)
         else:
             types.append(_NORMAL if number in by_id else _UNUSED)
     return tokens, types
@@ -125,8 +125,8 @@ def _tokens(state: dict[str, Any], num_rows: int, where: str) -> tuple[list[str]
 
 def _piece_types(tokens: list[str], types: list[int], unknown: str | None) -> list[int]:
     bytes_ = {f"<0x{byte:02X}>" for byte in range(256)}
-    marked = [_BYTE if token in bytes_ else kind for token, kind in zip(tokens, types, strict=True)]
-    return [_UNKNOWN if token == unknown else kind for token, kind in zip(tokens, marked, strict=True)]
+    marked = [BYTE if token in bytes_ else kind for token, kind in zip(tokens, types, strict=True)]
+    return [UNKNOWN if token == unknown else kind for token, kind in zip(tokens, marked, strict=True)]
 
 
 def _scores(tokens: list[str], merges: Sequence[tuple[str, str]]) -> list[float]:

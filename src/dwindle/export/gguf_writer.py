@@ -185,6 +185,8 @@ def add_about(writer: Any, model: Any, type_: str, about: Mapping[str, str]) -> 
     if about["licence"]:
         writer.add_license(about["licence"])
     writer.add_file_type(FILE_TYPES[type_])
+    if type_ not in ("f32", "f16", "bf16"):
+        writer.add_quantization_version(import_gguf("writing GGUF").GGML_QUANT_VERSION)
     for key, value in _hyperparameters(model, writer.arch).items():
         _add(writer, f"{writer.arch}.{key}", value)
 

@@ -7,6 +7,7 @@ import secrets
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from dwindle.core.errors import UserError, install_hint
@@ -46,7 +47,12 @@ class LlamaCppEngine:
             params.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._key = secrets.token_urlsafe(32)
         params.api_keys = [self._key]  # it listens on a port, which other programs and web pages can reach too
-        self._server = llama.Server(params)
+        self._reads_template = True
+        try:
+            self._server = llama.Server(params)
+        except RuntimeError:  # it does not start with a chat template that it cannot read, which not all uses need
+            params.chat_template, self._reads_template = "chatml", False
+            self._server = llama.Server(params)
         self._safe_token: int | None = None
 
     def address(self) -> tuple[str, str]:
@@ -60,9 +66,14 @@ class LlamaCppEngine:
         ]
         return tokens
 
-    def properties(self) -> dict[str, Any]:
-        """What it read from the file, among it the chat template and the texts of begin and end token."""
-        return self._asked("props")
+    def render(self, messages: list[dict[str, str]]) -> dict[str, str]:
+        """The ``prompt`` that a chat is by the file's template, or the ``error`` that prevents it."""
+        if not self._reads_template:
+            return {"error": "it cannot read the template"}
+        try:
+            return self._asked("apply-template", {"messages": messages})
+        except HTTPError as error:
+            return {"error": json.load(error)["error"]["message"]}
 
     def _asked(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer of our own server in this process."""

@@ -26,7 +26,6 @@ from dwindle.anatomy.refusals import split_name
 from dwindle.anatomy.structure import Layer
 from dwindle.core.errors import UserError, install_hint
 from dwindle.core.progress import track
-from dwindle.export.verification import check_rounded
 
 OPSET = 18
 BLOCK = 32
@@ -286,7 +285,7 @@ class _Decoder:
         """The residual stream [B, S, hidden], and the name of the embedding for a tied head."""
         g, name, hidden = self.graph, "model.embed_tokens.weight", int(self.config.hidden_size)
         if self.bits is None:
-            embedding = g.weight("embed_tokens", self._array(name))
+            embedding = g.weight(name, self._array(name))
             return g.op("Gather", embedding, "input_ids"), embedding
         table = self._rounded(name, self._array(name), 8)
         whole = g.op("Cast", g.op("Gather", table.values, "input_ids"), to=self.onnx.TensorProto.FLOAT)
@@ -300,9 +299,7 @@ class _Decoder:
         if name in self.small:
             return self.small[name]
         packed, scales, _ = rounded_blocks(rows_OI, bits)
-        own = self._array(name)
-        self.stored[name] = torch.from_numpy(rounded_blocks(own, bits)[2])  # in the model's own order
-        check_rounded(name, self.stored[name], torch.from_numpy(own), "Q8_0" if bits == 8 else "Q4_0")
+        self.stored[name] = torch.from_numpy(rounded_blocks(self._array(name), bits)[2])  # in the model's own order
         g = self.graph
         values, factors = g.weight(f"{name}_q{bits}", packed), g.weight(f"{name}_scales", scales.ravel())
         self.small[name] = SmallMatrix(values, factors, rows_OI.shape[0], rows_OI.shape[1], bits)
@@ -398,7 +395,7 @@ class _Decoder:
         untied = "lm_head.weight" in self.tensors
         x = g.reshape(x, -1, self.config.hidden_size)
         if self.bits is None:
-            head = g.weight("lm_head", self._array("lm_head.weight")) if untied else embedding
+            head = g.weight("lm_head.weight", self._array("lm_head.weight")) if untied else embedding
             flat = g.op("Gemm", x, head, transB=1)
         else:
             name = "lm_head.weight" if untied else embedding

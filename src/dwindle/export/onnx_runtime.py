@@ -1,7 +1,8 @@
-"""Runs an exported ONNX model in onnxruntime, to verify and to time it."""
+"""Runs an exported ONNX model in onnxruntime, to verify and to time it; without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from os import PathLike
 from typing import Any
@@ -11,8 +12,6 @@ import numpy.typing as npt
 
 from dwindle.core.errors import UserError, install_hint
 from dwindle.export.process import CachedEngine
-
-TOLERANCE = 1e-4
 
 
 class OnnxEngine(CachedEngine):
@@ -32,30 +31,23 @@ class OnnxEngine(CachedEngine):
         self._outputs = [item.name for item in self._session.get_outputs()]
         self._cache: dict[str, npt.NDArray[np.float32]] = {}
 
-    def reset(self, batch: int = 1) -> None:
+    def reset(self, padding: Sequence[int] = (0,)) -> None:
+        rows, self._padding_B1 = len(padding), np.array(padding, np.int64)[:, None]
         self._cache = {
-            name: np.zeros((batch, heads, 0, dim), np.float32) for name, (heads, dim) in self._past_shapes.items()
+            name: np.zeros((rows, heads, 0, dim), np.float32) for name, (heads, dim) in self._past_shapes.items()
         }
 
     def step(self, rows: Any) -> npt.NDArray[np.float32]:
         ids = np.asarray(rows, np.int64)
-        batch, new = ids.shape
         seen = next(iter(self._cache.values())).shape[2]
+        positions_BT = np.arange(seen + ids.shape[1], dtype=np.int64) - self._padding_B1
         feeds: dict[str, Any] = {
             "input_ids": ids,
-            "attention_mask": np.ones((batch, seen + new), np.int64),
-            "position_ids": np.broadcast_to(np.arange(seen, seen + new, dtype=np.int64), (batch, new)).copy(),
+            "attention_mask": (positions_BT >= 0).astype(np.int64),
+            "position_ids": positions_BT[:, seen:].clip(0),
             **self._cache,
         }
         found = dict(zip(self._outputs, self._session.run(None, feeds), strict=True))
         self._cache = {name: found[name.replace("past_key_values", "present")] for name in self._cache}
         logits: npt.NDArray[np.float32] = found["logits"]
         return logits
-
-
-def verify_onnx(path: Any, model: Any, prompts: list[list[int]], *, threads: int) -> Any:
-    """Compare with the source model in float32, in a batch of two."""
-    from dwindle.export.verification import verify_cached  # which imports torch
-
-    pairs = [[ids, ids[::-1]] for ids in prompts]
-    return verify_cached("onnxruntime", lambda: OnnxEngine(path, threads=threads), model, pairs, TOLERANCE)

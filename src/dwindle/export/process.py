@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -36,8 +37,8 @@ _LOG_PREFIX = re.compile(r"^[\d.]+ [A-Z] ")
 class CachedEngine:
     """A runtime whose cache is kept between calls: the greedy continuation, and its time."""
 
-    def reset(self, batch: int = 1) -> None:
-        """Empty the cache."""
+    def reset(self, padding: Sequence[int] = (0,)) -> None:
+        """Empty the cache; the first step of each row begins with so many tokens that do not count."""
         raise NotImplementedError
 
     def step(self, rows: Any) -> Any:
@@ -81,6 +82,7 @@ class RuntimeProcess:
     def __init__(self, engine: str, path: str | os.PathLike[str], *, threads: int = 1, context: int = 512) -> None:
         self.engine = engine
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._printed = 0
         command = [sys.executable, "-m", "dwindle.export.process", engine, str(path), str(threads), str(context)]
         limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         self._child = subprocess.Popen(
@@ -117,11 +119,12 @@ class RuntimeProcess:
             raise UserError(reply["user_error"])
         if "error" in reply:
             raise RuntimeFailure(f"{self.engine}: {self._reported_error(reply['error'])}")
+        self._printed = os.fstat(self._stderr.fileno()).st_size
         return reply["result"]
 
     def _reported_error(self, fallback: str = "") -> str:
-        """The first error that the library printed; later ones only report that something failed."""
-        self._stderr.seek(0)
+        """The first error that the library printed in this call; later ones only report that something failed."""
+        self._stderr.seek(self._printed)
         printed = (_LOG_PREFIX.sub("", line).strip() for line in self._stderr.read().splitlines())
         lines = [" ".join(line.split()) for line in printed if line]
         errors = [line for line in lines if "error" in line.lower()]

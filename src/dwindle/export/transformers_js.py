@@ -15,7 +15,7 @@ from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export.onnx_graph import write_onnx
-from dwindle.export.onnx_runtime import verify_onnx
+from dwindle.export.onnx_verification import verify_onnx
 from dwindle.export.verification import Verified, with_tensors
 
 KNOWN = (
@@ -53,7 +53,8 @@ def write_graphs(model: Any, folder: Path, prompts: list[list[int]], *, threads:
         if beside is not None:
             in_files[path.name] = 1
         if threads is not None:
-            found.append(verify_onnx(path, with_tensors(model, stored) if stored else model, prompts, threads=threads))
+            reference = with_tensors(model, stored) if stored else model
+            found.append(verify_onnx(path, model, reference, prompts, threads=threads))
     if in_files:
         path = folder / "config.json"
         settings = {"transformers.js_config": {"use_external_data_format": in_files}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import is_custom, restore_buffers
 from dwindle.core.errors import UserError, first_line
-from dwindle.export.gguf_types import BLOCK, K_BLOCK, block_of
-from dwindle.export.gguf_vocabulary import PROBES, chat_template_of, probes_of
-from dwindle.export.process import CachedEngine, RuntimeFailure, RuntimeProcess
+from dwindle.export.gguf_vocabulary import PROBES
+from dwindle.export.process import CachedEngine
 
 PROMPTS = (
     "The capital of France is",
@@ -31,17 +30,6 @@ LONG_PROMPT, ROOM = 256, 24
 HF_TOLERANCE = 1e-4
 """Largest allowed difference of a logit, relative to the largest logit."""
 
-LLAMACPP_TOLERANCE = {"f32": 0.01, "f16": 0.005, "bf16": 0.03}
-QUANTISED_TOLERANCE = 0.06
-"""Allowed difference of log-probabilities (20 likeliest tokens) between llama.cpp and torch with the stored weights:
-the largest for f32, the mean over a prompt for other types, which round activations to the type of the weights or, for
-quantized types, to 8 bits."""
-
-ROUNDING_FACTOR, ROUNDING_CAP = 3.0, 1.0
-"""What the runtime must lose by rounding activations depends on the model: it is measured in torch, with the weights as
-stored and the same rounding, and this factor times it is allowed where that is more than the tolerance, at most the
-cap. Correct exports of tiny models, stories260K and SmolLM2, also pruned, are 0.6 to 1.3 times it on every prompt."""
-
 MOST_ROUNDING = {"F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.025}
 MOST_OF_FEWER_BITS = 0.4
 """Largest change of a row by rounding, relative to its norm: runtimes are compared with torch on the weights as stored,
@@ -52,9 +40,6 @@ MOST_GROWTH = 0.125
 lose a ninth."""
 _LEAST_SIZE = 1e-5
 """Root mean square below which a tensor may become zeros: scales have 16 bits."""
-
-DOUBT_FACTOR = 2.0
-"""An export whose difference is above the allowed one, but not by more than this, is kept under another name."""
 
 
 class Mismatch(UserError):
@@ -140,25 +125,29 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
     with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     check_same_weights(loaded.state_dict(), written)
-    return check_logits("transformers", loaded, as_float32(model), prompts)
+    reference = as_float32(model)
+    check_same_numbers(numbers_of(loaded), numbers_of(reference))
+    return check_logits("transformers", loaded, reference, prompts)
 
 
 def verify_cached(
     runtime: str, start: Callable[[], CachedEngine], reference: Any, batches: list[list[list[int]]], tolerance: float
 ) -> Verified:
-    """Compare prefill and ``NUM_DECODED`` tokens from the cache, for each batch of rows of one length."""
+    """Compare prefill and ``NUM_DECODED`` tokens from the cache, for each batch; shorter rows are padded."""
     worst = 0.0
     try:
         engine = start()
         for batch in batches:
-            engine.reset(len(batch))
-            rows, found = [list(row) for row in batch], [torch.as_tensor(engine.step(batch))]
+            padding = [max(map(len, batch)) - len(row) for row in batch]
+            engine.reset(padding)
+            rows = [list(row) for row in batch]
+            found = [torch.as_tensor(engine.step([[0] * n + row for n, row in zip(padding, rows, strict=True)]))]
             for _ in range(NUM_DECODED):
                 for row, logits in zip(rows, found[-1], strict=True):
                     row.append(int(logits[-1].argmax()))
                 found.append(torch.as_tensor(engine.step([row[-1:] for row in rows])))
-            pairs = zip(torch.cat(found, dim=1), rows, strict=True)
-            worst = max(worst, *(relative_error(logits, logits_of(reference, row)) for logits, row in pairs))
+            triples = zip(torch.cat(found, dim=1), rows, padding, strict=True)
+            worst = max(worst, *(relative_error(logits[n:], logits_of(reference, row)) for logits, row, n in triples))
     except UserError:
         raise
     except Exception as error:
@@ -173,6 +162,40 @@ def check_same_weights(found: Mapping[str, Tensor], model: Any) -> None:
     for name, own in model.state_dict().items():
         if name not in found or not torch.equal(found[name].float().cpu(), own.float().cpu()):
             raise Mismatch(f"export: {name} was written with other values than the source's: the output was removed")
+
+
+def check_same_numbers(found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """``Mismatch`` unless these are the same ``numbers_of`` a model: prompts hardly show an epsilon."""
+    for name in own:
+        values = ([] if one is None else one for one in (own[name], found.get(name)))
+        a, b = (torch.as_tensor(one, dtype=torch.float64) for one in values)
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, atol=0):
+            shown = f"{b.item():g}, not {a.item():g}" if a.numel() == b.numel() == 1 else "another one"
+            raise Mismatch(f"export: for {name} the output states {shown}: the output was removed")
+
+
+def numbers_of(model: Any) -> dict[str, Any]:
+    """What a model computes with besides its weights."""
+    config, layers = model.config, Anatomy.of(model).source.layers
+    rope = getattr(config, "rope_parameters", None) or {}
+    slides = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    is_used = getattr(config, "use_sliding_window", True) and (any(slides) or not slides)
+    found = {
+        "query heads": [len(layer.query_heads) for layer in layers],
+        "key/value heads": [len(layer.kv_heads) for layer in layers],
+        "FFN widths": [len(layer.ffn) for layer in layers],
+        "context": config.max_position_embeddings,
+        "sliding_window": getattr(config, "sliding_window", None) if is_used else None,
+        "layers with a window": slides if any(slides) else None,
+        **{key: rope.get(key) for key in ("llama_4_scaling_beta", "long_factor", "short_factor")},
+        **{name: value for name, value in model.named_buffers() if name.endswith("inv_freq")},
+    }
+    for name in [name for name in found if "original_inv_freq" in name]:  # the other one may follow the last text
+        found[name.replace("original_", "")] = found.pop(name)
+    for path, module in model.named_modules():  # epsilons, scales and multipliers
+        of_module = {key: value for key, value in vars(module).items() if type(value) is float and "dropout" not in key}
+        found |= {f"{path}.{key}": value for key, value in of_module.items()}
+    return found
 
 
 def verify_resized(larger: Any, model: Any, prompts: list[list[int]]) -> Verified:
@@ -207,6 +230,8 @@ def with_tensors(model: Any, tensors: dict[str, Tensor]) -> Any:
 
 def check_rounded(name: str, stored: Tensor, own: Tensor, kind: str) -> None:
     """``Mismatch`` unless every row that is stored is the model's own, but for the rounding of its type."""
+    if torch.equal(stored, own):
+        return
     most, off = MOST_ROUNDING.get(kind, MOST_OF_FEWER_BITS), stored - own
     size, moved = (x.reshape(-1, x.shape[-1]).square().mean(dim=-1).sqrt() for x in (own, off))
     grown = (off * own).reshape(-1, own.shape[-1]).mean(dim=-1).abs() / size.clamp(min=_LEAST_SIZE)
@@ -217,96 +242,3 @@ def check_rounded(name: str, stored: Tensor, own: Tensor, kind: str) -> None:
             f"export: a row of {name} was written {share:.0%} off the source's; {kind.lower()} rounds by at most "
             f"{most:.2g} of it: the output was removed"
         )
-
-
-def verify_llamacpp(
-    path: Any, reference: Any, tokenizer: Any, prompts: list[list[int]], *, type_: str, threads: int
-) -> Verified:
-    """Compare token ids of the test texts, and probabilities over the greedy continuations of the prompts.
-
-    llama.cpp's greedy choice must also be the reference's, up to ties within the tolerance.
-    """
-    tolerance = LLAMACPP_TOLERANCE.get(type_, QUANTISED_TOLERANCE)
-    context = max(256, max(map(len, prompts)) + NUM_CONTINUED + 8)
-    try:
-        with RuntimeProcess("llamacpp", path, threads=threads, context=context) as runtime:
-            _same_tokens(runtime, tokenizer)
-            found = [_prompt_errors(runtime, reference, ids) for ids in prompts]
-    except RuntimeFailure as error:
-        raise Mismatch(f"export: llama.cpp cannot run the exported file ({error}): the output was removed") from error
-    if type_ == "f32":
-        worst = max(float(differences.max()) for differences, _ in found)
-        return check(Verified("llama.cpp", worst, tolerance, "largest difference of a log-probability"))
-    prompt_errors = []
-    for differences, sequence in found:
-        rounding = activation_rounding_error(reference, sequence, type_, NUM_CONTINUED)
-        allowed = max(tolerance, min(ROUNDING_FACTOR * rounding, ROUNDING_CAP))
-        measure = "mean difference of a log-probability"
-        prompt_errors.append(Verified("llama.cpp", float(differences.mean()), allowed, measure))
-    return check(max(prompt_errors, key=lambda one: one.max_error / one.tolerance), doubt_factor=DOUBT_FACTOR)
-
-
-def activation_rounding_error(reference: Any, sequence: list[int], type_: str, last: int) -> float:
-    """Mean difference of log-probabilities if the inputs of every linear layer are rounded as in llama.cpp.
-
-    Over the 20 likeliest tokens at the ``last`` places of the sequence.
-    """
-    expected = logits_of(reference, sequence).log_softmax(-1)[-last:]
-
-    def rounded(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return rounded_input(inputs[0], type_), *inputs[1:]
-
-    with ExitStack() as hooks:
-        for layer in reference.modules():
-            if isinstance(layer, nn.Linear):
-                hooks.enter_context(layer.register_forward_pre_hook(rounded))
-        found = logits_of(reference, sequence).log_softmax(-1)[-last:]
-    likeliest = expected.topk(min(20, expected.shape[-1])).indices
-    return float((found.gather(1, likeliest) - expected.gather(1, likeliest)).abs().mean())
-
-
-def rounded_input(x: Tensor, type_: str) -> Tensor:
-    """``x`` in 16 bits, or in 8 bits with a scale per block of 32 or (K types) 256; f16 if blocks do not fit."""
-    if type_ == "bf16":
-        return x.bfloat16().to(x.dtype)
-    if type_ in ("f16", "f32") or x.shape[-1] % BLOCK:
-        return x.half().to(x.dtype)
-    size = K_BLOCK if block_of(type_) == K_BLOCK and x.shape[-1] % K_BLOCK == 0 else BLOCK
-    blocks = x.reshape(*x.shape[:-1], -1, size)
-    scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return ((blocks / scale).round() * scale).reshape(x.shape)
-
-
-def _same_tokens(runtime: RuntimeProcess, tokenizer: Any) -> None:
-    """Compare tokens of the test texts, begin and end token, and the chat template."""
-    for text in (*PROMPTS, *probes_of(tokenizer)):
-        ours, theirs = [int(t) for t in tokenizer(text).input_ids], runtime.call("tokenize", text=text)
-        if ours != theirs:
-            place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
-            raise Mismatch(
-                f"export: llama.cpp tokenizes {text!r:.200} differently (from token {place} on): its vocabulary cannot "
-                "express this tokenizer; the output was removed; export to hf or onnx instead"
-            )
-    about, read = runtime.call("properties"), {"chat_template": chat_template_of(tokenizer)}
-    read |= {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token")}
-    for name, own in read.items():
-        if own is not None and about[name] != own:
-            raise Mismatch(
-                f"export: llama.cpp reads {about[name]!r:.60} as the {name}, not {own!r:.60}: the output was removed"
-            )
-
-
-def _prompt_errors(runtime: RuntimeProcess, reference: Any, ids: list[int]) -> tuple[Tensor, list[int]]:
-    """Differences of log-probabilities over llama.cpp's greedy continuation, and the tokens up to its last place.
-
-    For each position those of the 20 likeliest tokens, and by how much the reference prefers its own choice to
-    llama.cpp's (halved, because both may be off).
-    """
-    places = runtime.call("greedy", ids=ids, count=NUM_CONTINUED, top=20)
-    chosen = [place[0][0] for place in places]
-    sequence = [*ids, *chosen[:-1]]
-    expected = logits_of(reference, sequence).log_softmax(-1)[len(ids) - 1 :]
-    tokens, found = (torch.tensor([[entry[part] for entry in place] for place in places]) for part in (0, 1))
-    differences = (expected.gather(1, tokens) - found).abs()
-    ties = (expected.max(-1).values - expected.gather(1, tokens)[:, 0]) / 2
-    return torch.nan_to_num(torch.cat([differences.flatten(), ties]), nan=float("inf")), sequence

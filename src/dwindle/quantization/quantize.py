@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from math import exp, inf
+from math import exp
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,30 @@ from dwindle.data.pydoc_text import DEFAULT_TEXT
 from dwindle.data.text_windows import calibration_windows, validation_windows
 from dwindle.export.huggingface import write_beside
 from dwindle.export.quantised_card import quantised_card
-from dwindle.export.verification import check_same_weights
+from dwindle.export.verification import Mismatch, check_same_weights
 from dwindle.quantization.clipping import group_clips
 from dwindle.quantization.compressed_tensors import config_of, layer_from, tensors_of
 from dwindle.quantization.config import QuantizeConfig
 from dwindle.quantization.linear import (
     QuantizedLinear,
     Rounding,
+    dequantize,
     quantize_groups,
     quantize_rows,
     quantize_rows_fp8,
 )
 from dwindle.quantization.smoothing import InputStats, Smoothing, observe, smooth
 from dwindle.sources import huggingface
+from dwindle.sources.common import check_finite
 from dwindle.sources.loading import Loaded, needed_tokenizer
 from dwindle.sources.loading import load as load_source
 from dwindle.training.loss import evaluate_loss
 
 FORMAT = 2
+MOST_ERROR = 0.5
+"""Largest change of a layer's weights, relative to their norm: 4 bits change them by a tenth."""
+MOST_NATS = 700.0
+"""Beyond it, e to the loss is no number any more; of a vocabulary of 128,000 tokens a guess has 12 nats."""
 WEIGHTS = "model.safetensors"
 _HEAD = "lm_head"
 
@@ -154,6 +160,7 @@ def quantize(
         place = source.source if isinstance(source, Loaded) else source
         refuse_existing(Path(out), marker=QUANTIZATION, overwrite=overwrite, sources=[place, *data, *valid])
     loaded = source if isinstance(source, Loaded) else load_source(source, device=device)
+    check_finite(loaded.model, loaded.source)
     warn_beyond_positions(config.seq_len, loaded.model.config)
     tokenizer = needed_tokenizer(loaded.tokenizer, loaded.source)
     windows, _ = calibration_windows(
@@ -216,7 +223,11 @@ def quantized_copy(model: Any, scheme: Scheme, group: int, inputs: Mapping[str, 
         if module is not smaller.lm_head:
             bias = None if module.bias is None else module.bias.detach()
             weight = originals[name].weight.detach().float()
-            _replace(smaller, name, _rounded(weight, bias, scheme, group, inputs.get(name), dtype))
+            layer = _rounded(weight, bias, scheme, group, inputs.get(name), dtype)
+            error = float((dequantize(layer.weight, layer.scale, layer.zero) - weight).norm() / weight.norm())
+            if error > MOST_ERROR:
+                raise Mismatch(f"quantize: the rounded weights of {name} are {error:.0%} off the source's")
+            _replace(smaller, name, layer)
     return smaller
 
 
@@ -262,10 +273,12 @@ def num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def measure_perplexity(model: Any, windows: Tensor, name: str) -> float:
-    """exp of the mean cross-entropy over all tokens of the windows; infinite where that would overflow."""
+    """exp of the mean cross-entropy over all tokens of the windows."""
     with status(f"perplexity, {name}"):
         loss = evaluate_loss(model, windows, batch=1)
-    return exp(loss) if loss < 700 else inf
+    if not loss < MOST_NATS:
+        raise UserError(f"--valid: {name}: a loss of {loss:.3g} nats per token has no perplexity: check the model")
+    return exp(loss)
 
 
 def _save(result: Quantized, out: Path, *, overwrite: bool) -> None:

@@ -20,7 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from dwindle.core.errors import UserError, first_line
 
 _SPACE = "▁"
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+"""Types of tokens in a GGUF file."""
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -155,7 +156,7 @@ def _byte_level(
     alphabet = set(spelling.values())
     vocab: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind not in (_CONTROL, _USER_DEFINED) and not set(token) <= alphabet:
+        if kind not in (CONTROL, USER_DEFINED) and not set(token) <= alphabet:
             token = "".join(spelling[byte] for byte in token.encode("utf-8"))
         vocab.setdefault(token, index)
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
@@ -189,7 +190,7 @@ def _gguf_sentencepiece(metadata: dict[str, Any], tokens: Sequence[str], types: 
     scores = metadata.get("tokenizer.ggml.scores")
     if not scores or len(scores) != len(tokens):
         raise UserError(f"source {path}: the vocabulary has no score for every token: fetch the file again")
-    unmergeable = {token for token, kind in zip(tokens, types, strict=True) if kind in (_UNKNOWN, _CONTROL, _BYTE)}
+    unmergeable = {token for token, kind in zip(tokens, types, strict=True) if kind in (UNKNOWN, CONTROL, BYTE)}
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     return sentencepiece(
         tokens,
@@ -243,9 +244,9 @@ def _add_tokens(backend: Tokenizer, tokens: Iterable[str], types: Iterable[int])
     """Control and user-defined tokens are matched whole in the text, as llama.cpp does."""
     control, plain = [], []
     for token, kind in zip(tokens, types, strict=True):
-        if kind == _CONTROL:
+        if kind == CONTROL:
             control.append(AddedToken(token, normalized=False, special=True))
-        elif kind == _USER_DEFINED:
+        elif kind == USER_DEFINED:
             plain.append(AddedToken(token, normalized=False, special=False))
     backend.add_special_tokens(control)
     backend.add_tokens(plain)

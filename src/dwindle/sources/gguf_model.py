@@ -35,6 +35,8 @@ STEM_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "
     "token_embd_norm": "model.embedding_norm"  # the final norm of LFM2
 }
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_WHOLE_HEADS = ("llama", "arcee")
+"""Families whose configuration refuses a hidden size that is not a multiple of the number of heads."""
 _COMPARED_ROWS = 1024
 _ROUNDING = 0.1
 """Two roundings of one matrix to 4 bits or more differ by less, relative to its norm."""
@@ -233,15 +235,19 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
         values["attention_bias"] = f"blk.{attends}.attn_q.bias" in file.tensors
     if "blk.0.ffn_up.bias" in file.tensors:
         values["mlp_bias"] = True
-    if file.architecture == "deci":
-        return _per_layer_config(file, values, layers)
     model_type = _add_own(file, architecture, values)
+    if file.architecture == "deci" or (model_type in _WHOLE_HEADS and hidden_size % num_heads):
+        return _config_of_sizes(file, model_type, values, layers)
     return _make_config(file, model_type, values)
 
 
 def _add_own(file: GgufFile, architecture: GgufArchitecture, values: dict[str, Any]) -> str:
     """The model type; adds what only it has to the values."""
     model_type, num_layers = architecture.model_type, values["num_hidden_layers"]
+    has_output_bias = any(name.endswith(".attn_output.bias") for name in file.tensors)
+    if file.architecture == "deci" and values["attention_bias"] and not has_output_bias:
+        model_type = "qwen2"
+        del values["attention_bias"]
     if architecture.window_period is not None and file.get("attention.sliding_window"):
         model_type = "olmo3" if model_type == "olmo2" else model_type
         values |= _windowed(file, architecture.window_period, values)
@@ -277,11 +283,10 @@ def _windowed(file: GgufFile, period: int, values: dict[str, Any]) -> dict[str, 
     }
 
 
-def _per_layer_config(file: GgufFile, values: dict[str, Any], layers: list[tuple[int, int, int]]) -> PreTrainedConfig:
-    model_type = "llama"
-    if values["attention_bias"] and not any(name.endswith(".attn_output.bias") for name in file.tensors):
-        model_type = "qwen2"
-        del values["attention_bias"]
+def _config_of_sizes(
+    file: GgufFile, model_type: str, values: dict[str, Any], layers: list[tuple[int, int, int]]
+) -> PreTrainedConfig:
+    """A configuration of ours, or a stock one of another class, where the family's own does not accept the sizes."""
     # the sizes come from the structure; one head passes the checks of every family until then
     base = _make_config(file, model_type, values | {"num_attention_heads": 1, "num_key_value_heads": 1})
     structure = Structure.full(
@@ -327,12 +332,6 @@ def _layer_sizes(file: GgufFile) -> list[tuple[int, int, int]]:
 
 
 def _make_config(file: GgufFile, model_type: str, values: dict[str, Any]) -> PreTrainedConfig:
-    if model_type == "llama" and values["hidden_size"] % values["num_attention_heads"]:
-        # LlamaConfig rejects this; a Mistral without a sliding window is the same function
-        model_type = "mistral"
-        if values.pop("attention_bias") or values.pop("mlp_bias", False):
-            raise unsupported(file, "has biases and a hidden size that is not a multiple of its number of heads")
-        values["sliding_window"] = None
     if model_type == "granite" and values["attention_multiplier"] is None:
         head_dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
         values["attention_multiplier"] = 1 / math.sqrt(head_dim)
