@@ -43,7 +43,7 @@ class Metric:
     is_plain: bool = True
     """Whether the score is pure arithmetic, which can be compiled (no random numbers, no checks)."""
     draws: bool = False
-    """Whether the score draws random numbers, so that those of a row depend on the rows before it."""
+    """Whether the score draws random numbers, so that those of a weight depend on the weights before it."""
 
 
 @dataclass(frozen=True, slots=True)
