@@ -211,7 +211,7 @@ class Pruner(Callback):
         """The groups to remove now, by the scores begun before the update: the update runs while they are chosen."""
         last, end = self.pacing.last_step, trainer.num_steps
         if self._pending is not None:
-            self._scores = self._pending().smoothed(self._scores, self.config.smoothing)
+            self._scores = self._pending().smoothed(self._scores, self.config.smoothing or 0.0)
         elif self._scores is None or trainer.step < end or self.finished or self._strategy.watches_layers:
             return []  # after a step that is skipped, the next one catches up; the last one has the scores before it
         scores, self._pending = self._scores.copy(), None
