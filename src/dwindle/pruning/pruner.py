@@ -372,7 +372,7 @@ class AttachedPruner:
     def after_backward(self) -> None:
         """Call once per step, when its gradients are complete, before they are clipped.
 
-        A step whose gradients are not finite prunes nothing.
+        A step whose gradients are not finite prunes nothing, unless it is the last.
         """
         loop, parameters = cast(Any, self), self.pruner.prunable.parameters
         self.pruner.edit_gradients(loop)
