@@ -157,7 +157,6 @@ class Elements:
         for name, weight in self.weights.items():
             row, dead = self.anatomy[name], torch.ones_like(weight, dtype=torch.bool)
             rows, columns = (self.anatomy.positions(row, axis, self.alive, self.anatomy.source) for axis in (0, 1))
-            assert rows is not None and columns is not None
             dead[rows[:, None], columns] = False
             weight[dead] = 0
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import dwindle
+from dwindle.anatomy.structure import Group
 from dwindle.core.errors import UserError
 from dwindle.pruning import metrics
 from dwindle.pruning.metrics import METRICS, known_metrics, metric_named
@@ -200,6 +201,28 @@ def test_seeded_metrics_draw_the_same_again() -> None:
     )
     assert torch.equal(one, again) and not torch.equal(one, other)
     assert torch.allclose(one, stock)
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize("name", ["mine", "random"])
+def test_draws_do_not_depend_on_what_was_compacted(family: str, name: str) -> None:
+    """Heads, channels, hidden channels and a layer are gone: what is left scores as it does in the masked model."""
+
+    def drawn(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return lambda w, g, f: w.square() * torch.rand(w.shape, generator=generator, dtype=w.dtype)
+
+    dwindle.register_metric("mine", drawn, seeded=True)
+    prunable = Prunable(tiny_model(family))
+    prunable.prune(Group("layer", ((0, 1), (), ())))
+    for kind in ("attn", "ffn", "stem"):
+        prunable.prune(random_group(kind, prunable.alive))
+    masked = score_model(prunable, {}, {}, metric_named(name, 5))
+    prunable.compact()
+    compacted, expected = score_model(prunable, {}, {}, metric_named(name, 5)), masked.restricted(prunable.physical)
+    for ours, theirs in ((compacted.attn, expected.attn), (compacted.ffn, expected.ffn)):
+        assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(ours, theirs, strict=True))
+    assert torch.allclose(compacted.stem, expected.stem, rtol=1e-6)
 
 
 def install(folder: Path, package: str, metric: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:

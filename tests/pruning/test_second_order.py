@@ -238,39 +238,29 @@ def test_the_sample_has_as_many_tokens_as_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "passes", "taken"),
-    [
-        (64, 8, [8] * 8),
-        (70, 8, [8] * 8),  # the same stride in every pass: compiled layers have one graph for it
-        (3, 8, [0, 0, 1, 0, 0, 1, 0, 1]),
-        (1, 8, [0] * 7 + [1]),
-        (256, 8, [32] * 8),
-        (20, 1, [16]),  # one pass: as ever, the smallest stride that fits
-        (10_000, 2, [32, 32]),
-    ],
+    ("wanted", "stride"),
+    [(64, 4), (70, 4), (3, 16), (1, 16), (16, 16), (256, 1), (200, 2), (10_000, 1)],
 )
-def test_tokens_are_spread_over_the_passes_of_a_step(wanted: int, passes: int, taken: list[int]) -> None:
+def test_every_sequence_of_a_step_gives_the_same_tokens(wanted: int, stride: int) -> None:
+    """Of 16 sequences of 16 tokens: however they are divided into passes."""
     prunable = Prunable(tiny_model("llama"))
-    key, seen = "model.layers.1.mlp.down_proj", list[Tensor]()
+    key, seen, batch = "model.layers.1.mlp.down_proj", list[Tensor](), tokens(16, 16, seed=3)
+    x = inputs_by_hand(tiny_model("llama"), batch, key).view(16, 16, -1)[:, ::stride].flatten(0, 1)
     keep = lambda name, x: seen.append(x) if name == key else None  # noqa: E731
     taps = InputTaps(prunable.model, taps_of(prunable.anatomy, ("ffn",)), keep)
-    for _ in range(2):  # every open starts from zero
-        taps.open(wanted, passes)
-        for number, count in enumerate(taken):
-            seen.clear()
-            batch = tokens(2, 16, seed=number)
-            prunable.model(input_ids=batch)
-            assert sum(map(len, seen)) == count
-            if count:
-                x = inputs_by_hand(tiny_model("llama"), batch, key)
-                assert torch.allclose(seen[0], x[:: -(-32 // count)], atol=1e-5)  # its norms are in fp32
+    for sizes in ([16], [1, 5, 10], [1] * 16):
+        seen.clear()
+        taps.open(wanted, 16)
+        for part in batch.split(sizes):
+            prunable.model(input_ids=part)
         taps.close()
+        assert torch.allclose(torch.cat(seen), x, atol=1e-5)  # its norms are in fp32
 
 
 def test_a_step_gives_tokens_from_all_its_micro_batches(place: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Two micro-batches of 4 × 24 tokens in a step: half of the watched tokens from each; all, where all are wanted."""
+    """Two micro-batches of 4 × 24 tokens in a step: as many from each sequence; all, where all are wanted."""
     real = InputStatistics.add
-    for wanted, each in ((24, 12), (1, 0), (191, 48), (192, 96), (10_000, 96)):
+    for wanted, each in ((24, 12), (1, 4), (191, 48), (192, 96), (10_000, 96)):
         taken: list[int] = []
 
         def add(self: InputStatistics, key: str, x_TN: Tensor, taken: list[int] = taken) -> None:
@@ -282,7 +272,7 @@ def test_a_step_gives_tokens_from_all_its_micro_batches(place: Path, tmp_path: P
         options = {"second_order": True, "groups": ["ffn"], "target": "85%", "gram_tokens": wanted}
         pretrain(recipe(place, steps=4, **options), tmp_path / str(wanted))
         monkeypatch.undo()
-        assert set(taken) == ({each} if each else {1})
+        assert set(taken) == {each}
 
 
 def test_taps_see_embeddings_that_are_given_instead_of_tokens() -> None:
@@ -298,7 +288,7 @@ def test_taps_see_embeddings_that_are_given_instead_of_tokens() -> None:
         taps.remove()
         seen.append(found)
     assert seen[0].keys() == seen[1].keys() and all(torch.equal(seen[0][key], seen[1][key]) for key in seen[0])
-    assert {len(x) for x in seen[1].values()} == {8}
+    assert {len(x) for x in seen[1].values()} == {9}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -352,7 +342,7 @@ def test_passes_of_a_step_share_one_graph() -> None:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False, backend="eager")
     taps = InputTaps(prunable.model, taps_of(prunable.anatomy), InputStatistics(41).add)
     for _ in range(2):
-        taps.open(41, 5)  # 8 of each 32 tokens, and one that is not used
+        taps.open(41, 10)  # 4 of 16 tokens of each sequence, and one that is not used
         for number in range(5):
             prunable.model(input_ids=tokens(2, 16, seed=number), use_cache=False)
         taps.close()

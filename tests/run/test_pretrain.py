@@ -177,6 +177,35 @@ def test_rounded_sizes_are_reached_by_the_end_of_the_horizon(place: Path) -> Non
     assert 0.6 * STEPS < events(run, "prune")[-1]["step"] <= round(0.7 * STEPS)
 
 
+class Broken(Callback):
+    """The gradients of these steps are not finite; may stop the run before one."""
+
+    def __init__(self, *steps: int, stop_at: int | None = None) -> None:
+        self.steps, self.stop_at = steps, stop_at
+
+    def edit_gradients(self, trainer: Trainer) -> None:
+        if trainer.step + 1 in self.steps:
+            next(trainer.model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        trainer.stop.requested = trainer.step + 1 == self.stop_at
+
+
+@pytest.mark.parametrize(
+    "prune", [{"smoothing": 0.0}, {"smoothing": 0.5, "second_order": True}, {"ratio": "6:1", "horizon": None}]
+)
+def test_groups_due_in_a_skipped_last_step_are_chosen_by_the_saliencies_before(
+    place: Path, tmp_path: Path, prune: dict[str, Any]
+) -> None:
+    """Also those of a checkpoint; groups due in other skipped steps wait for the next."""
+    settings = recipe(place, steps=8, prune={"target": "90%", "horizon": 1.0, "selection": "global"} | prune)
+    whole = pretrain(settings, tmp_path / "whole", callbacks=[Broken(5, 7, 8)])
+    steps = {event["step"] for event in events(tmp_path / "whole", "prune")}
+    assert whole.target_reached and whole.skipped_steps == 3
+    assert steps & {5, 7, 8} == {8}
+    pretrain(settings, tmp_path / "two", callbacks=[Broken(5, 7, 8, stop_at=6)])
+    assert resume(tmp_path / "two", callbacks=[Broken(5, 7, 8)]).parameters == whole.parameters
+    assert read_ledger(tmp_path / "two") == read_ledger(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(("ratio", "per_step"), [("2:1", {1: 2, 2: 2, 3: 2}), ("1:3", {3: 1, 6: 1, 9: 1})])
 def test_ratios_alternate(place: Path, ratio: str, per_step: dict[int, int]) -> None:
     run = place / f"ratio-{ratio[0]}"

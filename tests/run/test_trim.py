@@ -262,6 +262,20 @@ def test_a_share_of_a_replay_is_one_of_the_trimmed_source(place: Path, run: Path
     assert found.after.total == first["parameters"]
 
 
+def test_a_replay_without_events_is_the_trimmed_source(place: Path, run: Path) -> None:
+    """What the run began with; a size that the whole source does not exceed is the source."""
+    events = read_ledger(run)
+    found = dwindle.replay(place / "model", run / "ledger.jsonl", at=0)
+    assert found.after.total == events[1]["parameters"] and found.model.config.vocab_size == 384
+    assert [event["event"] for event in found.ledger] == ["source", "vocabulary"]
+    one = dwindle.replay(place / "model", run / "ledger.jsonl", at=1)
+    assert one.after.total == next(event["parameters"] for event in events if event["event"] == "prune")
+    whole = dwindle.replay(place / "model", run / "ledger.jsonl", at=str(events[0]["parameters"]))
+    assert whole.after.total == events[0]["parameters"]
+    with pytest.raises(UserError, match="the ledger has only"):
+        dwindle.replay(place / "model", run / "ledger.jsonl", at=10_000)
+
+
 def test_other_tokens_are_another_run(place: Path, run: Path) -> None:
     copy = place / "other"
     shutil.copytree(run, copy)

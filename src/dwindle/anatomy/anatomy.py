@@ -258,11 +258,11 @@ class Anatomy:
             terms.update(product)
         return list(terms.items())
 
-    def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor | None:
-        """Positions of the kept entries of one axis in a tensor with structure ``within``; None for a fixed axis."""
+    def positions(self, row: Row, axis: int, keep: Structure, within: Structure) -> Tensor:
+        """Positions of the kept entries of one axis in a tensor with structure ``within``."""
         units = row.axes[axis]
         if units[0] in FIXED:
-            return None
+            return torch.arange(row.full_shape[axis])
         pieces, offset = [], 0
         for unit in units:
             where = _find(keep.unit(unit, row.layer), within.unit(unit, row.layer))
@@ -309,7 +309,7 @@ class Anatomy:
         """The tensor of a model with structure ``keep``, sliced out of one with structure ``within``."""
         for axis in range(len(row.axes)):
             where = self.positions(row, axis, keep, within)
-            if where is not None and len(where) != tensor.shape[axis]:
+            if len(where) != tensor.shape[axis]:
                 tensor = tensor.index_select(axis, where.to(tensor.device))
         return tensor
 

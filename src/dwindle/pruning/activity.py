@@ -203,7 +203,6 @@ def move_means_to_bias(prunable: Prunable, keep: Structure, seen: dict[str, Acti
     anatomy, parameters = prunable.anatomy, prunable.parameters
     for row in output_rows(anatomy).values():
         kept = anatomy.positions(row, 1, keep, prunable.physical)
-        assert kept is not None
         weight, bias = parameters[row.name], parameters[f"{row.module}.bias"]
         mean_N = seen[row.name].mean_N.index_fill(0, kept.to(weight.device), 0.0)
         bias.add_((weight.double() @ mean_N).to(bias.dtype))

@@ -73,9 +73,10 @@ def calibrate(
         found.inputs = InputStatistics(num_tokens)
         units = units_to_watch(metric, config.effective_groups, config.second_order)
         taps = InputTaps(prunable.model, taps_of(prunable.anatomy, units, prunable.physical), found.inputs.add)
+        taps.open(num_tokens, len(windows))
     try:
         with Bar("calibrating", len(windows)) if bar is None else nullcontext(bar) as bar:
-            found.loss = _passes(prunable, windows, metric, config, found, taps, names, bar)
+            found.loss = _passes(prunable, windows, metric, config, found, names, bar)
     finally:
         if taps is not None:
             taps.remove()
@@ -101,11 +102,10 @@ def _passes(
     metric: Metric,
     config: PruneConfig,
     found: Calibration,
-    taps: InputTaps | None,
     wanted: set[str] | None,
     bar: Bar,
 ) -> float:
-    """The mean loss; every window contributes an equal share of the collected tokens."""
+    """The mean loss."""
     model, scored, blocks = prunable.model, dict[str, nn.Parameter](), "layer" in config.effective_groups
     if metric.needs & {"gradient", "fisher", "groups"}:
         rows = rows_with_gradients(prunable, metric, blocks=blocks)
@@ -120,9 +120,6 @@ def _passes(
         while first < len(windows):
             batch = windows[first : first + size].to(device)
             last = first + len(batch)
-            if taps is not None and found.inputs is not None:
-                share = found.inputs.num_tokens * last // len(windows)
-                taps.open(share - found.inputs.num_tokens * first // len(windows))
             before = _allocated(device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
             total += loss.detach() * len(batch)

@@ -51,9 +51,7 @@ class LayerCurvature(Mapping[str, Tensor]):
         if self._metric.curvature == "diagonal":
             return f_I
         prunable = self._prunable
-        alive = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical)
-        assert alive is not None
-        alive = alive.to(f_I.device)
+        alive = prunable.anatomy.positions(row, 1, prunable.alive, prunable.physical).to(f_I.device)
         return torch.zeros_like(f_I).index_copy(0, alive, 1 / seen.inverse_diagonal(alive, self._damping))
 
     def __iter__(self) -> Iterator[str]:

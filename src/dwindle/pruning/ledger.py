@@ -151,21 +151,25 @@ def read_ledger(path: str | PathLike[str]) -> list[Event]:
 
 
 def ledger_until(events: Sequence[Event], at: int | str | None = None) -> list[Event]:
-    """The events up to ``at``: a number of prune events, or the first count of at most a size; None: all events."""
+    """The events up to ``at``: a number of prune events, or the first count of at most a size; None: all events.
+
+    After no prune events, the vocabulary is trimmed already.
+    """
     if at is None:
         return list(events)
-    if isinstance(at, int) and at < 0:
+    counted = [number for number, event in enumerate(events, 1) if event.get("event") in ("vocabulary", "prune")]
+    if isinstance(at, str):
+        size = parse_count(at, "at")
+        for number in (1, *counted):
+            if events[number - 1]["parameters"] <= size:
+                return list(events[:number])
+        raise UserError(f"at {at}: the ledger never reaches that size: choose a larger one")
+    ends = counted if counted and events[counted[0] - 1]["event"] == "vocabulary" else [1, *counted]
+    if at < 0:
         raise UserError(f"at {at}: give a number of prune events of at least 0, or a size such as '100M'")
-    size, done = (None if isinstance(at, int) else parse_count(at, "at")), 0
-    for number, event in enumerate(events):
-        if event.get("event") not in ("source", "vocabulary", "prune"):
-            continue
-        done += event["event"] == "prune"
-        if done == at if size is None else event["parameters"] <= size:
-            return list(events[: number + 1])
-    if size is None:
-        raise UserError(f"at {at}: the ledger has only {done} prune events")
-    raise UserError(f"at {at}: the ledger never reaches that size: choose a larger one")
+    if at >= len(ends):
+        raise UserError(f"at {at}: the ledger has only {len(ends) - 1} prune events")
+    return list(events[: ends[at]])
 
 
 def replay_structure(source: Structure, events: Iterable[Event]) -> Structure:

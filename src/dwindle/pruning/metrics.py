@@ -43,7 +43,7 @@ class Metric:
     is_plain: bool = True
     """Whether the score is pure arithmetic, which can be compiled (no random numbers, no checks)."""
     draws: bool = False
-    """Whether the score draws random numbers, so that those of a row depend on the rows before it."""
+    """Whether the score draws random numbers, so that those of a weight depend on the weights before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def register_metric(
     The result is checked, and zero weights score zero. ``plain`` promises pure arithmetic with finite results that are
     zero for zero weights: such a score is not checked, may be compiled, and gets placeholders for what it does not
     need. ``seeded``: ``score(seed)`` is called before every scoring and returns the function, which may draw random
-    numbers.
+    numbers for matrices of the source's shapes.
     """
     if score is None:
         return lambda function: register_metric(

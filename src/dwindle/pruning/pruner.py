@@ -74,7 +74,8 @@ class Pruner(Callback):
         self.on_milestone = on_milestone
         self.num_events = 0
         self.ledger = Ledger(ledger)
-        self._smoothed: Scores | None = None
+        self._scores: Scores | None = None
+        """The last ones, smoothed: for the next, and for a last step that is skipped."""
         self._rounded: Structure | None = None  # what was alive when sizes to rebuild at were last looked for
         self._pending: Callable[[], Scores] | None = None
         self._metric = metric = None if config.has_own_score else metric_named(config.effective_metric)
@@ -121,7 +122,7 @@ class Pruner(Callback):
         pruner = cls(
             prunable, target, pacing, config=config, ledger=place, source=source, seed=seed, rebuild=_no_rebuild
         )
-        return AttachedPruner(pruner, optimizer, place, state, overwrite=overwrite)
+        return AttachedPruner(pruner, optimizer, num_steps, place, state, overwrite=overwrite)
 
     @property
     def end_count(self) -> int:
@@ -167,9 +168,10 @@ class Pruner(Callback):
         return bool(self.config.smoothing) or self._pace.due(step, self.prunable.num_parameters, self.num_events)
 
     def after_step(self, trainer: Trainer) -> None:
+        is_scored = self._pending is not None
         choices = self._choose_due(trainer)
         if choices:
-            if self.config.second_order:
+            if self.config.second_order and is_scored:
                 repair(self.prunable, choices[-1].rest, self._watch.inputs, damping=self.config.damping)
             self.prunable.prune_to(choices[-1].rest, trainer.optimizer)
             for note in self._strategy.notes(trainer.step):
@@ -177,8 +179,8 @@ class Pruner(Callback):
             for choice in choices:
                 self.ledger.append(prune_event(choice, step=trainer.step, tokens=trainer.tokens))
             self.num_events += len(choices)
-            if self._smoothed is not None:
-                self._smoothed.mask(self.prunable.pruned)
+            if self._scores is not None:
+                self._scores.mask(self.prunable.pruned)
             while self.milestones and self.prunable.num_parameters <= self.milestones[0][1]:
                 self.on_milestone(self.milestones.pop(0)[0])
         self._watch.forget()
@@ -207,14 +209,15 @@ class Pruner(Callback):
 
     def _choose_due(self, trainer: Trainer) -> list[Choice]:
         """The groups to remove now, by the scores begun before the update: the update runs while they are chosen."""
-        if self._pending is None:
-            return []
-        scores, self._pending = self._pending(), None
-        if self.config.smoothing:
-            self._smoothed = scores.smoothed(self._smoothed, self.config.smoothing)
-            scores = self._smoothed.copy()
-        due = self._pace.due(trainer.step, self.prunable.num_parameters, self.num_events)
-        if not due:
+        last, end = self.pacing.last_step, trainer.num_steps
+        if self._pending is not None:
+            self._scores = self._pending().smoothed(self._scores, self.config.smoothing or 0.0)
+        elif self._scores is None or trainer.step < end or self.finished or self._strategy.watches_layers:
+            return []  # after a step that is skipped, the next one catches up; the last one has the scores before it
+        scores, self._pending = self._scores.copy(), None
+        if not self.config.smoothing and last is not None and last < end:
+            self._scores = None
+        if not self._pace.due(trainer.step, self.prunable.num_parameters, self.num_events):
             return []
         return list(self._strategy.choose(scores, self.prunable.alive, self._pace, trainer.step, self.num_events))
 
@@ -259,8 +262,8 @@ class Pruner(Callback):
         optimizer = self.prunable.compact(keep, trainer.optimizer, self.rebuild)
         assert optimizer is not None
         trainer.replace_model(self.prunable.model, optimizer)
-        if self._smoothed is not None:
-            self._smoothed = self._smoothed.restricted(keep)
+        if self._scores is not None:
+            self._scores = self._scores.restricted(keep)
         shape = sizes_of(keep)
         self.ledger.append({"event": "compact", "step": trainer.step, "tokens": trainer.tokens, **shape})
         trainer.extra_metrics["compacted"] = shape
@@ -294,18 +297,18 @@ class Pruner(Callback):
         self._strategy.load_state_dict(state["chooser"])
 
     def tensors(self) -> dict[str, Tensor]:
-        if self._smoothed is None:
+        if self._scores is None:
             return {}
-        named = {f"attn.{i}": t for i, t in enumerate(self._smoothed.attn)}
-        named |= {f"ffn.{i}": t for i, t in enumerate(self._smoothed.ffn)} | {"stem": self._smoothed.stem}
-        named |= {f"kv.{i}": t for i, t in enumerate(self._smoothed.kv)}
-        return named | {f"blocks.{i}": t for i, t in enumerate(self._smoothed.blocks)}
+        named = {f"attn.{i}": t for i, t in enumerate(self._scores.attn)}
+        named |= {f"ffn.{i}": t for i, t in enumerate(self._scores.ffn)} | {"stem": self._scores.stem}
+        named |= {f"kv.{i}": t for i, t in enumerate(self._scores.kv)}
+        return named | {f"blocks.{i}": t for i, t in enumerate(self._scores.blocks)}
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         layers = range(self.prunable.anatomy.num_layers)
         attn, ffn = [tensors[f"attn.{i}"] for i in layers], [tensors[f"ffn.{i}"] for i in layers]
         kv, blocks = ([tensors[f"{part}.{i}"] for i in layers if f"{part}.{i}" in tensors] for part in ("kv", "blocks"))
-        self._smoothed = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
+        self._scores = Scores(self.prunable.physical, attn, ffn, tensors["stem"], kv, blocks)
 
 
 class AttachedPruner:
@@ -318,6 +321,7 @@ class AttachedPruner:
         self,
         pruner: Pruner,
         optimizer: torch.optim.Optimizer,
+        num_steps: int,
         ledger: Path,
         state: Mapping[str, Any] | None = None,
         *,
@@ -325,6 +329,7 @@ class AttachedPruner:
     ) -> None:
         self.pruner = pruner
         self.optimizer = optimizer
+        self.num_steps = num_steps
         self.step = 0
         """Steps done."""
         self.tokens = 0
@@ -367,7 +372,7 @@ class AttachedPruner:
     def after_backward(self) -> None:
         """Call once per step, when its gradients are complete, before they are clipped.
 
-        A step whose gradients are not finite prunes nothing.
+        A step whose gradients are not finite prunes nothing, unless it is the last.
         """
         loop, parameters = cast(Any, self), self.pruner.prunable.parameters
         self.pruner.edit_gradients(loop)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dwindle.anatomy.anatomy import Row, places
 from dwindle.anatomy.family import Family
 from dwindle.anatomy.structure import BLOCKS, KINDS, Group, Kind, Structure
 from dwindle.distributed.async_copy import Fetched
-from dwindle.distributed.shards import is_sharded, local, row_range, same_everywhere
+from dwindle.distributed.shards import local, row_range, same_everywhere
 from dwindle.pruning.curvature import LayerCurvature
 from dwindle.pruning.metrics import Metric, Score, derivative
 from dwindle.pruning.strips import Strips
@@ -170,11 +171,11 @@ def begin_scores(
     of whole blocks and layers. ``reduced``: precomputed row and column sums of all matrices; ``gradients`` then holds
     only those of vectors.
     """
-    sums = _fused_sums() if fused and metric.is_plain else _sums
+    sums, score_of = _fused_sums() if fused and metric.is_plain else _sums, _score_of_each(metric, prunable)
     columns: dict[str, list[Tensor]] = {"attn": [], "ffn": [], "whole": []}
     rows: list[Tensor] = []
     for kind, table_row, weight, gradient, fisher in _operands(prunable, gradients, fishers):
-        score = _score_of_rows(metric, prunable.parameters[table_row.name])
+        score = score_of(table_row)
         row, column = sums(score, weight, gradient, fisher) if reduced is None else reduced[table_row.name]
         rows.append(row)
         columns[kind].append(column)
@@ -204,18 +205,35 @@ def begin_scores(
     return result
 
 
-def _score_of_rows(metric: Metric, parameter: Tensor) -> Score:
-    """The metric's score for this process's rows: of random numbers, the ones that a single process draws for them."""
-    if not (metric.draws and is_sharded(parameter)):
-        return metric.score
-    first, count = row_range(parameter)
+def _score_of_each(metric: Metric, prunable: Prunable) -> Callable[[Row], Score]:
+    """The metric's score for this process's rows of each output projection, asked for in their order.
 
-    def whole(rows: Tensor) -> Tensor:
-        if len(rows) != count:  # a curvature of the inputs, one row for all
-            return rows
-        return torch.nn.functional.pad(rows, (0, 0, first, len(parameter) - first - count))
+    Random numbers are drawn for the source's tensors, so those of a weight depend neither on shards nor on compactions.
+    """
+    if not metric.draws:
+        return lambda row: metric.score
+    anatomy, rows = prunable.anatomy, iter([row for _, row in prunable.anatomy.outputs])
 
-    return lambda *given: metric.score(*map(whole, given))[first : first + count]
+    def of(wanted: Row) -> Score:
+        parameter = prunable.parameters[wanted.name]
+        held = local(parameter.detach())
+        for row in takewhile(lambda row: row is not wanted, rows):  # not in the model any more, or not scored
+            metric.score(*[held.new_zeros(row.full_shape)] * 3)
+        first, count = row_range(parameter)
+        where_O, where_I = (
+            anatomy.positions(wanted, axis, prunable.physical, anatomy.source).to(held.device) for axis in (0, 1)
+        )
+        where_O = where_O[first : first + count]
+
+        def whole(given: Tensor) -> Tensor:
+            columns = given.new_zeros(len(given), wanted.full_shape[1]).index_copy(1, where_I, given)
+            if len(given) != count:  # a curvature of the inputs, one row for all
+                return columns
+            return given.new_zeros(wanted.full_shape).index_copy(0, where_O, columns)
+
+        return lambda *given: metric.score(*map(whole, given))[where_O][:, where_I]
+
+    return of
 
 
 def _of_blocks(

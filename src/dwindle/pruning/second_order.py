@@ -107,9 +107,9 @@ class InputTaps:
 
     def __init__(self, model: Any, taps: list[Tap], sink: Sink, *, only_in_training: bool = False) -> None:
         self.taps, self.sink, self.only_in_training = taps, sink, only_in_training
-        self._left = 0
-        self._shares: list[int] = []
-        """Tokens to take from each of the next passes, the next one last."""
+        self._num_tokens = 0
+        """Still to be taken, or of all sequences if their number is known."""
+        self._num_sequences: int | None = None
         self._is_placeholder = False
         """Whether the batch is the placeholder (token 0) of an idle process, which must not count."""
         backbone: nn.Module = model.model
@@ -123,13 +123,16 @@ class InputTaps:
         self._handles.append(backbone.register_forward_pre_hook(self._before, with_kwargs=True))
         self._handles.append(backbone.register_forward_hook(self._after))
 
-    def open(self, num_tokens: int, num_passes: int = 1) -> None:
-        """Take this many tokens from the next forward passes on, evenly over ``num_passes`` passes."""
-        self._left = num_tokens
-        self._shares = _shares(num_tokens, num_passes)[::-1]
+    def open(self, num_tokens: int, num_sequences: int | None = None) -> None:
+        """Take evenly spaced tokens of every sequence: together ``num_tokens``, or fewer, but at least one of each.
+
+        Which ones depends on nothing but the sequence. If the number of sequences in the next passes is not known,
+        tokens are taken from these passes until there are enough.
+        """
+        self._num_tokens, self._num_sequences = num_tokens, num_sequences
 
     def close(self) -> None:
-        self._left = 0
+        self._num_tokens = 0
         self._set_stride(0)
 
     def remove(self) -> None:
@@ -145,13 +148,11 @@ class InputTaps:
             module.tapped = None
 
     def _before(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take evenly spaced tokens of the batch: its share, or as many as are still needed."""
         given = [kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         batch, length = (given or args)[0].shape[:2]
-        wanted = 0
-        if self._left > 0 and (backbone.training or not self.only_in_training):
-            wanted = min(self._shares.pop(), self._left) if self._shares else self._left
-        self._set_stride(-(-batch * length // wanted) if wanted else 0)
+        is_open = self._num_tokens > 0 and (backbone.training or not self.only_in_training)
+        each = max(self._num_tokens // (self._num_sequences or batch), 1)
+        self._set_stride(-(-length // each) if is_open else 0)
         self._is_placeholder = is_idle(backbone)
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -162,14 +163,8 @@ class InputTaps:
                 seen = len(x_TN)
                 self.sink(tap.key, x_TN)
                 module.tapped = None
-        self._left -= seen
-
-
-def _shares(num_tokens: int, num_passes: int) -> list[int]:
-    """Equal shares, so that compiled layers need one graph; with more passes than tokens, evenly spread ones."""
-    if num_tokens >= num_passes:
-        return [num_tokens // num_passes] * num_passes
-    return [num_tokens * (n + 1) // num_passes - num_tokens * n // num_passes for n in range(num_passes)]
+        if self._num_sequences is None:
+            self._num_tokens -= seen
 
 
 def _keep_input(module: Any, args: tuple[Tensor, ...]) -> None:
@@ -183,11 +178,11 @@ def _keep_output(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _thinned(x_BLN: Tensor, stride: int) -> Tensor:
-    """Every ``stride``-th token, in the precision that the layer computes in."""
-    x_TN = x_BLN.detach().flatten(0, -2)[::stride]
-    device = x_TN.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_TN.dtype
-    return x_TN.to(dtype, copy=True)  # a view would keep all activations in memory
+    """Every ``stride``-th token of each sequence, in the precision that the layer computes in."""
+    device = x_BLN.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BLN.dtype
+    x_BLN = x_BLN.detach()[:, ::stride].to(dtype, copy=True)  # a view would keep all activations in memory
+    return x_BLN.flatten(0, 1)
 
 
 class InputStatistics(dict[str, Inputs]):
@@ -209,8 +204,7 @@ class InputWatch:
 
     def __init__(self, units: tuple[str, ...], num_tokens: int) -> None:
         self._units, self._num_tokens = units, num_tokens
-        self._quota = -(-num_tokens // num_processes())
-        self.inputs = InputStatistics(self._quota)
+        self.inputs = InputStatistics(-(-num_tokens // num_processes()))
         self._taps: InputTaps | None = None
         self._model: object = None
 
@@ -222,19 +216,9 @@ class InputWatch:
             self._model = prunable.model
 
     def listen(self, batches: object) -> None:
-        """Record in the next step: tokens of all its micro-batches, or all of its tokens if that many are needed (of
-        all processes, also of one that has more than its share).
-
-        If the number of micro-batches is not known, tokens are taken from the first passes.
-        """
+        """Record in the next step, whose number of sequences is known in our own loop."""
         assert self._taps is not None
-        quota, num_passes = self._quota, 1
-        if isinstance(batches, BatchStream):
-            if batches.num_tokens_per_step <= self._num_tokens:
-                quota = batches.num_tokens_per_step
-            elif -(-batches.sequences_per_step // batches.world_size) * batches.seq_len > quota:
-                num_passes = batches.num_micro_batches
-        self._taps.open(quota, num_passes)
+        self._taps.open(self._num_tokens, batches.sequences_per_step if isinstance(batches, BatchStream) else None)
 
     def forget(self) -> None:
         """Free the recorded inputs after the step."""

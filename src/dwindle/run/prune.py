@@ -284,8 +284,8 @@ def replay(source: str | PathLike[str] | Loaded, ledger: str | PathLike[str], at
     Second-order updates and FLAP's biases, like training, are not in the ledger: only the written model has those. The
     result's own ledger ends at that point, and says, as the card of ``save`` does, that it is a replay.
 
-    ``at`` is a number of events, a size (``"100M"``, ``"80%"``, ``"50%nonemb"``: the first point of at most that), or
-    None for the end.
+    ``at`` is a number of events (0: the source, cut to the tokens that the run kept), a size (``"100M"``, ``"80%"``,
+    ``"50%nonemb"``: the first point of at most that), or None for the end.
     """
     events = read_ledger(ledger)
     if any(event.get("event") == "rotate" for event in events):

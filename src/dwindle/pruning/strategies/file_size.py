@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
-
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
@@ -118,12 +116,6 @@ class FileStrategy(Strategy):
 
     def event_bounds(self, pacing: Pacing) -> EventRange:
         return self._inner.event_bounds(pacing)
-
-    def listen(self, model: nn.Module) -> None:
-        self._inner.listen(model)
-
-    def notes(self, step: int) -> list[dict[str, Any]]:
-        return self._inner.notes(step)
 
     def state_dict(self) -> dict[str, Any]:
         measured = {"count": self._count, "excess": self._excess}
