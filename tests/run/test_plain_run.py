@@ -1,7 +1,8 @@
 """Whole runs against plain tensors: forward pass, loss, teacher, optimizers, schedule, clipping, slicing, second order.
 
 Only the data and the choice of groups are the run's own; everything else is computed here again, for a Llama whose
-tensors are sliced after each event. The source pads with a letter, whose embedding is trained all the same.
+tensors are sliced after each event. The source pads with a letter: as in every model of transformers, its embedding
+then gets no gradient from where it is read.
 
 Shapes: B sequences, T tokens, D hidden size, N inputs of a matrix, P removed and R kept inputs.
 """
@@ -40,6 +41,7 @@ Kept = dict[tuple[str, int], list[int]]
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 8, 4, 4
 HIDDEN: Axis = ("hidden", 0)
+PADDING: int = tiny_tokenizer()("e")["input_ids"][0]
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "adamw": {
         "training": {"optimizer": "adamw", "schedule": "cosine", "warmup": 2, "clip": 0.1, "z_loss": 0.01},
@@ -116,7 +118,8 @@ def logits_of(weights: Weights, kept: Kept, tokens_BT: Tensor, inputs: Weights |
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
-    x = weights["model.embed_tokens.weight"][tokens_BT]
+    embedding = weights["model.embed_tokens.weight"]
+    x = torch.where(tokens_BT[..., None] == PADDING, embedding.detach()[tokens_BT], embedding[tokens_BT])
     for layer in range(LAYERS):
         attn, mlp = (f"model.layers.{layer}.{block}" for block in ("self_attn", "mlp"))
         h = norm(x, f"model.layers.{layer}.input_layernorm.weight")
@@ -251,7 +254,7 @@ def plain(recipe: Recipe, batches: list[Tensor], removed: list[dict[str, Any]], 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("plain")
-    tiny_directory(place / "model", pad_token_id=tiny_tokenizer()("e")["input_ids"][0])
+    tiny_directory(place / "model", pad_token_id=PADDING)
     assert json.loads((place / "model" / "config.json").read_text())["rms_norm_eps"] == 1e-6
     return place
 

@@ -235,10 +235,8 @@ def test_losses_equal_those_of_trl(tmp_path: Path, family: str) -> None:
         disable_tqdm=True,
         seed=0,
     )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    model.get_input_embeddings().padding_idx = None  # it is also <s>, whose embedding transformers would not train
     trainer = trl.SFTTrainer(
-        model,
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32),
         args=options,
         train_dataset=datasets.Dataset.from_list([rows[n] for n in order.documents]),
         processing_class=tokenizer,

@@ -90,16 +90,6 @@ def test_equals_a_plain_loop_bit_for_bit(sizes: tuple[int, ...], tied: bool) -> 
     assert trainer.tokens == 8 * sum(sizes) * 12 and trainer.step == 8
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_token_that_also_pads_is_learned(tied: bool) -> None:
-    """SmolLM2 ends documents with the token that it pads with; rows are never padded here."""
-    model, padding = tiny_llama(tied=tied), tiny_llama(tied=tied)
-    padding.model.embed_tokens.padding_idx = 3  # what transformers makes of pad_token_id
-    for one in (model, padding):
-        make_trainer(one).run()
-    assert_same_weights(padding, model)
-
-
 def test_micro_batches_and_chunks_do_not_change_the_mathematics() -> None:
     runs = []
     for sizes, chunk in (((6,), 10_000), ((1, 1, 1, 1, 1, 1), 10_000), ((4, 2), 5), ((1, 5), 17)):

@@ -274,7 +274,6 @@ class Trainer:
         if self.config.activation_checkpointing:
             cast(Any, model).gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-        cast(Any, model).get_input_embeddings().padding_idx = None  # rows are not padded: every token is learned
         self.engine.adopt(model)
         self.model = model
         self.optimizer = optimizer
