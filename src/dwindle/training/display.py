@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 
 from dwindle.core.sizes import format_count, format_duration
@@ -33,7 +34,8 @@ class Display(Callback):
         self._started = self._last_line = time.monotonic()
         self._first_step = trainer.step
         if self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=4)
+            waiting = Spinner("dots", "measuring the start, then the first step")
+            self._live = Live(waiting, console=self.console, refresh_per_second=4)
             self._live.start()
 
     def after_step(self, trainer: Trainer) -> None:
