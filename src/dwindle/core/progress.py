@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -24,9 +25,14 @@ _spinners = ContextVar("spinners", default=True)
 
 
 @cache
-def _console() -> Console:
+def _console(is_terminal: bool) -> Console:
     """One for all: displays of one console are drawn below each other, those of two overwrite each other."""
-    return Console(stderr=True)
+    return Console(stderr=True, force_interactive=is_terminal)
+
+
+def _can_draw() -> bool:
+    """On a terminal that can redraw lines; Emacs's shell, for one, cannot."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Bar:
@@ -35,7 +41,8 @@ class Bar:
     def __init__(self, description: str, total: int) -> None:
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=_console(), transient=True, disable=not sys.stderr.isatty())
+        draws = _can_draw()
+        self._progress = Progress(*columns, console=_console(draws), transient=True, disable=not draws)
         self._progress.add_task(plain(description), total=total)
         self._task = self._progress.tasks[0]
         self._last_line = time.monotonic()
@@ -62,10 +69,10 @@ class Bar:
 @contextmanager
 def status(description: str) -> Iterator[None]:
     """A spinner on a terminal for a wait of unknown length; nothing elsewhere, nor within ``without_spinners``."""
-    if not (sys.stderr.isatty() and _spinners.get()):
+    if not (_can_draw() and _spinners.get()):
         yield
         return
-    with _console().status(Text(plain(description))):
+    with _console(True).status(Text(plain(description))):
         yield
 
 

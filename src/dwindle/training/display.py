@@ -33,10 +33,10 @@ class Display(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._started = self._last_line = time.monotonic()
         self._first_step = trainer.step
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             waiting = Spinner("dots", "measuring the start, then the first step")
             self._live = Live(waiting, console=self.console, refresh_per_second=4)
-            self._live.start()
+            self._live.start(refresh=True)
 
     def after_step(self, trainer: Trainer) -> None:
         fields = self.fields(trainer)
