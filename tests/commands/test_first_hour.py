@@ -66,6 +66,34 @@ def test_five_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len(read_ledger(tmp_path / "runs/model-to-50pct")) > 2
 
 
+def test_both_runs_of_teacher_correction_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my text").mkdir()
+    monkeypatch.chdir(tmp_path / "my text")
+    tiny_directory("model", hidden_size=64, intermediate_size=96)
+    Path("book.txt").write_text("It was the best of times, it was the worst of times. " * 300)
+
+    def run(command: str) -> str:
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            cli.main()
+        return capsys.readouterr().err
+
+    start, first, second = re.findall(
+        "^next: (.*?)  +# ",
+        run("dwindle new model book.txt --to 70% --tokens 16M --no-measure --out 'my run.toml'"),
+        re.M,
+    )
+    assert start == "dwindle pretrain 'my run.toml'"
+    few = "data.seq_len=32 data.valid_tokens=64 training.tokens_per_step=256 validation.every=0"
+    assert "error" not in run(f"{first} {few} training.tokens=1k") and Path("runs/my run-source/model").is_dir()
+    assert "error" not in run(f"{second} {few} training.tokens=12k data.skip=1k")
+    source, *_ = read_ledger(Path("runs/my run"))
+    assert source["source"] == "my run-source"
+
+
 def started(script: str, **environment: str) -> str:
     """What a new interpreter prints."""
     variables = {**os.environ, **environment}
