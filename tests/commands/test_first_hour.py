@@ -125,6 +125,20 @@ def test_a_misspelt_recipe_is_told_without_waiting_for_torch() -> None:
     assert re.search(r"did you mean demo\?\n2\nFalse$", started(script).rstrip())
 
 
+@pytest.mark.parametrize("module", ["typer", "dwindle.commands.prune"])
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
+    script = (
+        "import runpy, sys; sys.argv = ['dwindle', 'keys']\n"
+        "class Press:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Press())\n"
+        "runpy.run_module('dwindle', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [("dwindle pre", "pretrain"), ("dwindle pretrain smollm2-135m-to-80m-m", "smollm2-135m-to-80m-mixed")],
@@ -152,3 +166,11 @@ def test_the_line_of_python_can_be_read_and_pasted(out: str) -> None:
     program, flag, code = shlex.split(line)
     assert (program, flag) == ("python", "-c") and repr(out)[1:-1] in ast.unparse(ast.parse(code))
     assert out != "half" or line.count("'") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("runs/Half.gguf", "half"), ("a b/Größe 2.gguf", "gr-e-2"), ("ö.gguf", "small")]
+)
+def test_ollama_gets_a_name_that_it_takes(file: str, name: str) -> None:
+    words = shlex.split(ways_to_run(file, "gguf")["Ollama"])
+    assert words[:3] == ["ollama", "create", name] and words[words.index("run") + 1] == name

@@ -24,9 +24,13 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 def main() -> None:
     """Run one command."""
     _quiet_libraries()
+    run_command(_run)
+
+
+def _run() -> None:
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
-    run_command(app)
+    app()
 
 
 def run_command(command: Callable[[], object]) -> None:
