@@ -125,6 +125,22 @@ def test_a_misspelt_recipe_is_told_without_waiting_for_torch() -> None:
     assert re.search(r"did you mean demo\?\n2\nFalse$", started(script).rstrip())
 
 
+def test_ctrl_c_in_the_body_of_a_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python 3.11 makes a RuntimeError of it; other errors of that kind stay."""
+
+    def interrupted() -> None:
+        raise RuntimeError("Error calling __set_name__") from cause
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    cause: BaseException = KeyboardInterrupt()
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr().err == "interrupted\n"
+    cause = ValueError()
+    with pytest.raises(RuntimeError):
+        cli.main()
+
+
 @pytest.mark.parametrize("module", ["typer", "dwindle.commands.prune"])
 def test_ctrl_c_while_modules_are_imported(module: str) -> None:
     script = (

@@ -50,7 +50,9 @@ def run_command(command: Callable[[], object]) -> None:
         _fail(f"{_named(error)}{error.strerror or error}")
     except MemoryError:
         _fail("there is not enough memory: use a smaller model, or fewer tokens at a time")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise  # Python 3.11 wraps what interrupts the body of a class, as during imports
         say("interrupted", error=True)
         sys.exit(130)
 
