@@ -6,11 +6,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from dwindle.core.sizes import format_count, format_duration
 from dwindle.training.callbacks import Callback
@@ -79,12 +81,8 @@ class Display(Callback):
 
 
 def _panel(fields: dict[str, str], step: int, num_steps: int) -> Table:
-    panel = Table.grid(padding=(0, 2))
-    names, values = Table.grid(padding=(0, 2)), list(fields.items())
-    for _ in values:
-        names.add_column()
-    names.add_row(*(f"[dim]{name}[/dim]" for name, _ in values))
-    names.add_row(*(value for _, value in values))
+    values = [Text.assemble((f"{name} ", "dim"), value) for name, value in fields.items()]
+    panel = Table.grid()
     panel.add_row(ProgressBar(total=max(num_steps, 1), completed=step))
-    panel.add_row(names)
+    panel.add_row(Columns(values, padding=(0, 2)))
     return panel
