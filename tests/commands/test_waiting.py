@@ -75,3 +75,10 @@ def test_new_says_that_it_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit):
         cli.main()
     assert "predict time and memory" in terminal.drawn()
+
+
+def test_export_says_that_it_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_directory(tmp_path / "model")
+    terminal = terminal_from_here(monkeypatch)
+    dwindle.export_model(source, "hf", tmp_path / "out")
+    assert "and comparing it with its source" in terminal.drawn().replace("\n", " ")
