@@ -66,6 +66,34 @@ def test_five_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len(read_ledger(tmp_path / "runs/model-to-50pct")) > 2
 
 
+def test_both_runs_of_teacher_correction_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my text").mkdir()
+    monkeypatch.chdir(tmp_path / "my text")
+    tiny_directory("model", hidden_size=64, intermediate_size=96)
+    Path("book.txt").write_text("It was the best of times, it was the worst of times. " * 300)
+
+    def run(command: str) -> str:
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            cli.main()
+        return capsys.readouterr().err
+
+    start, first, second = re.findall(
+        "^next: (.*?)  +# ",
+        run("dwindle new model book.txt --to 70% --tokens 16M --no-measure --out 'my run.toml'"),
+        re.M,
+    )
+    assert start == "dwindle pretrain 'my run.toml'"
+    few = "data.seq_len=32 data.valid_tokens=64 training.tokens_per_step=256 validation.every=0"
+    assert "error" not in run(f"{first} {few} training.tokens=1k") and Path("runs/my run-source/model").is_dir()
+    assert "error" not in run(f"{second} {few} training.tokens=12k data.skip=1k")
+    source, *_ = read_ledger(Path("runs/my run"))
+    assert source["source"] == "my run-source"
+
+
 def started(script: str, **environment: str) -> str:
     """What a new interpreter prints."""
     variables = {**os.environ, **environment}
@@ -97,6 +125,36 @@ def test_a_misspelt_recipe_is_told_without_waiting_for_torch() -> None:
     assert re.search(r"did you mean demo\?\n2\nFalse$", started(script).rstrip())
 
 
+def test_ctrl_c_in_the_body_of_a_class(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python 3.11 makes a RuntimeError of it; other errors of that kind stay."""
+
+    def interrupted() -> None:
+        raise RuntimeError("Error calling __set_name__") from cause
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    cause: BaseException = KeyboardInterrupt()
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert capsys.readouterr().err == "interrupted\n"
+    cause = ValueError()
+    with pytest.raises(RuntimeError):
+        cli.main()
+
+
+@pytest.mark.parametrize("module", ["typer", "dwindle.commands.prune"])
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
+    script = (
+        "import runpy, sys; sys.argv = ['dwindle', 'keys']\n"
+        "class Press:\n"
+        "    def find_spec(self, name, *rest):\n"
+        f"        if name == {module!r}: raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Press())\n"
+        "runpy.run_module('dwindle', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [("dwindle pre", "pretrain"), ("dwindle pretrain smollm2-135m-to-80m-m", "smollm2-135m-to-80m-mixed")],
@@ -124,3 +182,11 @@ def test_the_line_of_python_can_be_read_and_pasted(out: str) -> None:
     program, flag, code = shlex.split(line)
     assert (program, flag) == ("python", "-c") and repr(out)[1:-1] in ast.unparse(ast.parse(code))
     assert out != "half" or line.count("'") == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("runs/Half.gguf", "half"), ("a b/Größe 2.gguf", "gr-e-2"), ("ö.gguf", "small")]
+)
+def test_ollama_gets_a_name_that_it_takes(file: str, name: str) -> None:
+    words = shlex.split(ways_to_run(file, "gguf")["Ollama"])
+    assert words[:3] == ["ollama", "create", name] and words[words.index("run") + 1] == name

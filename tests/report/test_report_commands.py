@@ -43,6 +43,7 @@ def test_report_writes_one_file(shell, tmp_path: Path) -> None:
         (("report", "run", "--watch", "--port", "70000"), "--port 70000: cannot be used"),
         (("plot", "run", "--out", "run"), "--out run already exists"),
         (("plot", "run", "--out", "p", "--dpi", "5"), "--dpi 5: must be between 30 and 1200"),
+        (("plot", "run", "--out", "p.png"), "--out p.png: give a directory"),
         (("runs", "nothing"), "nothing: is not a directory"),
     ],
 )
@@ -87,6 +88,9 @@ def test_runs_are_listed_with_their_status(shell, tmp_path: Path) -> None:
         assert [rows[name]["status"] for name in rows] == ["finished", "running", "stopped"]
     last = json.loads((tmp_path / "runs" / "stopped" / "metrics.jsonl").read_text().splitlines()[-1])
     assert rows["stopped"]["tokens"] == last["tokens"] and rows["stopped"]["loss"] == last["loss"]
+    unpruned = '[source]\nmodel = "org/source"\n[prune]\nenabled = false\ntarget = "50%"\n'
+    make_run(tmp_path / "plain" / "adapted", steps=50, recipe=unpruned)
+    assert json.loads(shell("runs", "plain", "--json")[1])[0]["target"] == ""
     assert rows["stopped"]["target"] == "50%" and rows["stopped"]["source"] == "org/source"
     code, out, _ = shell("runs")
     assert code == 0 and "a/done" in out and "50%" in out

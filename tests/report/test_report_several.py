@@ -32,6 +32,7 @@ def test_settings_that_differ() -> None:
     paced = [{"source.model": "m", "prune.ratio": "1:2"}, {"source.model": "m", "prune.method": "adapt"}]
     assert different_settings(paced)[0] == {"prune.ratio": "1:2"}  # which the other recipe leaves open
     assert short_settings({"training.seed": 0, "prune.second_order": False}) == "seed 0, no second order"
+    assert [short_settings({"prune.enabled": on}) for on in (True, False)] == ["pruning", "no pruning"]
     many = {f"training.k{i}": i + 1 for i in range(9)}
     assert short_settings(many).endswith("k4 5 and 4 more")
 

@@ -12,7 +12,7 @@ from dwindle.core.errors import UserError
 from dwindle.recipe.library import find_recipe, ready_recipes
 from dwindle.recipe.recipe import load_recipe
 from dwindle.recipe.recommended import GOALS, PASSES, RECOMMENDED, TOKENS, TOKENS_PER_STEP, Goal
-from dwindle.run.new import new_recipe, recipe_name, scaled
+from dwindle.run.new import correction, new_recipe, recipe_name, scaled
 from dwindle.run.plan import make_plan
 from dwindle.run.pretrain import pretrain
 from tiny import tiny_directory
@@ -40,6 +40,21 @@ def test_with_enough_text_the_settings_are_the_measured_ones() -> None:
     )  # what is not set gives the same
     assert "prune.warmup_steps" not in chosen and recipe.prune.warmup_steps is None  # while the rate warms up
     assert chosen["distill.weight"] == recipe.distill.weight and chosen["data.seq_len"] == recipe.data.seq_len
+
+
+def test_teacher_correction_is_recommended_where_it_was_measured(place: Path) -> None:
+    def overrides(goal: str = "quality", tokens: str = "16M", *more: str) -> tuple[list[str], list[str]] | None:
+        return correction(
+            new_recipe(
+                str(place / "model"), [str(place / "book.txt")], "50%", goal=goal, tokens=tokens, overrides=more
+            )[1]
+        )
+
+    found = overrides()
+    assert found is not None and found[1] == ["data.skip=1M", "training.tokens=15M"]
+    assert {"prune.enabled=false", "distill.weight=0", "training.tokens=1M", "training.lr=0.0024"} < {*found[0]}
+    assert overrides("stock") is None and overrides(tokens="6M") is None
+    assert overrides("quality", "16M", "distill.weight=0") is None
 
 
 @pytest.mark.parametrize("goal", GOALS)

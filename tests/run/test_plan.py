@@ -371,6 +371,17 @@ def test_sequences_beyond_the_positions_of_the_source_are_told(model: Path, tmp_
         begin_run(settings, RunDirectory(tmp_path / "run"), overwrite=False)
 
 
+def test_a_teacher_that_is_the_start_of_a_run_is_told(model: Path) -> None:
+    settings = recipe(model=model, prune={"enabled": False}, tokens=2048, tokens_per_step=2048)
+    settings.distill.weight = 0.75
+    (warning,) = make_plan(settings).warnings
+    assert warning.startswith("distill.weight: this run does not prune, so its teacher is its own start")
+    settings.distill.teacher = str(model)  # meant, then
+    assert not make_plan(settings).warnings
+    settings.distill.teacher, settings.source.random_init = "", True  # the source itself is another model
+    assert not make_plan(settings).warnings
+
+
 def test_text_that_is_read_too_often_is_told(model: Path, tmp_path: Path) -> None:
     """Tokens over tokens, counted by hand: a byte is a token here."""
     (tmp_path / "a.txt").write_text("It was the best of times. " * 40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,19 @@ def test_plain_lines_elsewhere_than_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     assert len(out.getvalue().splitlines()) == 5
 
 
-def test_a_live_panel_on_a_terminal() -> None:
+def test_a_live_panel_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
     console = Console(file=out, force_terminal=True, width=200)
     make_trainer(tiny_llama(), [Extra(), Display(console)], num_steps=3).run()
     text = out.getvalue()
-    assert "3/3" in text and "123 of 100" in text and "tokens/s" in text
+    assert text.index("then the first step") < text.index("3/3") and "123 of 100" in text and "tokens/s" in text
     assert text.endswith("\x1b[?25h"), "the cursor must come back"
+    narrow = Console(file=(few := io.StringIO()), force_terminal=True, width=60)
+    make_trainer(tiny_llama(), [Extra(), Display(narrow)], num_steps=3).run()
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", few.getvalue())
+    assert "step 3/3" in drawn and "parameters 123 of 100" in drawn and "…" not in drawn
+    monkeypatch.setenv("TERM", "dumb")  # such as Emacs's: it cannot redraw
+    plain = Console(file=io.StringIO(), force_terminal=True, width=200)
+    make_trainer(tiny_llama(), [Display(plain)], num_steps=3).run()
+    assert plain.file.getvalue().startswith("step 3/3")  # type: ignore[attr-defined]

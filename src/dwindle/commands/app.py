@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from dwindle.anatomy.structure import Kind
 from dwindle.core.config import described
 from dwindle.core.errors import UserError
+from dwindle.core.progress import without_spinners
 from dwindle.core.terminal import PlainConsole, plain, say
 from dwindle.pruning.config import PretrainPruneConfig, PruneConfig
 
@@ -82,7 +83,17 @@ Model = Annotated[
 To = Annotated[str, typer.Option(help=described(PretrainPruneConfig, "target"))]
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
 TextField = Annotated[str, typer.Option(help="Field of JSON lines or column that holds the text.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def _without_spinners(context: typer.Context, as_json: bool) -> bool:
+    if as_json:
+        context.with_resource(without_spinners())
+    return as_json
+
+
+Json = Annotated[
+    bool, typer.Option("--json", callback=_without_spinners, help="Print one JSON object instead of tables.")
+]
 
 
 @app.callback(invoke_without_command=True)

@@ -24,9 +24,13 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EIO, errno.EPIPE)
 def main() -> None:
     """Run one command."""
     _quiet_libraries()
+    run_command(_run)
+
+
+def _run() -> None:
     for room in pkgutil.iter_modules(commands.__path__):
         importlib.import_module(f"dwindle.commands.{room.name}")
-    run_command(app)
+    app()
 
 
 def run_command(command: Callable[[], object]) -> None:
@@ -46,7 +50,9 @@ def run_command(command: Callable[[], object]) -> None:
         _fail(f"{_named(error)}{error.strerror or error}")
     except MemoryError:
         _fail("there is not enough memory: use a smaller model, or fewer tokens at a time")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise  # Python 3.11 wraps what interrupts the body of a class, as during imports
         say("interrupted", error=True)
         sys.exit(130)
 

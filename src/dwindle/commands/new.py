@@ -32,7 +32,7 @@ def new(
 ) -> None:
     """Write a recipe with the recommended settings for a model and a text, and estimate its time and memory."""
     from dwindle.core.files import refuse_file, write_text_atomic
-    from dwindle.run.new import new_recipe, recipe_name
+    from dwindle.run.new import correction, new_recipe, recipe_name
     from dwindle.run.rehearsal import planned
 
     file = Path(out or f"{recipe_name(model, to)}.toml")
@@ -45,4 +45,15 @@ def new(
     if as_json:
         return
     say(plain(str(file)))
-    say_next({"start it; Ctrl-C stops, `dwindle resume` continues": f"dwindle pretrain {quote(str(file))}"})
+    start = f"dwindle pretrain {quote(str(file))}"
+    say_next({"start it; Ctrl-C stops, `dwindle resume` continues": start})
+    if (two := correction(recipe)) is not None:
+        adapted = f"runs/{file.stem}-source"
+        first, second = (" ".join([start, *overrides]) for overrides in two)
+        say("or, for a lower loss, teacher correction: adapt the source to the text, then prune that", error=True)
+        say_next(
+            {
+                "1. the source, which is the teacher as well": f"{first} --out {quote(adapted)}",
+                "2. with the rest of the tokens": f"{second} {quote(f'source.model={adapted}/model')}",
+            }
+        )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,6 +21,18 @@ from dwindle.core.terminal import plain
 T = TypeVar("T")
 
 _PLAIN_LINE_EVERY_S = 10.0
+_spinners = ContextVar("spinners", default=True)
+
+
+@cache
+def _console(is_terminal: bool) -> Console:
+    """One for all: displays of one console are drawn below each other, those of two overwrite each other."""
+    return Console(stderr=True, force_interactive=is_terminal)
+
+
+def _can_draw() -> bool:
+    """On a terminal that can redraw lines; Emacs's shell, for one, cannot."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 class Bar:
@@ -26,8 +41,8 @@ class Bar:
     def __init__(self, description: str, total: int) -> None:
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        console = Console(stderr=True)
-        self._progress = Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty())
+        draws = _can_draw()
+        self._progress = Progress(*columns, console=_console(draws), transient=True, disable=not draws)
         self._progress.add_task(plain(description), total=total)
         self._task = self._progress.tasks[0]
         self._last_line = time.monotonic()
@@ -51,9 +66,24 @@ class Bar:
             print(f"{self._task.description}: {done:.0f}/{total:.0f}, {format_duration(left_s)} left", file=sys.stderr)
 
 
-def status(description: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal for a wait of unknown length; nothing elsewhere."""
-    return Console(stderr=True).status(Text(plain(description))) if sys.stderr.isatty() else nullcontext()
+@contextmanager
+def status(description: str) -> Iterator[None]:
+    """A spinner on a terminal for a wait of unknown length; nothing elsewhere, nor within ``without_spinners``."""
+    if not (_can_draw() and _spinners.get()):
+        yield
+        return
+    with _console(True).status(Text(plain(description))):
+        yield
+
+
+@contextmanager
+def without_spinners() -> Iterator[None]:
+    """For ``--json``."""
+    before = _spinners.set(False)
+    try:
+        yield
+    finally:
+        _spinners.reset(before)
 
 
 def track(items: Iterable[T], description: str, total: int) -> Iterator[T]:

@@ -55,7 +55,7 @@ def open_input(path_or_id: str, *, text_field: str = "text", option: str = "data
     if path.is_dir():
         raise UserError(
             f"{option}: {path_or_id} is a directory without {INDEX_NAME}: name the files in it, "
-            "or a directory written by dwindle tokenize"
+            f"such as {path / '*.txt'}, or a directory written by dwindle tokenize"
         )
     if not path.is_file():
         raise UserError(f"{option}: {path_or_id} does not exist: check the path")

@@ -19,6 +19,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.files import atomic_file, folder_size, refuse_file
 from dwindle.core.notebook import Shown
+from dwindle.core.progress import status
 from dwindle.core.reading import MAX_STATE_BYTES, read_json
 from dwindle.core.run_directory import LEDGER, STRUCTURE, RunDirectory, model_title
 from dwindle.core.sizes import at_least, format_bytes, format_range
@@ -130,7 +131,8 @@ def export(
     loaded = _loaded(source, as_stored=kind == "auto" and (round_to or 1) == 1)
     job = _Export(loaded, target, kind, stock, round_to or 1, verify, threads, overwrite, layout)
     jobs = (job.hf, job.gguf, job.onnx, job.javascript, job.executorch)
-    return dict(zip(FORMATS, jobs, strict=True))[to]()
+    with status(f"writing {target}" + (" and comparing it with its source" if verify else "")):
+        return dict(zip(FORMATS, jobs, strict=True))[to]()
 
 
 def _loaded(source: str | Loaded, *, as_stored: bool) -> Loaded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from shlex import quote
 
@@ -16,7 +17,10 @@ def ways_to_run(out: str | Path, to: str, *, custom_code: bool = False, layout: 
     if to == "gguf":
         from dwindle.export.ollama import place_of  # which imports torch
 
-        modelfile, name = quote(str(place_of(Path(out)))), quote(Path(out).stem.lower())
+        modelfile, name = (
+            quote(str(place_of(Path(out)))),
+            re.sub(r"[^a-z0-9._-]+", "-", Path(out).stem.lower()).strip("-") or "small",
+        )
         create = f"ollama create {name} -f {modelfile}"
         return {
             "llama.cpp through xllamacpp": ours,

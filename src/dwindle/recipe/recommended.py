@@ -72,6 +72,17 @@ RECOMMENDED: Mapping[Goal, Settings] = {
 }
 """quality: the lowest loss at a size (layers differ). speed: equal layers of round widths. stock: equal layers."""
 
+CORRECTION: Settings = {
+    "prune.enabled": Setting("false"),
+    "distill.weight": Setting(0),
+    "training.tokens": Setting("1M"),
+    "training.optimizer": Setting("adamw"),
+    "training.lr": Setting(3e-4, _RATE),
+}
+"""Teacher correction: the source is trained on the text like this, then pruned with the tokens that are left."""
+CORRECTED_FROM = 8_000_000
+"""With fewer tokens in all it was not measured, or (6M) gave nothing."""
+
 TUNING: Settings = {
     "training.optimizer": Setting("adamw"),
     "training.lr": Setting(3e-4, _RATE),

@@ -51,6 +51,8 @@ def _write(
 ) -> list[str]:
     if not 30 <= dpi <= 1200:
         raise UserError(f"--dpi {dpi}: must be between 30 and 1200")
+    if Path(out).suffix in (".png", ".svg"):
+        raise UserError(f"--out {out}: give a directory: every figure is written as PNG and SVG")
     with pyplot_settings() as pyplot, atomic_directory(Path(out), marker=MARKER, overwrite=overwrite) as folder:
         for figure in track(figures, "drawing figures", len(figures)):
             save(pyplot, draw(pyplot, figure), folder, figure.id, dpi)

@@ -100,7 +100,9 @@ def _row(path: Path, root: Path) -> RunRow:
         run=path.relative_to(root).as_posix() if path != root else path.resolve().name,
         status=status,
         source=public_name(str(source)),
-        target=str(setting(recipe, "prune", "target") or ""),
+        target=str(setting(recipe, "prune", "target") or "")
+        if setting(recipe, "prune", "enabled") is not False
+        else "",
         parameters=_whole(left),
         source_parameters=_whole(first.get("parameters")),
         step=_whole(last.get("step")),

@@ -69,8 +69,11 @@ def short_settings(settings: Settings) -> str:
     return ", ".join(shown[:MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+_NAMES = {"distill.weight": "distilled", "source.model": "source", "prune.enabled": "pruning"}
+
+
 def _words(key: str, value: Any) -> str:
-    name = {"distill.weight": "distilled", "source.model": "source"}.get(key, key.split(".")[-1].replace("_", " "))
+    name = _NAMES.get(key, key.split(".")[-1].replace("_", " "))
     if value is False or value in ("", []) or (key == "distill.weight" and value == 0):
         return f"no {'distillation' if name == 'distilled' else name}"
     if value is True or key == "prune.method":

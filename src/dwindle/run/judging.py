@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dwindle.core.json_safe import finite
+from dwindle.core.progress import status
 from dwindle.core.quality import Quality, Sample, bits_per_byte, text_names
 from dwindle.data.packing import num_predictions
 from dwindle.data.tokenizing import token_bytes
@@ -121,12 +122,14 @@ class Judge:
         self.tokenizer, self.windows_NT = tokenizer, windows_NT
         self.prompts = prompt_tokens(windows_NT, tokenizer)
         samples = [Sample(as_text(tokenizer, prompt)) for prompt in self.prompts]
-        loss = finite(evaluate_loss(source, windows_NT))
-        self.quality = Quality(text_names(texts), windows_NT[:, 1:].numel(), held_out, loss, samples=samples)
-        self.quality.add_samples("source", greedy_samples(source, tokenizer, self.prompts))
+        with status("measuring the source"):
+            loss = finite(evaluate_loss(source, windows_NT))
+            self.quality = Quality(text_names(texts), windows_NT[:, 1:].numel(), held_out, loss, samples=samples)
+            self.quality.add_samples("source", greedy_samples(source, tokenizer, self.prompts))
 
     def judged(self, result: Any) -> Quality:
         """The source's measurements with those of the result."""
-        self.quality.result_loss = finite(evaluate_loss(result, self.windows_NT))
-        self.quality.add_samples("result", greedy_samples(result, self.tokenizer, self.prompts))
+        with status("measuring the result"):
+            self.quality.result_loss = finite(evaluate_loss(result, self.windows_NT))
+            self.quality.add_samples("result", greedy_samples(result, self.tokenizer, self.prompts))
         return self.quality

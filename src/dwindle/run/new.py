@@ -19,6 +19,8 @@ from dwindle.data.estimate import estimate
 from dwindle.pruning.target import parse_target
 from dwindle.recipe.recipe import Recipe, recipe_from
 from dwindle.recipe.recommended import (
+    CORRECTED_FROM,
+    CORRECTION,
     GOALS,
     HIDDEN,
     LEAST_STEPS,
@@ -112,6 +114,21 @@ def scaled(goal: Goal, length: float, tokens: int | None, positions: int, hidden
     rate = chosen["training.lr"]
     chosen["training.lr"] = Setting(scaled_rate(rate.value, hidden, per_step), rate.why)
     return chosen
+
+
+def correction(recipe: Recipe) -> tuple[list[str], list[str]] | None:
+    """Overrides of the two runs of teacher correction: one adapts the source to the text, the other prunes its result,
+    whose path is still to be given as ``source.model``. None where this was not measured to help."""
+    tokens = parse_count(recipe.training.tokens, "training.tokens")
+    ours = recipe.prune.enabled and recipe.prune.effective_selection == "global" and recipe.vocabulary.size is None
+    if not ours or not recipe.teacher_weight or recipe.distill.teacher or tokens < CORRECTED_FROM:
+        return None
+    settings = {key: setting.value for key, setting in CORRECTION.items()}
+    hidden = load_config(recipe.source.model).hidden_size
+    settings["training.lr"] = scaled_rate(settings["training.lr"], hidden, recipe.num_tokens_per_step)
+    read = settings["training.tokens"]
+    left = format_count(tokens - parse_count(read, "training.tokens"))
+    return [f"{key}={value}" for key, value in settings.items()], [f"data.skip={read}", f"training.tokens={left}"]
 
 
 def scaled_rate(rate: float, hidden: int, per_step: int) -> float:

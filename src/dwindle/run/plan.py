@@ -395,6 +395,12 @@ def plan_warnings(recipe: Recipe, config: Any, plan: PruningPlan | None) -> list
     found = [long] if long else []
     if recipe.task.kind == "chat" and recipe.task.text_share and not recipe.data.trained_on():
         found.append("data.train: no plain text between the conversations, which keeps what the model knows: add some")
+    own_start = recipe.teacher_weight and not (recipe.distill.teacher or recipe.source.random_init)
+    if own_start and not recipe.prune.enabled:
+        found.append(
+            "distill.weight: this run does not prune, so its teacher is its own start, which holds it back: set 0, or "
+            "name distill.teacher"
+        )
     if plan is None or not isinstance(plan.pacing, Ratio):
         return found
     possible, events = plan.pacing.events_by(recipe.num_steps), plan.events

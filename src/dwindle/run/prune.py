@@ -21,6 +21,7 @@ from dwindle.anatomy.structure import Structure
 from dwindle.core.config import takes
 from dwindle.core.errors import UserError
 from dwindle.core.notebook import Shown
+from dwindle.core.progress import status
 from dwindle.core.quality import Quality, from_to
 from dwindle.core.sizes import format_bytes, format_count
 from dwindle.core.terminal import right, titled
@@ -126,16 +127,9 @@ class Pruned(Shown):
     def save(self, out: str | PathLike[str], *, overwrite: bool = False) -> Path:
         """Write the model directory."""
         check_output(out, overwrite=overwrite, sources=[self.source, *self.inputs])
-        return save_model(
-            self.model,
-            self.tokenizer,
-            out,
-            structure=self.structure,
-            source=self.source,
-            ledger=self.ledger,
-            quality=self.quality,
-            overwrite=overwrite,
-        )
+        about = About(structure=self.structure, source=self.source, ledger=self.ledger, quality=self.quality)
+        with status(f"writing {os.fspath(out)}"):
+            return save_model(self.model, self.tokenizer, out, overwrite=overwrite, **about)
 
 
 @takes(PostTrainingConfig)
@@ -259,15 +253,16 @@ def stored_dtype(loaded: Loaded) -> torch.dtype:
 
 def _windows(loaded: Loaded, data: Sequence[str], text_field: str, config: PostTrainingConfig) -> tuple[Tensor, Tensor]:
     """Windows for calibration and for measurement."""
-    return calibration_windows(
-        data,
-        needed_tokenizer(loaded.tokenizer, loaded.source),
-        num_sequences=config.num_sequences,
-        seq_len=config.num_tokens_per_sequence,
-        seed=config.seed,
-        num_held_out=max(1, _MEASURED_TOKENS // config.num_tokens_per_sequence),
-        text_field=text_field,
-    )
+    with status("reading the calibration text"):
+        return calibration_windows(
+            data,
+            needed_tokenizer(loaded.tokenizer, loaded.source),
+            num_sequences=config.num_sequences,
+            seq_len=config.num_tokens_per_sequence,
+            seed=config.seed,
+            num_held_out=max(1, _MEASURED_TOKENS // config.num_tokens_per_sequence),
+            text_field=text_field,
+        )
 
 
 def _judge(loaded: Loaded, windows: Tensor | None, held_out: Tensor | None, data: Sequence[str]) -> Judge:

@@ -22,6 +22,7 @@ import torch
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.structure import Layer, Structure
 from dwindle.core.errors import UserError
+from dwindle.core.progress import status
 from dwindle.core.run_directory import RunDirectory
 from dwindle.data.batches import BatchStream
 from dwindle.data.estimate import estimate
@@ -113,8 +114,9 @@ def planned(recipe: Recipe, *, measure: bool = True, price: float | None = None)
     if price is not None and not price >= 0:
         raise UserError(f"price {price}: give the price of an hour, such as 2.5")
     if measure:
-        found = rehearse(recipe, start)
-        tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(start)
+        with status("running a few steps to predict time and memory"):
+            found = rehearse(recipe, start)
+            tokenizing_s = sum(plan.text_tokens.values()) / _tokens_per_s(start)
         least = plan.memory_bytes_estimate if found.is_one_step else 0
         plan.seconds, plan.memory_bytes_measured = found.run_s + tokenizing_s, max(found.memory_bytes, least)
         plan.cost = None if price is None else price * plan.seconds / 3600

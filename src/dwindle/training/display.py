@@ -6,10 +6,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from dwindle.core.sizes import format_count, format_duration
 from dwindle.training.callbacks import Callback
@@ -32,9 +35,10 @@ class Display(Callback):
     def on_start(self, trainer: Trainer) -> None:
         self._started = self._last_line = time.monotonic()
         self._first_step = trainer.step
-        if self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=4)
-            self._live.start()
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            waiting = Spinner("dots", "measuring the start, then the first step")
+            self._live = Live(waiting, console=self.console, refresh_per_second=4)
+            self._live.start(refresh=True)
 
     def after_step(self, trainer: Trainer) -> None:
         fields = self.fields(trainer)
@@ -77,12 +81,8 @@ class Display(Callback):
 
 
 def _panel(fields: dict[str, str], step: int, num_steps: int) -> Table:
-    panel = Table.grid(padding=(0, 2))
-    names, values = Table.grid(padding=(0, 2)), list(fields.items())
-    for _ in values:
-        names.add_column()
-    names.add_row(*(f"[dim]{name}[/dim]" for name, _ in values))
-    names.add_row(*(value for _, value in values))
+    values = [Text.assemble((f"{name} ", "dim"), value) for name, value in fields.items()]
+    panel = Table.grid()
     panel.add_row(ProgressBar(total=max(num_steps, 1), completed=step))
-    panel.add_row(names)
+    panel.add_row(Columns(values, padding=(0, 2)))
     return panel
