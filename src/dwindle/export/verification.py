@@ -120,13 +120,13 @@ def verify_transformers(folder: Any, model: Any, prompts: list[list[int]], *, wr
 
     from dwindle.sources.common import quiet_transformers
 
-    written = model if written is None else written
+    reference = as_float32(model)
+    written = reference if written is None else as_float32(written)
     options: Any = {"trust_remote_code": is_custom(written.config), "dtype": torch.float32}
     with quiet_transformers():
         loaded = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     check_same_weights(loaded.state_dict(), written)
-    reference = as_float32(model)
-    check_same_numbers(numbers_of(loaded), numbers_of(reference))
+    check_same_numbers(numbers_of(loaded), numbers_of(written))
     return check_logits("transformers", loaded, reference, prompts)
 
 
