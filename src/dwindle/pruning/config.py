@@ -75,9 +75,8 @@ class PruneConfig(Config):
     damping: Annotated[float, Field(ge=0)] = 0.01
     """Ridge of that update, as a fraction of the mean curvature."""
     gram_tokens: str | int | None = None
-    """Tokens whose layer inputs are used by second_order, wanda and obc. They are
-    evenly spaced ones of every sequence, at least one of each. Not set: 4096 of a training step, all calibration tokens
-    without training."""
+    """Tokens whose layer inputs are used by second_order, wanda and obc: evenly spaced ones of every sequence, at least
+    one of each. Not set: 4096 of a training step, all calibration tokens without training."""
 
     @property
     def keeps_hidden_size(self) -> bool:
