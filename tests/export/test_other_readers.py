@@ -243,6 +243,11 @@ def test_only_what_mlx_computes_alike_has_a_file_for_it(family: str, kind: str, 
                 "partial_rotary_factor": 1.0,
             },
         ),
+        (
+            {"sliding_attention": {"rope_type": "default", "rope_theta": 3.0}, "full_attention": None},
+            {"rope_theta": 3.0, "rope_scaling": None, "rope_local_base_freq": 3.0},
+        ),
+        ({"rope_type": "default"}, {}),
         (None, {}),
     ],
 )

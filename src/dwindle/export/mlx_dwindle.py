@@ -67,7 +67,9 @@ def _sized_layer(args: ModelArgs, index: int, whole: dict[str, Any]) -> Any:
     """Layer ``index`` at its own size; ``whole`` keeps the models that layers are taken from, by their sizes."""
     own = args.layers[index]
     key = repr({name: value for name, value in own.items() if name != "skip"})
-    layer = whole.setdefault(key, args.family.Model(args.at(own))).model.layers[index]
+    if key not in whole:
+        whole[key] = args.family.Model(args.at(own))
+    layer = whole[key].model.layers[index]
     for name in own.get("skip", ()):
         if name in layer:
             is_block = bool(layer[name].children())

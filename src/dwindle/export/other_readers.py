@@ -53,10 +53,11 @@ def _needs_mlx_file(config: dict[str, Any]) -> bool:
 
 def rotary_keys(rope: dict[str, Any] | None) -> dict[str, Any]:
     """``rope_theta``, ``rope_scaling``, …: of one rotation, or of one for each type of layer (Gemma 3, OLMo 3)."""
-    if not rope:
+    of_types = {kind: one for kind, one in (rope or {}).items() if isinstance(one, dict) and "rope_theta" in one}
+    full = of_types.get("full_attention") or next(iter(of_types.values()), rope or {})
+    if "rope_theta" not in full:
         return {}
-    of_types = all(isinstance(one, dict) for one in rope.values())
-    full, keys = rope["full_attention"] if of_types else rope, dict[str, Any]()
+    keys = dict[str, Any]()
     scaling = {key: value for key, value in full.items() if key not in ("rope_theta", "partial_rotary_factor")}
     kind = scaling.get("rope_type", "default")
     if kind == "longrope" and set(scaling) == _LONGROPE:
@@ -67,8 +68,8 @@ def rotary_keys(rope: dict[str, Any] | None) -> dict[str, Any]:
     keys |= {"rope_theta": full["rope_theta"], "rope_scaling": None if kind == "default" else scaling}
     if "partial_rotary_factor" in full:
         keys["partial_rotary_factor"] = full["partial_rotary_factor"]
-    if of_types and "sliding_attention" in rope:
-        keys["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+    if "sliding_attention" in of_types:
+        keys["rope_local_base_freq"] = of_types["sliding_attention"]["rope_theta"]
     return keys
 
 
