@@ -130,11 +130,16 @@ def config_class_for(model_type: str) -> type[Any]:
     return checked
 
 
+def family_named(class_name: str, suffix: str) -> str | None:
+    """``llama`` of ``DwindleLlamaConfig`` and ``Config``; None for other names."""
+    wanted = class_name.removeprefix("Dwindle").removesuffix(suffix)
+    if class_name != f"Dwindle{wanted}{suffix}":
+        return None
+    return next((family for family in CONFIG_MAPPING if title(family) == wanted), None)
+
+
 def __getattr__(name: str) -> Any:
     """``DwindleLlamaConfig``, …: created on access, for ``auto_map``."""
-    if name.startswith("Dwindle") and name.endswith("Config"):
-        wanted = name.removeprefix("Dwindle").removesuffix("Config")
-        for family in CONFIG_MAPPING:
-            if title(family) == wanted:
-                return config_class_for(PREFIX + family)
+    if (family := family_named(name, "Config")) is not None:
+        return config_class_for(PREFIX + family)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AutoModel, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .configuration_dwindle import ATTENTION, PREFIX, config_class_for, queries_per_kv, title
+from .configuration_dwindle import ATTENTION, PREFIX, config_class_for, family_named, queries_per_kv, title
 
 _SPEC = "_heterogeneity_spec"
 """Where transformers keeps ``per_layer_config``; without it, a configuration has only the largest sizes."""
@@ -160,10 +160,8 @@ def backbone_for(model_type: str) -> type[Any]:
 
 def __getattr__(name: str) -> Any:
     """``DwindleLlamaModel``, ``DwindleLlamaForCausalLM``, …: created on access, for ``auto_map``."""
-    for suffix in ("ForCausalLM", "Model"):
-        if name.startswith("Dwindle") and name.endswith(suffix):
-            wanted = name.removeprefix("Dwindle").removesuffix(suffix)
-            family = next((family for family in CONFIG_MAPPING if title(family) == wanted), None)
-            if family is not None:
-                return backbone_for(PREFIX + family) if suffix == "Model" else classes_for(PREFIX + family)[1]
+    if (family := family_named(name, "ForCausalLM")) is not None:
+        return classes_for(PREFIX + family)[1]
+    if (family := family_named(name, "Model")) is not None:
+        return backbone_for(PREFIX + family)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

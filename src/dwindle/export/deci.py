@@ -19,11 +19,12 @@ from transformers import LlamaConfig
 
 from dwindle.anatomy.anatomy import Anatomy
 from dwindle.anatomy.build import config_for
-from dwindle.anatomy.family import CODE_FILES, CUSTOM_PREFIX
+from dwindle.anatomy.family import CUSTOM_PREFIX
 from dwindle.anatomy.structure import Structure
 from dwindle.core.errors import UserError
 from dwindle.core.reading import read_json
 from dwindle.export import configuration_decilm
+from dwindle.export.other_readers import rotary_keys
 from dwindle.export.verification import (
     Verified,
     as_float32,
@@ -67,7 +68,7 @@ def write_config(model: Any, folder: Path) -> None:
     structure = anatomy.source
     for key in ("per_layer_config", "queries_per_kv", "num_key_value_heads", "layer_types", "sliding_window"):
         values.pop(key, None)
-    rope = dict(values["rope_parameters"])
+    values |= rotary_keys(values["rope_parameters"])
     values |= {
         "architectures": [ARCHITECTURE],
         "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"},
@@ -79,12 +80,8 @@ def write_config(model: Any, folder: Path) -> None:
         "intermediate_size": max(len(la.ffn) for la in structure.layers),
         "model_type": "nemotron-nas",
         "num_attention_heads": len(structure.with_heads.query_heads),
-        "rope_theta": rope.pop("rope_theta"),  # where readers that are not transformers look
-        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
     }
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    for file in CODE_FILES:
-        (folder / file).unlink(missing_ok=True)
     shutil.copyfile(str(configuration_decilm.__file__), folder / "configuration_decilm.py")
 
 
